@@ -1,0 +1,1 @@
+"""What the papers look at beside accuracy: angles between class vectors, the spectrum of features."""

@@ -1,0 +1,21 @@
+"""The one exception for what a user can put right: its text is one sentence that says what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in the input. The command line prints the sentence and exits with code 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The part of a sentence that names the closest valid choice.
+
+    >>> nearest("fedgella", ["fedavg", "fedgela"])
+    "did you mean 'fedgela'?"
+    >>> nearest("zzz", ["fedavg", "fedgela"])
+    'choose one of fedavg, fedgela.'
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(known)}."

@@ -1,0 +1,319 @@
+"""Checkpoints of a run: written by Orbax in the background, checked byte by byte when they are read.
+
+A checkpoint of round `r` (the number of completed rounds) is the folder `<folder>/<r>` with up to three
+items: `server` and `clients` (arrays by name) and `record` (JSON: the history, and the name, dtype, shape
+and CRC-32 of every array). It is *full* when it holds the clients; the others are server-only: good for
+evaluation, not for resuming.
+
+Orbax runs synchronously inside one worker thread of ours, not in its own asynchronous mode: the caller is
+held up for the copy of the arrays alone, whereas that mode prepares folders and files before it returns.
+One process at a time may open a folder, and the arrays must be addressable by it (one host).
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import textwrap
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import snapshot
+from fedjax_pcdd.harness.disk import check_space as check_space
+from fedjax_pcdd.harness.disk import for_user
+
+_REMOVED = "removed"
+_PARTS = ("server", "clients")
+_SMALL_FILES = 2**17
+
+
+class Restored(NamedTuple):
+    """What a checkpoint gives back; `clients` is None where only the server was asked for."""
+
+    round: int
+    server: Any
+    clients: Any
+    history: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run; close it, or use it in a `with` block, so that the last is written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        every: int = 1,
+        clients_every: int = 1,
+        asynchronous: bool = True,
+        say: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr),
+    ):
+        """Open or create the folder; what a killed process left half-written or half-removed goes.
+
+        Args:
+          folder: where the checkpoints live; one process at a time.
+          keep: checkpoints kept, the newest ones; the two newest full ones stay in any case.
+          every: rounds between checkpoints.
+          clients_every: rounds between full checkpoints. A resume starts from a full one, so it repeats up to
+            `clients_every - 1` rounds (and up to `every - 1` more); each full one writes all clients' states.
+          asynchronous: write in the background.
+          say: told, in one sentence, about what a user should know.
+
+        Raises:
+          UserError: the folder cannot be created or read.
+        """
+        self._folder = Path(folder).absolute()
+        self._every, self._clients_every = every, clients_every
+        self._say = say
+        self._full: set[int] = set()
+        self._pending: Future | None = None
+        self._worker = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        _silence_orbax()
+        try:
+            self._manager = _open_manager(self._folder, _Retention(keep, self._full))
+            shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+        except OSError as error:
+            raise for_user(error, self._folder) from error
+        self._full.update(r for r in self._manager.all_steps() if self._is_full(r))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def save(
+        self, round: int, server: Any, clients: Any, history: dict[str, Any], *, force: bool = False
+    ) -> bool:
+        """Take a snapshot of the arrays and return; the writing happens behind the caller's back.
+
+        The arrays may be donated as soon as this returns: the snapshot shares no memory with them. Where the
+        checkpoint before is still being written, this waits for it.
+
+        Args:
+          round: completed rounds.
+          server: pytree of arrays.
+          clients: pytree of arrays, `()` where clients keep nothing; left out where
+            `round % clients_every != 0`, unless forced.
+          history: whatever JSON can hold; it comes back on `restore`.
+          force: write now, and fully, whatever `every` and `clients_every` say.
+
+        Returns:
+          Whether a checkpoint is being written (False too where this round has one already).
+
+        Raises:
+          UserError: this or the previous checkpoint could not be written (no space left, for example).
+        """
+        if not force and round % self._every:
+            return False
+        self.wait()
+        full = force or round % self._clients_every == 0
+        if round in self._manager.all_steps() and (round in self._full or not full):
+            return False
+        parts = {"server": snapshot.take("server", server)}
+        if full:
+            parts["clients"] = snapshot.take("clients", clients)
+        text = json.dumps(history)
+        if self._worker is None:
+            self._guard(lambda: self._write(round, parts, text))
+        else:
+            self._pending = self._worker.submit(self._write, round, parts, text)
+        return True
+
+    def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
+        """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
+
+        Args:
+          server_like: pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shapes, dtypes, shardings.
+          clients_like: the same for the clients.
+
+        Returns:
+          None where the folder holds no full checkpoint. Leaves are jax arrays; where the template is a numpy
+          array, numpy arrays.
+
+        Raises:
+          UserError: all are damaged, or the checkpoint was written by another configuration.
+        """
+        restored = self._newest({"server": server_like, "clients": clients_like})
+        if restored is None and self._manager.all_steps():
+            self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
+        self._discard_after(0 if restored is None else restored.round)
+        return restored
+
+    def restore_server(self, server_like: Any) -> Restored | None:
+        """The newest intact checkpoint of either kind, for evaluation: no `clients`, nothing is removed."""
+        return self._newest({"server": server_like})
+
+    def wait(self) -> None:
+        """Return once nothing is being written.
+
+        Raises:
+          UserError: the checkpoint in the making could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._guard(pending.result)
+
+    def close(self) -> None:
+        """Wait, then release the worker thread; raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()
+            self._manager.close()
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            raise for_user(error, self._folder) from error
+
+    def _write(self, round: int, parts: dict[str, dict[str, Any]], history: str) -> None:
+        host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
+        inventory = {
+            part: {name: snapshot.fingerprint(a) for name, a in arrays.items()}
+            for part, arrays in host.items()
+        }
+        # The history is spliced in as text: long histories would cost a second pass of the encoder.
+        content = f'{{"arrays": {json.dumps(inventory)}, "history": {history}}}'
+        items: dict[str, Any] = {
+            "record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})
+        }
+        for part, arrays in host.items():
+            if stored := {name: a for name, a in arrays.items() if a.size}:
+                items[part] = ocp.args.PyTreeSave(stored)
+        if round in self._manager.all_steps():
+            self._manager.delete(round)
+        if "clients" in parts:
+            self._full.add(round)
+        try:
+            self._manager.save(round, args=ocp.args.Composite(**items), force=True)
+        except BaseException:
+            self._full.discard(round)
+            raise
+        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+    def _newest(self, like: dict[str, Any]) -> Restored | None:
+        self.wait()
+        damaged: dict[int, str] = {}
+        for round in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                record = self._record(round)
+                if not like.keys() <= record["arrays"].keys():
+                    continue
+                trees = self._load(round, record["arrays"], like)
+            except UserError:
+                raise
+            # Damage can surface as almost any exception of Orbax, TensorStore or the decoders.
+            except Exception as error:
+                damaged[round] = _reason(error)
+                continue
+            for bad, reason in damaged.items():
+                self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
+            return Restored(round, trees["server"], trees.get("clients"), record["history"])
+        if damaged:
+            rounds = "; ".join(f"round {bad}: {reason}" for bad, reason in damaged.items())
+            raise UserError(f"no checkpoint in {self._folder} is intact ({rounds}): start a new run.")
+        return None
+
+    def _record(self, round: int) -> dict[str, Any]:
+        saved = self._manager.restore(round, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
+        if zlib.crc32(saved["content"].encode()) != saved["crc"]:
+            raise ValueError("its record fails its checksum")
+        return json.loads(saved["content"])
+
+    def _is_full(self, round: int) -> bool:
+        try:
+            return "clients" in self._record(round)["arrays"]
+        # A damaged checkpoint is reported when it is restored; here it only must not count as a full one.
+        except Exception:
+            return False
+
+    def _load(self, round: int, inventory: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        for part, template in like.items():
+            self._check_same(round, inventory[part], snapshot.named(part, template))
+            stored = [name for name, (_, shape, _) in inventory[part].items() if 0 not in shape]
+            if stored:
+                as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
+                wanted[part] = ocp.args.PyTreeRestore(restore_args=as_numpy)
+        found = self._manager.restore(round, args=ocp.args.Composite(**wanted)) if wanted else {}
+        return {
+            part: snapshot.fill(part, template, found[part] if part in wanted else {}, inventory[part])
+            for part, template in like.items()
+        }
+
+    def _check_same(self, round: int, inventory: dict[str, Any], template: dict[str, Any]) -> None:
+        if difference := snapshot.difference(inventory, template):
+            raise UserError(
+                f"the checkpoint of round {round} in {self._folder} was written by another configuration "
+                f"({difference}): resume with the configuration it was started with."
+            )
+
+    def _discard_after(self, round: int) -> None:
+        for newer in [r for r in self._manager.all_steps() if r > round]:
+            self._manager.delete(newer)
+            self._full.discard(newer)
+        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+
+def required_bytes(server: Any, clients: Any) -> int:
+    """Disk space in bytes of one full checkpoint; the trees may be abstract."""
+    return snapshot.size(server) + snapshot.size(clients) + _SMALL_FILES
+
+
+class _Retention:
+    """Orbax preservation policy: the `keep` newest checkpoints and the two newest full ones."""
+
+    def __init__(self, keep: int, full: set[int]):
+        self._keep, self._full = keep, full
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        del context
+        rounds = sorted(info.step for info in checkpoints)
+        kept = {*rounds[-self._keep :], *[r for r in rounds if r in self._full][-2:]}
+        return [info.step in kept for info in checkpoints]
+
+
+def _open_manager(folder: Path, retention: _Retention) -> ocp.CheckpointManager:
+    # Compression takes three times as long as writing and shrinks trained weights by a tenth at best.
+    handlers: dict[str, Any] = {part: ocp.PyTreeCheckpointHandler(use_compression=False) for part in _PARTS}
+    handlers["record"] = ocp.JsonCheckpointHandler()
+    options = ocp.CheckpointManagerOptions(
+        enable_async_checkpointing=False,
+        preservation_policy=retention,
+        cleanup_tmp_directories=True,
+        # Renaming is atomic and removing a tree is not: a killed process must not leave half a checkpoint.
+        todelete_subdir=_REMOVED,
+        save_root_metadata=False,
+        lightweight_initialize=True,
+    )
+    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError | KeyError):
+        return "a file is missing"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], 100, placeholder="...")
+
+
+def _silence_orbax() -> None:
+    logger = logging.getLogger("absl")
+    if _is_not_orbax not in logger.filters:
+        logger.addFilter(_is_not_orbax)
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    # Errors too: Orbax prints the traceback of every exception that it also raises.
+    return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -1,0 +1,249 @@
+"""What one run is: `RunConfig`, together with a method's hyper-parameters, and both as one flat YAML text."""
+
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.harness.options import Option, check, convert, options_of, run_option
+from fedjax_pcdd.methods import METHODS, Method
+
+GROUPS = {
+    "data": "The data set and how it is spread over the clients.",
+    "model": "What every client trains.",
+    "training": "Rounds, local optimisation and aggregation.",
+    "evaluation": "Generic accuracy (GA) and personal accuracy (PA).",
+    "run": "Seed, hardware, what is written and what is shown.",
+}
+
+# Options that choose what the others are; they belong to no run.
+RESERVED = ("preset", "split", "list_methods", "list_datasets", "list_models", "help")
+
+# Where a run lies is not what it computes.
+PLACE = ("run_dir", "resume")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A run but for its method's hyper-parameters; UserError for a value out of its bounds."""
+
+    method: str = run_option("fedavg", "", "method, see --list-methods")
+
+    dataset: str = run_option("digits", "data", "data set, see --list-datasets; docs/data.md for your own")
+    data_dir: Path | None = run_option(
+        None,
+        "data",
+        "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them",
+    )
+    partition: Literal["dirichlet", "pcdd", "iid", "natural"] = run_option(
+        "dirichlet", "data", "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}"
+    )
+    beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
+    clients: int = run_option(10, "data", "number of clients K", low=1)
+    classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
+    cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
+    min_samples: int = run_option(
+        10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0
+    )
+    retry: bool = run_option(
+        True, "data", "draw a Dirichlet partition again until every client has --min-samples"
+    )
+    doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
+
+    model: str | None = run_option(
+        None, "model", "architecture, see --list-models; by default mlp for digits, else simple_cnn"
+    )
+    bn: Literal["average", "local", "group"] = run_option(
+        "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
+    )
+    precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
+
+    rounds: int = run_option(50, "training", "communication rounds T", low=1)
+    local_epochs: int = run_option(10, "training", "epochs E of local training in a round", low=1)
+    batch_size: int = run_option(100, "training", "mini-batch size B", low=1)
+    last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option(
+        "drop",
+        "training",
+        "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less "
+        "than one batch trains on what it has, but for strict, which drops that too, as the published code",
+    )
+    optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser, anew each round")
+    lr: float = run_option(0.01, "training", "learning rate eta", above=0)
+    momentum: float = run_option(0.9, "training", "momentum rho of sgd", low=0, below=1)
+    weight_decay: float = run_option(1e-4, "training", "weight decay, added to the gradient", low=0)
+    grad_clip: Literal["method", "none"] | float = run_option(
+        "method",
+        "training",
+        "largest global gradient norm; method: what the method's code has (FedGELA 20)",
+        above=0,
+    )
+    weights: Literal["method", "uniform", "batches"] = run_option(
+        "method",
+        "training",
+        "aggregation weights p_k: the method's (mostly n_k), equal, or full batches of a client",
+    )
+    augment: bool = run_option(True, "training", "augment training images as is customary for the data set")
+
+    seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
+    lanes: Literal["auto"] | int = run_option(
+        "auto", "run", "clients trained as one step; auto measures", low=1
+    )
+    device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
+
+    eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
+    fine_tune_epochs: int = run_option(
+        10, "evaluation", "epochs of fine-tuning for PA, for methods without a personal model", low=0
+    )
+    eval_batch: int = run_option(500, "evaluation", "batch size of evaluation", low=1)
+
+    run_dir: Path | None = run_option(
+        None,
+        "run",
+        "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, numbered where taken",
+    )
+    resume: Path | None = run_option(
+        None, "run", "folder of a run to continue, with the options it was started with"
+    )
+    checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
+    checkpoint_clients_every: int = run_option(
+        1, "run", "checkpoints between those that hold client states", low=1
+    )
+    keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
+    quiet: bool = run_option(False, "run", "show nothing but errors")
+    tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
+    wandb: bool = run_option(False, "run", "also log to Weights & Biases")
+
+    def __post_init__(self):
+        for option in options_of(type(self)).values():
+            check(option, getattr(self, option.name), option.flag)
+        if self.cohort is not None and self.cohort > self.clients and self.partition != "natural":
+            raise UserError(
+                f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them."
+            )
+
+
+RUN = options_of(RunConfig)
+
+
+def values(config: RunConfig, method: Method) -> dict[str, Any]:
+    """Run options, then hyper-parameters, by field name."""
+    run = {name: getattr(config, name) for name in RUN}
+    return run | {name: getattr(method, name) for name in options_of(type(method))}
+
+
+def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
+    """Configuration and method from values by field name; what is not given has its default.
+
+    Raises:
+      UserError: an unknown method, or a value out of its bounds.
+    """
+    config = RunConfig(**{name: value for name, value in given.items() if name in RUN})
+    cls = methods.get(config.method)
+    method = cls(**{name: value for name, value in given.items() if name not in RUN})
+    for option in options_of(cls).values():
+        check(option, getattr(method, option.name), option.flag)
+    return config, method
+
+
+def dump(config: RunConfig, method: Method) -> str:
+    """Every run option and every hyper-parameter as flat YAML; `parse_config` reads it back."""
+    plain = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in values(config, method).items()
+    }
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, Method]:
+    """What `dump` wrote.
+
+    Args:
+      text: flat YAML.
+      source: what sentences about it call it, as a path.
+
+    Raises:
+      UserError: no YAML, an unknown key, or a value that does not fit.
+    """
+    flat = load_mapping(text, source)
+    cls = methods.get(str(flat.get("method", RUN["method"].default)))
+    return build(convert_all(flat, RUN | options_of(cls), source))
+
+
+def load_mapping(text: str, source: str) -> dict[str, Any]:
+    """A YAML mapping with its keys in the spelling of fields; UserError where it is none."""
+    try:
+        mapping = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{source} is not valid YAML{where}: correct it.") from None
+    return as_mapping(mapping, source)
+
+
+def as_mapping(value: Any, source: str) -> dict[str, Any]:
+    """The keys of a mapping in the spelling of fields (`batch-size` is `batch_size`), {} for nothing."""
+    if not isinstance(value, dict | None):
+        raise UserError(f"{source} must hold `name: value` lines, not {str(value)[:40]!r}.")
+    return {str(key).replace("-", "_"): item for key, item in (value or {}).items()}
+
+
+def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:
+    """Checked values from YAML ones; UserError names the key and the source."""
+    result = {}
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"unknown key '{name}' in {source}: {short_nearest(name, known)}")
+        if isinstance(value, dict | list):
+            raise UserError(f"'{name}' in {source} takes one value, not several.")
+        text = value if value is None or isinstance(value, str) else str(value)
+        result[name] = convert(known[name], text, f"'{name}' in {source}")
+    return result
+
+
+def short_nearest(name: str, known: Mapping[str, Any], *, few: int = 8) -> str:
+    """As `nearest`, but a reference to the help where the list of choices would fill the screen."""
+    text = nearest(name, known)
+    return text if text.startswith("did") or len(known) <= few else "--help lists what there is."
+
+
+def difference(recorded: tuple[RunConfig, Method], given: tuple[RunConfig, Method]) -> list[str]:
+    """Names of the fields in which two pairs (configuration, method) differ, or that only one of them has."""
+    a, b = values(*recorded), values(*given)
+    return [name for name in a | b if name not in a or name not in b or a[name] != b[name]]
+
+
+def partition_tag(config: RunConfig) -> str:
+    """The partition in a folder's name, as `dirichlet0.1`, `P10C2` or `iid`."""
+    match config.partition:
+        case "dirichlet":
+            return f"dirichlet{config.beta:g}"
+        case "pcdd":
+            return f"P{config.clients}C{config.classes_per_client}"
+    return config.partition
+
+
+def run_folder(config: RunConfig) -> Path:
+    """`run_dir`, or where it is None a folder below runs/ that does not exist yet."""
+    if config.run_dir is not None:
+        return config.run_dir
+    dataset = config.dataset.replace("/", "_")
+    first = Path("runs") / f"{config.method}-{dataset}-{partition_tag(config)}-s{config.seed}"
+    folder, number = first, 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def check_names() -> None:
+    """ValueError where a method's hyper-parameter has the name of a run option; methods may share names."""
+    for name, cls in METHODS.items():
+        shadowed = [field for field in options_of(cls) if field in RUN or field in RESERVED]
+        if shadowed:
+            raise ValueError(f"{name} has fields that are run options: {', '.join(shadowed)}")

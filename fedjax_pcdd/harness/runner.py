@@ -1,0 +1,291 @@
+"""One experiment from a configuration to its result: rounds, metrics, checkpoints, and the summary at the end."""
+
+import dataclasses
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd import models
+from fedjax_pcdd.data import augment, sources
+from fedjax_pcdd.data.federation import Federation, heat_map
+from fedjax_pcdd.data.partition import partition
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import display, records
+from fedjax_pcdd.harness.checkpoint import Checkpoints, required_bytes
+from fedjax_pcdd.harness.config import RunConfig, dump, run_folder
+from fedjax_pcdd.harness.disk import check_space
+from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
+from fedjax_pcdd.harness.writers import writers_for
+from fedjax_pcdd.methods import Method
+from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
+from fedjax_pcdd.simulation.round import Experiment, Local, Report, Simulation
+from fedjax_pcdd.simulation.program import State, Tree
+from fedjax_pcdd.methods.method import Server
+
+PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class Progress(NamedTuple):
+    """A run between two rounds."""
+
+    round: int  # completed rounds
+    state: State
+    best: Tree  # global variables [1, ...] of the best GA, () where PA needs no fine-tuning
+    history: History
+
+
+def make_federation(config: RunConfig) -> Federation:
+    """Load the data set and divide it among the clients."""
+    dataset = sources.load(config.dataset, config.data_dir)
+    groups = None if dataset.groups_train is None else (dataset.groups_train, dataset.groups_test)
+    parts = partition(
+        config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes, clients=config.clients,
+        seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client, retry=config.retry,
+        min_size=config.min_samples, doubled=config.doubled, groups=groups,
+    )  # fmt: skip
+    return Federation(dataset, parts)
+
+
+def make_simulation(config: RunConfig, method: Method, federation: Federation, lanes: int) -> Simulation:
+    """Model, method and data as one simulation."""
+    dataset, shape = federation.dataset, federation.image_shape
+    name = config.model or ("mlp" if config.dataset == "digits" else "simple_cnn")
+    norm = "group" if config.bn == "group" else "batch"
+    dtype = PRECISION[config.precision]
+    compute = None if config.precision == "float32" else dtype
+    plain_model = models.build(name, num_classes=dataset.num_classes, image_shape=shape, norm=norm, dtype=compute)
+    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
+    local = Local(
+        config.local_epochs, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
+        config.weight_decay, None if clip in (None, "none") else float(clip),
+    )  # fmt: skip
+    return Simulation(
+        method.build(plain_model), [Experiment(federation, method, local, config.seed)],
+        pipeline=augment.pipeline(config.dataset, config.augment, shape),
+        cohort=config.cohort or federation.num_clients, lanes=lanes, rounds=config.rounds, weights=config.weights,
+        local_statistics=config.bn == "local", eval_batch=config.eval_batch, dtype=dtype,
+    )  # fmt: skip
+
+
+class Run:
+    """Everything a running experiment needs; `run` below is the way in."""
+
+    def __init__(self, config: RunConfig, method: Method, say=print):
+        """Prepare the simulation and open or create the run folder; UserError before anything is written."""
+        self.config, self.clock, self.started = config, CompileClock(), time.perf_counter()
+        select_device(config.device)
+        self.federation = make_federation(config)
+        jobs = config.cohort or self.federation.num_clients
+
+        def make(lanes):
+            return make_simulation(config, method, self.federation, lanes)
+
+        self.simulation = make(1)
+        self.method = jax.tree.map(lambda x: x[0], self.simulation.methods)
+        self._check_cohort(jobs)
+        state = self.simulation.start()
+        self.folder, lanes = self._folder(config, method, state)
+        if lanes is None:
+            lanes = choose_lanes(make, state, jobs, config.rounds) if config.lanes == "auto" else int(config.lanes)
+            self.folder.write_json("resolved.json", {"lanes": lanes, "hyperparameters": self._hyperparameters()})
+        if lanes > 1:
+            self.simulation = make(lanes)
+        self.keeps_best = self.method.fine_tune and config.fine_tune_epochs > 0
+        self.checkpoints = Checkpoints(
+            self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
+            clients_every=config.checkpoint_clients_every, say=say,
+        )  # fmt: skip
+        self.writers = writers_for(config.tensorboard, config.wandb, self.folder.path, dataclasses.asdict(config))
+
+    def _check_cohort(self, cohort: int) -> None:
+        if cohort > self.federation.num_clients:
+            raise UserError(f"--cohort={cohort} is more than the {self.federation.num_clients} clients: choose a smaller one.")
+        if not (self.simulation.steps > 0).any():
+            raise UserError("no client has enough samples for one batch: choose a smaller --batch-size or --last-batch=keep.")
+
+    def _folder(self, config: RunConfig, method: Method, state: State) -> tuple[records.RunFolder, int | None]:
+        """The run folder, and the number of lanes if the run had begun."""
+        if config.resume:
+            folder = records.RunFolder.open(config.resume)
+            resolved = folder.read_json("resolved.json")
+            return folder, resolved and resolved["lanes"]
+        path = run_folder(config)
+        size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
+        check_space(path, size * (config.keep + 1))
+        folder = records.RunFolder.create(path, dump(config, method))
+        self.federation.save(path / "partition.npz")
+        heat_map(self.federation, path / "partition.png")
+        return folder, None
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """The method's hyper-parameters as they are used, defaults filled in."""
+        values = dataclasses.asdict(self.method)
+        return {k: v if isinstance(v, str | int | bool | None) else float(v) for k, v in values.items()}
+
+    def begin(self) -> Progress:
+        """The start, or the newest intact checkpoint."""
+        state = self.simulation.start()
+        best = jax.tree.map(jnp.copy, state.servers.variables) if self.keeps_best else ()
+        history = new_history(self.federation.num_clients)
+        found = None
+        if self.config.resume:
+            found = self.checkpoints.restore((state.servers, best), (state.clients, state.statistics))
+        if found is None:
+            self._first_accuracies(state, history)
+            self.folder.truncate([])
+            return Progress(0, state, best, history)
+        servers, best = found.server
+        history = History(**found.history)
+        self.folder.truncate(history.rows)
+        return Progress(found.round, State(servers, *found.clients), best, history)
+
+    def _first_accuracies(self, state: State, history: History) -> None:
+        """Until a client takes part, its personal model is the initial one."""
+        if len(self.simulation.clients_of(0)[0]) < self.federation.num_clients:
+            correct = np.array(self.simulation.evaluate(state, personal=True).personal)
+            pa = accuracy(correct.sum(1), self.federation.test_sizes)
+            history.update_clients(np.arange(len(pa)), pa)
+
+    def rounds(self, progress: Progress) -> Progress:
+        """Train from `progress` to the last round."""
+        simulation, config = self.simulation, self.config
+        done, state, best, history = progress
+        plan = simulation.plan(done) if done < config.rounds else None
+        with display.progress(config.rounds, done, config.quiet) as bar:
+            for r in range(done, config.rounds):
+                begun = time.perf_counter()
+                state, report = simulation.step(state, r, plan)
+                jobs, plan = plan[1], simulation.plan(r + 1) if r + 1 < config.rounds else None
+                row = {"round": r + 1, "ga": None, "pa": None, "loss": self._loss(r, report, jobs, state)}
+                row["seconds"] = time.perf_counter() - begun
+                self._evaluate(row, state, report, jobs, history)
+                history.rows.append(row)
+                if self.keeps_best and history.is_best("ga"):
+                    best = jax.tree.map(jnp.copy, state.servers.variables)
+                self._record(row, history)
+                parts = (state.servers, best), (state.clients, state.statistics)
+                self.checkpoints.save(r + 1, *parts, history.to_json(), force=r + 1 == config.rounds)
+                bar.update(row)
+        self.checkpoints.wait()
+        return Progress(config.rounds, state, best, history)
+
+    def _loss(self, round: int, report: Report, jobs, state: State) -> float:
+        """Training loss, weighted as the aggregation; UserError if a client's is not finite."""
+        loss, trained = np.array(report.loss), jobs.steps > 0
+        wrong = np.flatnonzero(trained & ~np.isfinite(loss))
+        if len(wrong):
+            clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
+            raise UserError(
+                f"the loss of client {clients} is not finite in round {round + 1} of {self.config.method}: choose a smaller "
+                f"--lr or set --grad-clip; the checkpoints before it in {self.folder.path} are good."
+            )
+        return float(np.sum(loss[trained] * jobs.weight[trained]))
+
+    def _evaluate(self, row: dict, state: State, report: Report, jobs, history: History) -> None:
+        """Fill in GA and PA of a round, and the per-client record."""
+        sizes, trained = self.federation.test_sizes, jobs.steps > 0
+        if self.method.personal_model == "local":
+            clients = jobs.row[trained]
+            pa = accuracy(np.array(report.correct)[trained].sum(1), sizes[clients])
+            history.update_clients(clients, pa)
+        if row["round"] % self.config.eval_every and row["round"] != self.config.rounds:
+            return
+        begun, server = time.perf_counter(), self.method.personal_model == "server"
+        counts = self.simulation.evaluate(state, personal=server)
+        if server:
+            pa = accuracy(np.array(counts.personal).sum(1), sizes)
+            history.update_clients(np.arange(len(pa)), pa)
+        total = np.bincount(self.federation.dataset.y_test, minlength=self.simulation.program.setting.num_classes)
+        ga_local = None
+        if self.method.global_model:
+            correct = np.array(counts.generic)[0]
+            row["ga"] = float(accuracy(correct.sum(), total.sum()))
+        else:
+            correct = np.array(counts.local)
+            ga_local = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
+            correct, row["ga"] = correct.mean(0), float(ga_local.mean())
+        row["pa"] = mean(np.array([np.nan if v is None else v for v in history.pa_clients]))
+        row["ga_per_class"] = plain(accuracy(correct, total))
+        row["eval_seconds"] = time.perf_counter() - begun
+        history.update_best(ga_local)
+
+    def _record(self, row: dict, history: History) -> None:
+        self.folder.append(row)
+        if row["ga"] is not None:
+            self.folder.append({"round": row["round"], "pa_per_client": history.pa_clients}, "clients.jsonl")
+        for writer in self.writers:
+            writer.write(row)
+
+    def fine_tuned(self, variables: Tree) -> np.ndarray:
+        """PA [K] after every client has fine-tuned the global variables [1, ...] on its own data."""
+        tuner = self.simulation.tuner(self.config.fine_tune_epochs)
+        state = State(Server(variables), (), ())
+        before = np.array(tuner.evaluate(state, personal=True).personal)
+        plan, jobs = tuner.plan(self.config.rounds)
+        _, report = tuner.step(jax.tree.map(jnp.copy, state), self.config.rounds, (plan, jobs))
+        trained = jobs.steps > 0
+        before[jobs.row[trained]] = np.array(report.correct)[trained]
+        return accuracy(before.sum(1), self.federation.test_sizes)
+
+    def summary(self, progress: Progress) -> dict[str, Any]:
+        """The result: best and last of GA and PA, cost, and what it ran on."""
+        history, config = progress.history, self.config
+        (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
+        result = {
+            "method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": config.rounds,
+            "lanes": self.simulation.program.lanes, "ga_best": ga_best, "ga_last": history.last("ga"),
+            "pa_best": pa_best, "pa_last": history.last("pa"), "ga_best_round": ga_round, "pa_best_round": pa_round,
+            "ga_mean_last10": history.mean_last("ga"), "pa_mean_last10": history.mean_last("pa"),
+            "pa_protocol": "during training", "pa_best_per_client": history.best_pa_clients,
+        }  # fmt: skip
+        if not self.method.global_model:
+            result |= {"ga_best": history.without_global_model(), "ga_best_round": None}
+        if self.keeps_best:
+            best, last = self.fine_tuned(progress.best), self.fine_tuned(progress.state.servers.variables)
+            result |= {
+                "pa_protocol": f"global model fine-tuned for {config.fine_tune_epochs} epochs",
+                "pa_best": mean(best), "pa_last": mean(last), "pa_best_round": ga_round,
+                "pa_best_per_client": plain(best), "pa_local_best": pa_best, "pa_local_last": history.last("pa"),
+            }  # fmt: skip
+        return result | self._cost(history)
+
+    def _cost(self, history: History) -> dict[str, Any]:
+        seconds = np.array([row["seconds"] for row in history.rows])
+        typical = float(np.median(seconds[1:] if len(seconds) > 1 else seconds)) if len(seconds) else None
+        _, batches = self.simulation.jobs(0)
+        samples = sum(int((b >= 0).sum()) for b in batches)
+        memory = records.peak_memory_mb()
+        return {
+            "seconds_per_round": typical, "compile_seconds": self.clock.seconds,
+            "compilations": self.simulation.compilations, "samples_per_second": samples / typical if typical else None,
+            "peak_memory_mb": memory["host"], "device_peak_memory_mb": memory["device"], "wall_seconds": time.perf_counter() - self.started,
+            **records.describe_machine(),
+        }  # fmt: skip
+
+
+def run(config: RunConfig, method: Method) -> dict[str, Any]:
+    """Run (or resume) one experiment.
+
+    Returns:
+      What summary.json holds.
+
+    Raises:
+      UserError: a setting that cannot work, or a loss that is no longer finite; its text says what to do.
+    """
+    work = Run(config, method)
+    try:
+        progress = work.rounds(work.begin())
+        summary = work.summary(progress)
+        work.folder.write_summary(summary)
+        title = f"{config.method}, {config.dataset}, seed {config.seed}"
+        records.draw_curves(progress.history.rows, work.folder.path / "curves.png", title)
+    finally:
+        work.checkpoints.close()
+        for writer in work.writers:
+            writer.close()
+    if not config.quiet:
+        display.show(summary, work.folder.path)
+    return summary

@@ -1,0 +1,99 @@
+"""Decorrelation of features.
+
+FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses.classification import memberships
+
+FORMS = ("offdiag", "frobenius")
+
+
+def intra_class(
+    features: jax.Array,
+    labels: jax.Array,
+    num_classes: int,
+    *,
+    form: str = "offdiag",
+    mask: jax.Array | None = None,
+    epsilon: float = 1e-8,
+) -> jax.Array:
+    """FedMR's decorrelation of features within each class (section 3.3.1, eq. 3).
+
+    With x_b standardised inside its own class and G_c = X_c^T X_c, sum_uv G_c[u,v]^2 equals the sum of
+    (x_b . x_b')^2 over the pairs of samples of c: one [B, B] matrix serves all classes, never a [C, D, D].
+
+    Args:
+      features: [B, D] backbone outputs, not normalised.
+      labels: [B] integers in [0, C).
+      num_classes: C, static.
+      form: "offdiag" (published code, fits the tabulated mu1): unbiased variance,
+        [sum_c mean_{u!=v} G_c[u,v]^2] / [sum_c n_c]. "frobenius" (as printed): biased variance,
+        mean over classes of ||G_c / (n_c - 1)||_F^2.
+      mask: [B], samples that count; None for all.
+      epsilon: added to the variance under the root.
+
+    Returns:
+      Scalar; 0 with zero gradient when no class has two samples in the batch, and for "offdiag" when D = 1.
+
+    Raises:
+      UserError: `form` is unknown.
+    """
+    if form not in FORMS:
+        raise UserError(f"Unknown form '{form}' of the intra-class loss: {nearest(form, FORMS)}")
+    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    members = memberships(labels, num_classes, mask, dtype)
+    # Classes with fewer than two samples leave here, and from then on nothing divides by n_c - 1 = 0.
+    members = members * (jnp.sum(members, axis=0) >= 2)
+    standard = _standardise(features.astype(dtype), members, unbiased=form == "offdiag", epsilon=epsilon)
+    loss = _off_diagonal if form == "offdiag" else _frobenius
+    return loss(standard, members)
+
+
+def _standardise(features, members, *, unbiased, epsilon):
+    """Features [B, D] standardised inside each sample's own class; 0 for samples of no class in `members`."""
+    features = jnp.where(jnp.any(members > 0, axis=1)[:, None], features, 0)
+    counts = jnp.maximum(jnp.sum(members, axis=0), 1)[:, None]
+    means = _per_class(members, features) / counts
+    centred = features - _per_sample(members, means)
+    divisors = jnp.maximum(counts - 1, 1) if unbiased else counts
+    variances = _per_class(members, jnp.square(centred)) / divisors
+    return centred * _per_sample(members, 1 / jnp.sqrt(epsilon + variances))
+
+
+def _off_diagonal(standard, members):
+    """[sum_c mean_{u!=v} G_c[u,v]^2] / [sum_c n_c], the off-diagonal part as all minus the diagonal."""
+    dimensions = standard.shape[1]
+    if dimensions == 1:
+        return jnp.zeros((), standard.dtype)
+    energy = _per_class(members, _pair_energy(standard, members)[:, None])[:, 0]
+    diagonal = jnp.sum(jnp.square(_per_class(members, jnp.square(standard))), axis=1)
+    off_diagonal = jnp.sum(jnp.maximum(energy - diagonal, 0))
+    return off_diagonal / (dimensions * (dimensions - 1)) / jnp.maximum(jnp.sum(members), 1)
+
+
+def _frobenius(standard, members):
+    """Mean over the classes of ||G_c||_F^2 / (n_c - 1)^2."""
+    counts = jnp.sum(members, axis=0)
+    energy = _per_class(members, _pair_energy(standard, members)[:, None])[:, 0]
+    return jnp.sum(energy / jnp.square(jnp.maximum(counts - 1, 1))) / jnp.maximum(jnp.sum(counts > 0), 1)
+
+
+def _pair_energy(standard, members):
+    """[B]: sum over the b' in the class of b of (x_b . x_b')^2."""
+    gram = jnp.matmul(standard, standard.T, precision="highest")
+    same_class = jnp.matmul(members, members.T, precision="highest")
+    return jnp.sum(same_class * jnp.square(gram), axis=1)
+
+
+def _per_class(members, values):
+    """Sums of values [B, D] over the samples of each class, [C, D]."""
+    return jnp.matmul(members.T, values, precision="highest")
+
+
+def _per_sample(members, values):
+    """The row of values [C, D] that belongs to each sample, [B, D]."""
+    return jnp.matmul(members, values, precision="highest")

@@ -1,0 +1,129 @@
+"""Class prototypes: sums for building them, their merging on the server, FedMR's margin against them.
+
+FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses.classification import memberships
+
+STALE = ("carry", "drop")
+
+
+def class_sums(
+    features: jax.Array, labels: jax.Array, num_classes: int, mask: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of features and numbers of samples of each class.
+
+    Args:
+      features: [B, D].
+      labels: [B] integers in [0, C).
+      num_classes: C, static.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      (sums [C, D], counts [C]) in float32 or better; zeros for absent classes.
+    """
+    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    members = memberships(labels, num_classes, mask, dtype)
+    present = jnp.where(jnp.any(members > 0, axis=1)[:, None], features.astype(dtype), 0)
+    return jnp.matmul(members.T, present, precision="highest"), jnp.sum(members, axis=0)
+
+
+def merge_prototypes(
+    sums: jax.Array,
+    counts: jax.Array,
+    previous: jax.Array,
+    previous_valid: jax.Array,
+    *,
+    stale: str = "carry",
+) -> tuple[jax.Array, jax.Array]:
+    """Global prototypes g_c = sum_k n_kc g_kc / sum_k n_kc (FedMR), without momentum.
+
+    Args:
+      sums: [C, D], features summed over all samples of the submitting clients (sum_k n_kc g_kc).
+      counts: [C], their numbers of samples (sum_k n_kc).
+      previous: [C, D] prototypes of the round before.
+      previous_valid: [C] bool.
+      stale: a class that no one submitted keeps its last prototype ("carry") or becomes invalid ("drop").
+
+    Returns:
+      (prototypes [C, D], valid [C] bool); rows that are not valid are zeros.
+
+    Raises:
+      UserError: `stale` is unknown.
+    """
+    if stale not in STALE:
+        raise UserError(f"Unknown treatment '{stale}' of stale prototypes: {nearest(stale, STALE)}")
+    fresh = counts > 0
+    means = sums / jnp.where(fresh, counts, 1)[:, None]
+    kept = previous_valid.astype(bool) & (stale == "carry")
+    prototypes = jnp.where(fresh[:, None], means, jnp.where(kept[:, None], previous, 0))
+    return prototypes, fresh | kept
+
+
+def inter_class(
+    features: jax.Array,
+    labels: jax.Array,
+    prototypes: jax.Array,
+    valid: jax.Array,
+    candidates: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """FedMR's inter-class margin: a feature shall be nearer to its own prototype than to any other.
+
+    D(ci, cj) = mean over the samples of ci of max(||z - g_ci|| - ||z - g_cj||, 0), averaged over the ordered
+    pairs with ci in the batch and valid, cj != ci a candidate and valid. The prototypes are constants.
+
+    Args:
+      features: [B, D] backbone outputs, not normalised.
+      labels: [B] integers in [0, C).
+      prototypes: [C, D].
+      valid: [C] bool, prototypes that exist.
+      candidates: [C] bool, classes that may be cj: the client's own (as printed), or all.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar >= 0; 0 with zero gradient when there is no pair.
+    """
+    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    valid = valid.astype(bool)
+    anchors = memberships(labels, valid.shape[0], mask, dtype) * valid
+    counts = jnp.sum(anchors, axis=0)
+    different = ~jnp.eye(valid.shape[0], dtype=bool)
+    pairs = ((counts > 0)[:, None] & (candidates.astype(bool) & valid) & different).astype(dtype)
+    features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
+    targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, 0)).astype(dtype)
+    distances = safe_norm(features[:, None, :] - targets)
+    own = jnp.sum(anchors * distances, axis=1, keepdims=True)
+    sample_weights = anchors / jnp.maximum(counts, 1)
+    weights = jnp.matmul(sample_weights, pairs, precision="highest")
+    return jnp.sum(weights * jax.nn.relu(own - distances)) / jnp.maximum(jnp.sum(pairs), 1)
+
+
+def random_subset(key: jax.Array, mask: jax.Array, n: jax.Array | int) -> jax.Array:
+    """Choose n of the unmasked samples uniformly without replacement (FedMR Lite-n).
+
+    Args:
+      key: consumed.
+      mask: [B], samples to choose from.
+      n: how many, may be traced; n >= B gives the mask back, n = 0 nothing.
+
+    Returns:
+      [B] bool mask.
+    """
+    mask = mask.astype(bool)
+    size = mask.shape[0]
+    lots = jnp.where(mask, jax.random.permutation(key, size), size)
+    ranks = jnp.argsort(jnp.argsort(lots))
+    return mask & (ranks < n)
+
+
+def safe_norm(vectors: jax.Array) -> jax.Array:
+    """Euclidean norm over the last axis, [..., D] to [...], with zero gradient at zero."""
+    squares = jnp.sum(jnp.square(vectors), axis=-1)
+    positive = squares > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)

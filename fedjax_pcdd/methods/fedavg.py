@@ -1,0 +1,19 @@
+"""FedAvg: the weighted mean of the clients' models.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
+Sent: the model (parameters and running statistics) each way. Clients keep nothing.
+Follows the paper: weights n_k (option `--weights=batches` for what the FedMR and FedGELA codes use).
+"""
+
+from typing import ClassVar
+
+from flax import struct
+
+from fedjax_pcdd.methods.method import Method
+
+
+@struct.dataclass
+class FedAvg(Method):
+    """All hooks are the contract's defaults."""
+
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

@@ -1,0 +1,26 @@
+"""FedProx: a proximal term keeps local weights near the received ones.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, eq. 2.
+Sent: as FedAvg. A client keeps nothing between rounds (it holds the received weights while it trains).
+Follows the paper; running statistics are not part of the penalty.
+"""
+
+from typing import ClassVar
+
+from flax import struct
+
+from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.trees import squared_distance
+
+
+@struct.dataclass
+class FedProx(Method):
+    """FedAvg plus (mu / 2) * ||w - w^t||^2 in the local objective."""
+
+    paper: ClassVar[str] = "Li et al., MLSys 2020"
+
+    mu: float = hyperparameter(0.01, symbol="mu", help="weight of the proximal term", low=0.0)
+
+    def penalty(self, variables, outputs, batch, context):
+        """Proximal term, a scalar; its gradient is mu * (w - w^t) (eq. 2)."""
+        return 0.5 * self.mu * squared_distance(variables["params"], context.start["params"])

@@ -1,0 +1,183 @@
+"""The contract of a method: a frozen dataclass of hyper-parameters whose methods are the hooks of a federated round.
+
+Every default is FedAvg's, so a method's file overrides only what distinguishes it. Hooks are pure functions of
+pytrees, written for ONE experiment and, where they take a client, for ONE client; the simulation lifts them over lanes,
+clients and experiments. A round calls them in this order:
+
+    download -> [ loss (classification + penalty) -> correct -> optimiser ] x steps -> summarise -> upload -> aggregate
+
+Letters: B batch, C classes, D features, K clients, S clients of the round (cohort).
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
+
+Tree = Any
+
+
+class Setting(NamedTuple):
+    """What is fixed for all experiments of one program (static)."""
+
+    num_classes: int
+    feature_dim: int
+    num_clients: int
+    rounds: int
+    batch_norm: bool
+
+
+class Facts(NamedTuple):
+    """What is known of one client before training."""
+
+    client: jax.Array  # scalar int32, its index in [0, K)
+    class_counts: jax.Array  # [C] training samples of each class
+    num_samples: jax.Array  # scalar, n_k
+    federation_counts: jax.Array  # [K, C] of everybody: only for constants that a server hands out once
+
+
+class Batch(NamedTuple):
+    """One mini-batch, prepared (augmented, normalised)."""
+
+    images: jax.Array  # [B, H, W, channels]
+    labels: jax.Array  # [B] integers in [0, C)
+    mask: jax.Array  # [B] 1 for a sample, 0 for padding
+
+
+class Context(NamedTuple):
+    """What a hook may look at while one client trains."""
+
+    server: Tree  # as `init_server` made it, at the start of the round
+    client: Tree  # this client's own state, at the start of the round
+    start: Tree  # the variables that local training started from (w^t)
+    facts: Facts
+    epoch: jax.Array  # local epoch, from 0
+    step: jax.Array  # local step, from 0
+    round: jax.Array  # communication round, from 0
+    key: jax.Array  # for this method's own draws in this step
+
+
+class Message(NamedTuple):
+    """What a client sends. `mean` and `total` are reduced as clients finish, so a cohort is never stacked for them."""
+
+    mean: Tree = ()  # reduced to sum_k p_k * mean_k
+    total: Tree = ()  # reduced to sum_k total_k
+    each: Tree = ()  # stacked to [S, ...]
+
+
+class Server(NamedTuple):
+    """The server of a method that shares one model and nothing else."""
+
+    variables: Tree
+
+
+def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None, static: bool = False):
+    """A field of a method: traced (changing it recompiles nothing) unless `static`.
+
+    Args:
+      default: None means that `Method.configure` chooses.
+      help: meaning and unit, for the command line and the documentation.
+      symbol: the paper's symbol.
+      low, high: inclusive bounds, checked by the command line.
+      static: True where another value is another program (a flag, a choice of formula).
+    """
+    metadata = {"help": help, "symbol": symbol, "low": low, "high": high, "static": static}
+    return struct.field(pytree_node=not static, default=default, metadata=metadata)
+
+
+@struct.dataclass
+class Method:
+    """FedAvg's hooks; see the module's text for the order in which a round calls them."""
+
+    paper: ClassVar[str] = ""
+    target: ClassVar[str] = "generic"  # generic, personal or both: which accuracy the paper optimises
+    global_model: ClassVar[bool] = True  # False: GA is the mean of the local models on the global test set
+    fine_tune: ClassVar[bool] = True  # True: PA is that of the global model fine-tuned by each client
+    grad_clip: ClassVar[float | None] = None  # default of --grad-clip
+    personal_model: ClassVar[str] = "local"  # PA of the model just trained ("local") or of `personal_variables`
+    summary_augmented: ClassVar[bool | None] = None  # None: no pass over the local data after training
+
+    def build(self, model: Classifier) -> Classifier:
+        """The model this method trains, made from the plain one (another neck, no bias, no head)."""
+        return model
+
+    def configure(self, setting: Setting) -> "Method":
+        """Fill in defaults that depend on the model; UserError for a setting that cannot work."""
+        return self
+
+    def init_server(self, setting: Setting, variables: Tree, class_counts: jax.Array, key: jax.Array) -> Tree:
+        """Server state from the initial variables and everybody's class counts [K, C]."""
+        return Server(variables)
+
+    def init_client(self, setting: Setting, server: Tree, facts: Facts, key: jax.Array) -> Tree:
+        """State that this client keeps between rounds; () for none."""
+        return ()
+
+    def weight(self, facts: Facts) -> jax.Array:
+        """Aggregation weight before normalisation over the cohort: n_k."""
+        return facts.num_samples
+
+    def download(self, server: Tree, client: Tree) -> Tree:
+        """Variables that local training starts from."""
+        return server.variables
+
+    def classification(self, outputs: Outputs, batch: Batch, context: Context) -> jax.Array:
+        """The supervised term, a scalar: mean cross-entropy over the batch."""
+        return cross_entropy(outputs.logits, batch.labels, mask=batch.mask)
+
+    def penalty(self, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> jax.Array | float:
+        """What the method adds to the supervised term, a scalar, already weighted."""
+        return 0.0
+
+    def loss(self, model: Classifier, variables: Tree, batch: Batch, context: Context) -> tuple[jax.Array, Tree]:
+        """Local objective and the model state after this batch (running statistics, {} without any)."""
+        key = jax.random.fold_in(context.key, 1)
+        outputs, state = forward(model, variables, batch.images, train=True, mask=batch.mask, key=key)
+        value = self.classification(outputs, batch, context)
+        return value + self.penalty(variables, outputs, batch, context), state
+
+    def correct(self, gradients: Tree, variables: Tree, context: Context) -> Tree:
+        """Gradients of the trainable parameters, corrected before the optimiser sees them."""
+        return gradients
+
+    def summarise(self, model: Classifier, variables: Tree, batch: Batch) -> Tree:
+        """Statistics of one batch of local data under the trained variables; summed over the client's data.
+
+        Called where `summary_augmented` is not None, which says whether the images are augmented.
+        """
+        return ()
+
+    def upload(self, variables: Tree, summary: Tree, context: Context) -> tuple[Tree, Message]:
+        """The client's next state and its message, after the last local step."""
+        return context.client, Message(mean=variables)
+
+    def aggregate(self, server: Tree, message: Message, weights: jax.Array) -> Tree:
+        """The next server from the reduced messages; weights [S] are the normalised p_k."""
+        return server._replace(variables=message.mean)
+
+    def generic_variables(self, server: Tree) -> Tree:
+        """Variables of the global model."""
+        return server.variables
+
+    def personal_variables(self, server: Tree, client: Tree) -> Tree:
+        """Variables of a client's personal model between rounds."""
+        return server.variables
+
+    def predict_generic(self, model: Classifier, server: Tree, variables: Tree, images: jax.Array) -> jax.Array:
+        """Logits [B, C] of a model that is to know all classes."""
+        return self._logits(model, variables, images)
+
+    def predict_personal(
+        self, model: Classifier, server: Tree, client: Tree, facts: Facts, variables: Tree, images: jax.Array
+    ) -> jax.Array:
+        """Logits [B, C] of a client's own model."""
+        return self._logits(model, variables, images)
+
+    def _logits(self, model, variables, images):
+        return forward(model, variables, images, train=False)[0].logits
+
+

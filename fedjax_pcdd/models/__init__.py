@@ -1,0 +1,117 @@
+"""Models: `build` makes one by its name, `MODELS` lists them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.models import layers
+from fedjax_pcdd.models.classifier import (
+    Classifier,
+    Outputs,
+    Sizes,
+    feature_dim,
+    forward,
+    initialise,
+    sizes,
+)
+from fedjax_pcdd.models.cnn import mcmahan_cnn, simple_cnn
+from fedjax_pcdd.models.etf import etf_from, simplex_etf
+from fedjax_pcdd.models.mlp import MLP
+from fedjax_pcdd.models.resnet import ResNet
+
+__all__ = [
+    "MODELS",
+    "Classifier",
+    "Outputs",
+    "Sizes",
+    "build",
+    "etf_from",
+    "feature_dim",
+    "forward",
+    "initialise",
+    "simplex_etf",
+    "sizes",
+    "uses_batch_norm",
+]
+
+
+class _Family(NamedTuple):
+    """A backbone by `backbone(norm, **types)`, the smallest side of its images (0: any input) and one line."""
+
+    backbone: Callable[..., nn.Module]
+    smallest: int
+    description: str
+
+
+_FAMILIES = {
+    "mlp": _Family(lambda norm, **types: MLP(**types), 0, "one hidden layer of 200, for inputs of any shape"),
+    "simple_cnn": _Family(
+        lambda norm, **types: simple_cnn(**types),
+        16,
+        "two 5x5 convolutions of 6 and 16 channels (MOON, FedRL)",
+    ),
+    "mcmahan_cnn": _Family(
+        lambda norm, **types: mcmahan_cnn(**types), 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)"
+    ),
+    "resnet18": _Family(
+        lambda norm, **types: ResNet((2, 2, 2, 2), norm=norm, **types),
+        8,
+        "ResNet18 for 32x32 images (FedMR, FedGELA)",
+    ),
+}
+
+MODELS = {name: family.description for name, family in _FAMILIES.items()}
+"""Names of the models, each with one line that describes it."""
+
+
+def build(
+    name: str,
+    *,
+    num_classes: int,
+    image_shape: tuple[int, ...],
+    norm: str = "batch",
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> Classifier:
+    """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
+
+    Args:
+      name: a key of MODELS.
+      num_classes: C.
+      image_shape: (H, W, channels); any shape for "mlp".
+      norm: "batch" or "group", for models that normalise.
+      dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
+      param_dtype: of the parameters.
+
+    Raises:
+      UserError: for an unknown name or norm, or images that are too small for the model.
+
+    >>> build("mlp", num_classes=10, image_shape=(28, 28, 1)).num_classes
+    10
+    """
+    if name not in _FAMILIES:
+        raise UserError(f"Unknown model '{name}': {nearest(name, _FAMILIES)}")
+    layers.norm(norm)
+    if not _fits(_FAMILIES[name], image_shape):
+        raise UserError(_misfit(name, image_shape))
+    backbone = _FAMILIES[name].backbone(norm, dtype=dtype, param_dtype=param_dtype)
+    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype)
+
+
+def uses_batch_norm(model: Classifier) -> bool:
+    """Whether the model keeps running statistics."""
+    return model.feature_norm or getattr(model.backbone, "norm", None) == "batch"
+
+
+def _fits(family: _Family, image_shape: tuple[int, ...]) -> bool:
+    return not family.smallest or (len(image_shape) == 3 and min(image_shape[:2]) >= family.smallest)
+
+
+def _misfit(name: str, image_shape: tuple[int, ...]) -> str:
+    side = _FAMILIES[name].smallest
+    given = "x".join(map(str, image_shape))
+    fitting = " or ".join(other for other, family in _FAMILIES.items() if _fits(family, image_shape))
+    return f"Model '{name}' needs images of at least {side}x{side} pixels, not {given}: take {fitting}."

@@ -1,0 +1,163 @@
+"""A model: backbone, neck, head; and the four things that are asked of it.
+
+Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels), or what the backbone takes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.models.layers import BatchNorm, Linear
+
+Variables = dict[str, Any]
+
+
+class Outputs(NamedTuple):
+    """What a model returns, at least float32.
+
+    Attributes:
+      features: [B, D], what the head reads.
+      logits: [B, C], or None where the model has no trained head.
+    """
+
+    features: jax.Array
+    logits: jax.Array | None
+
+
+class Sizes(NamedTuple):
+    """Numbers of scalars.
+
+    Attributes:
+      params: trainable ones.
+      full: those, running means and variances, one counter a batch-norm layer: what the papers count.
+      features: D.
+      head: trainable ones of the head.
+    """
+
+    params: int
+    full: int
+    features: int
+    head: int
+
+
+class Classifier(nn.Module):
+    """Backbone [B, D'], then `neck` linear layers of the same width, then a linear head.
+
+    Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, of which only the first is
+    always there.
+
+    Attributes:
+      backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D].
+      num_classes: C.
+      neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
+      feature_norm: whether batch norm is applied to the features before the head.
+      head: whether the model has a trained head.
+      head_bias: whether that head has a bias.
+      dtype: of the computation, but for the head, which reads at least float32; None promotes.
+      param_dtype: of the parameters.
+    """
+
+    backbone: nn.Module
+    num_classes: int
+    neck: int = 0
+    feature_norm: bool = False
+    head: bool = True
+    head_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
+        """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
+        features = self.backbone(x, train=train, mask=mask)
+        if self.neck:
+            features = Neck(self.neck, self.dtype, self.param_dtype, name="neck")(features)
+        if self.feature_norm:
+            features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(
+                features, train=train, mask=mask
+            )
+        features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
+        if not self.head:
+            return Outputs(features, None)
+        head = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")
+        return Outputs(features, head(features))
+
+
+class Neck(nn.Module):
+    """Linear layers as wide as their input with ReLU between them: [B, D] to [B, D]."""
+
+    layers: int
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, D] to [B, D]."""
+        for i in range(self.layers):
+            x = nn.relu(x) if i else x
+            x = Linear(x.shape[-1], dtype=self.dtype, param_dtype=self.param_dtype, name=f"fc{i + 1}")(x)
+        return x
+
+
+def initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
+    """Fresh variables: "params" and, where the model has batch norm, "batch_stats"."""
+    return jax.jit(lambda key: model.init(key, jnp.zeros((1, *image_shape)), train=False))(key)
+
+
+def forward(
+    model: Classifier,
+    variables: Variables,
+    x: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[Outputs, Variables]:
+    """Runs the model.
+
+    Args:
+      model: the module.
+      variables: as `initialise` gives them.
+      x: [B, ...] inputs.
+      train: whether batch norm uses the batch's statistics and dropout is on.
+      mask: [B], 1 for valid samples, which alone enter batch statistics; None for all.
+      key: for dropout.
+
+    Returns:
+      The outputs, and {"batch_stats": new running statistics}, {} where there is nothing new.
+    """
+    rngs = None if key is None else {"dropout": key}
+    if train and "batch_stats" in variables:
+        return model.apply(variables, x, train=True, mask=mask, rngs=rngs, mutable=["batch_stats"])  # pyright: ignore[reportReturnType]
+    return model.apply(variables, x, train=train, mask=mask, rngs=rngs), {}  # pyright: ignore[reportReturnType]
+
+
+def feature_dim(model: Classifier, image_shape: tuple[int, ...]) -> int:
+    """D, without running anything."""
+    return _shapes(model, image_shape)[0].features.shape[-1]
+
+
+def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
+    """Counts scalars, without running anything."""
+    outputs, variables = _shapes(model, image_shape)
+    statistics = variables.get("batch_stats", {})
+    params = _count(variables["params"])
+    counters = len(jax.tree.leaves(statistics)) // 2
+    return Sizes(
+        params=params,
+        full=params + _count(statistics) + counters,
+        features=outputs.features.shape[-1],
+        head=_count(variables["params"].get("head", {})),
+    )
+
+
+def _shapes(model: Classifier, image_shape: tuple[int, ...]) -> tuple[Any, Variables]:
+    image = jnp.zeros((1, *image_shape))
+    return jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), image, train=False))
+
+
+def _count(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

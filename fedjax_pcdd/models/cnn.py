@@ -1,0 +1,51 @@
+"""Two small convolutional networks: two 5x5 convolutions with ReLU and 2x2 max-pool, then linear layers."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from fedjax_pcdd.models.layers import Conv, Linear, max_pool
+
+
+class CNN(nn.Module):
+    """[B, H, W, channels] to [B, hidden[-1]].
+
+    Attributes:
+      channels: of the two convolutions.
+      hidden: widths of the linear layers, each with ReLU.
+      padding: of the convolutions.
+      dtype: of the computation; None promotes.
+      param_dtype: of the parameters.
+    """
+
+    channels: tuple[int, int]
+    hidden: tuple[int, ...]
+    padding: str
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, *, train: bool = False, mask=None):
+        """Runs [B, H, W, channels]; train and mask change nothing."""
+        del train, mask
+        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        for i, width in enumerate(self.channels, 1):
+            x = nn.relu(Conv(width, 5, padding=self.padding, name=f"conv{i}", **types)(x))
+            x = max_pool(x, 2)
+        x = x.transpose(0, 3, 1, 2).reshape(
+            x.shape[0], -1
+        )  # channels first, as published weights are ordered
+        for i, width in enumerate(self.hidden, 1):
+            x = nn.relu(Linear(width, name=f"fc{i}", **types)(x))
+        return x
+
+
+def simple_cnn(**types: Any) -> CNN:
+    """The CNN of MOON and FedRL (methods sheet, section 4): 62 006 parameters on 32x32x3 with 10 classes."""
+    return CNN((6, 16), (120, 84), "VALID", **types)
+
+
+def mcmahan_cnn(**types: Any) -> CNN:
+    """The CNN of McMahan et al., AISTATS 2017: 1 663 370 parameters on 28x28x1 with 10 classes."""
+    return CNN((32, 64), (512,), "SAME", **types)

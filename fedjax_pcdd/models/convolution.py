@@ -1,0 +1,200 @@
+"""A convolution that keeps its speed inside loops and under a lane axis.
+
+Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout is NHWC x HWIO.
+
+XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in the
+body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there too. So
+the two gradients are written here as ordinary convolutions, and each of the three operations (forward, input
+gradient, weight gradient) says itself how it runs under vmap. `rule_for` holds the measured choices.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_pcdd.models.convolution_forms import (
+    LAYOUT,
+    Pair,
+    Window,
+    block_width,
+    forward,
+    input_gradient,
+    weight_gradient,
+)
+
+
+class Rule(NamedTuple):
+    """How an operation runs.
+
+    Attributes:
+      single: form of one convolution, "direct", "gemm", "blocked" or "rows"; see `convolution_forms`.
+      lanes: a batch of convolutions as "loop" (one after another), "gemm" (batched matrix products) or "grouped"
+        (XLA's grouped convolution).
+    """
+
+    single: str
+    lanes: str
+
+
+def rule_for(backend: str, operation: str, window: Window, channels: int) -> Rule:
+    """The measured choice for one operation.
+
+    On one CPU core XLA's convolution is slow where it makes few channels (5x5, 3 to 6: four times slower than in
+    blocks), and its weight gradient is up to 2.5 times slower than matrix products by kernel row. GPUs: unmeasured.
+
+    Args:
+      backend: as `jax.default_backend()`.
+      operation: "forward", "input_gradient" or "weight_gradient".
+      window: geometry of the convolution that the operation is.
+      channels: number of channels that this convolution makes.
+    """
+    if backend != "cpu":
+        return Rule("direct", "gemm")
+    if block_width(window, channels) > 1:
+        return Rule("blocked", "loop")
+    return Rule("rows" if operation == "weight_gradient" and channels >= 32 else "direct", "loop")
+
+
+def client_conv(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[Pair],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    precision: Any = None,
+    **unusual: Any,
+) -> jax.Array:
+    """`lax.conv_general_dilated` for training steps with a lane axis; `nn.Conv(conv_general_dilated=client_conv)`.
+
+    Grouped and dilated convolutions, other layouts and other ranks are passed on to it unchanged. Can be
+    differentiated in reverse mode, once.
+
+    Args:
+      lhs: [B, H, W, I].
+      rhs: [kh, kw, I, O].
+      window_strides: (height, width).
+      padding: "SAME", "VALID" or ((low, high), (low, high)).
+      lhs_dilation: passed on where it is not 1.
+      rhs_dilation: passed on where it is not 1.
+      dimension_numbers: None means NHWC x HWIO for images; others are passed on.
+      feature_group_count: passed on where it is not 1.
+      precision: of the products, as for `lax.conv_general_dilated`.
+      **unusual: passed on.
+
+    Returns:
+      [B, h, w, O].
+
+    >>> client_conv(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5)), (1, 1), "VALID").shape
+    (1, 2, 2, 5)
+    """
+    if dimension_numbers is None and lhs.ndim == 4:
+        dimension_numbers = LAYOUT
+    dilated = {*(lhs_dilation or ()), *(rhs_dilation or ())} - {1}
+    other = dilated or feature_group_count != 1 or unusual or not _is_nhwc(lhs, rhs, dimension_numbers)
+    pads = None if other else _pads(lhs, rhs, window_strides, padding)
+    if pads is None:
+        return lax.conv_general_dilated(
+            lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
+            feature_group_count=feature_group_count, precision=precision, **unusual,
+        )  # fmt: skip
+    height, width = window_strides
+    if rhs.shape[:2] == (1, 1) and pads == ((0, 0), (0, 0)):
+        return jnp.matmul(lhs[:, ::height, ::width], rhs[0, 0], precision=precision)
+    window = Window(_plane(lhs, 1), _plane(rhs, 0), (height, width), pads, precision)
+    return _convolve(lhs, rhs, window)
+
+
+def _is_nhwc(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
+    if lhs.ndim != 4:
+        return False
+    given = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    return given == lax.conv_dimension_numbers(lhs.shape, rhs.shape, LAYOUT)
+
+
+def _pads(lhs, rhs, strides, padding) -> tuple[Pair, Pair] | None:
+    """Explicit padding; None where it is negative."""
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(_plane(lhs, 1), _plane(rhs, 0), strides, padding)
+    (top, bottom), (left, right) = padding
+    pads = ((int(top), int(bottom)), (int(left), int(right)))
+    return pads if min(*pads[0], *pads[1]) >= 0 else None
+
+
+def _plane(array: jax.Array, axis: int) -> Pair:
+    return array.shape[axis], array.shape[axis + 1]
+
+
+# Differentiation outside, vmap rules inside: custom_vmap has no reverse mode.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _convolve(x, w, window):
+    return _operation("forward", window)(x, w)
+
+
+def _convolve_forward(x, w, window):
+    return _convolve(x, w, window), (x, w)
+
+
+def _convolve_backward(window, residuals, dy):
+    x, w = residuals
+    return _operation("input_gradient", window)(dy, w), _operation("weight_gradient", window)(x, dy)
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)
+
+
+@functools.cache
+def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """One of the three operations as a function of its two operands that knows what to do under vmap."""
+    compute, folds, channel_axis = _OPERATIONS[name]
+
+    def rule(b):
+        convolution = window.backward if name == "input_gradient" else window
+        return rule_for(jax.default_backend(), name, convolution, b.shape[channel_axis])
+
+    @jax.custom_batching.custom_vmap
+    def operation(a, b):
+        return compute(rule(b).single, a, b, window)
+
+    @operation.def_vmap
+    def over_lanes(lanes, batched, a, b):
+        if not all(batched):
+            operand = 0 if batched[0] else 1
+            into, out_of = folds[operand]
+            folded = operation(_fold(a, into), b) if operand == 0 else operation(a, _fold(b, into))
+            return _unfold(folded, out_of, lanes), True
+        how = rule(b[0]).lanes
+        if how == "loop":
+            return lax.map(lambda operands: operation(*operands), (a, b)), True
+        form = "gemm" if how == "gemm" else "direct"
+        return jax.vmap(lambda a, b: compute(form, a, b, window))(a, b), True
+
+    return operation
+
+
+def _fold(array: jax.Array, axis: int) -> jax.Array:
+    """Merges the leading lane axis into an axis of the single array."""
+    moved = jnp.moveaxis(array, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+def _unfold(array: jax.Array, axis: int, lanes: int) -> jax.Array:
+    split = array.reshape(*array.shape[:axis], lanes, -1, *array.shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+# For each: the function; for each operand the axis into which lanes fold when the other operand is shared, and
+# the axis out of which they come; the axis of the second operand that counts the channels made.
+_OPERATIONS = {
+    "forward": (forward, ((0, 0), (3, 3)), 3),
+    "input_gradient": (input_gradient, ((0, 0), (2, 3)), 2),
+    "weight_gradient": (weight_gradient, ((3, 2), (3, 3)), 3),
+}

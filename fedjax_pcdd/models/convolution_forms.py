@@ -1,0 +1,178 @@
+"""The three operations of a convolution for one lane: forward, input gradient, weight gradient.
+
+Each has several forms, which give the same: "direct" (an XLA convolution), "gemm" (im2col and one matrix product),
+"blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the weight
+gradient, "rows" (one matrix product per kernel row). A form that an operation lacks runs as "direct".
+
+Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x HWIO.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+Pair = tuple[int, int]
+
+
+class Window(NamedTuple):
+    """The static geometry of a convolution, height before width; pads are ((low, high), (low, high))."""
+
+    image: Pair
+    kernel: Pair
+    strides: Pair
+    pads: tuple[Pair, Pair]
+    precision: Any = None
+    dilation: Pair = (1, 1)
+
+    def axes(self):
+        """For height and width: image side, kernel side, stride, (low, high), dilation of the image."""
+        return zip(self.image, self.kernel, self.strides, self.pads, self.dilation, strict=True)
+
+    @property
+    def out(self) -> Pair:
+        """(h, w)."""
+        height, width = (((n - 1) * d + 1 + lo + hi - k) // s + 1 for n, k, s, (lo, hi), d in self.axes())
+        return height, width
+
+    @property
+    def backward(self) -> "Window":
+        """The window in which the input gradient is a convolution of the output's cotangent."""
+        sizes = zip(self.axes(), self.out, strict=True)
+        top, left = ((k - 1 - lo, n - 1 - (o - 1) * s + lo) for (n, k, s, (lo, _), _), o in sizes)
+        return Window(self.out, self.kernel, (1, 1), (top, left), self.precision, self.strides)
+
+
+def forward(form: str, x, w, window: Window):
+    """[B, H, W, I] and [kh, kw, I, O] to [B, h, w, O]."""
+    if form == "blocked":
+        width = block_width(window, w.shape[3])
+        out = _direct(_in_blocks(x, window, width), _spread(w, width))
+        return out.reshape(x.shape[0], *window.out, w.shape[3])
+    if form == "gemm":
+        return jnp.matmul(_patches(x, window), w.reshape(-1, w.shape[3]), precision=window.precision)
+    return lax.conv_general_dilated(
+        x,
+        w,
+        window.strides,
+        window.pads,
+        window.dilation,
+        dimension_numbers=LAYOUT,
+        precision=window.precision,
+    )
+
+
+def input_gradient(form: str, dy, w, window: Window):
+    """[B, h, w, O] and [kh, kw, I, O] to [B, H, W, I]."""
+    if form == "gemm":
+        image = jax.ShapeDtypeStruct((dy.shape[0], *window.image, w.shape[2]), dy.dtype)
+        patches = jnp.matmul(dy, w.reshape(-1, w.shape[3]).T, precision=window.precision)
+        return jax.linear_transpose(lambda x: _patches(x, window), image)(patches)[0]
+    return forward(form, dy, w[::-1, ::-1].swapaxes(2, 3), window.backward)
+
+
+def weight_gradient(form: str, x, dy, window: Window):
+    """[B, H, W, I] and [B, h, w, O] to [kh, kw, I, O]."""
+    shape = (*window.kernel, x.shape[3], dy.shape[3])
+    if form == "blocked":
+        width = block_width(window, dy.shape[3])
+        dy = dy.reshape(*dy.shape[:2], -1, width * dy.shape[3])
+        return _gather(_direct_weight_gradient(_in_blocks(x, window, width), dy), width, shape)
+    if form == "gemm":
+        return _inner(_patches(x, window), dy, window.precision).reshape(shape)
+    x = _padded(x, window)
+    if form == "rows":
+        columns = jnp.concatenate(_shifts(x, window, 2), axis=-1)
+        rows = [_inner(row, dy, window.precision) for row in _shifts(columns, window, 1)]
+        return jnp.stack(rows).reshape(shape)
+    return _direct_weight_gradient(x, dy, window.strides, window.precision)
+
+
+def _direct(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=LAYOUT)
+
+
+def _direct_weight_gradient(x, dy, strides=(1, 1), precision=None):
+    """The weight gradient, as a convolution of the transposed input, padded before, with the cotangent."""
+    gradient = lax.conv_general_dilated(
+        x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), "VALID", rhs_dilation=strides,
+        dimension_numbers=LAYOUT, precision=precision,
+    )  # fmt: skip
+    return gradient.transpose(1, 2, 0, 3)
+
+
+def _inner(a, b, precision):
+    """[..., M] and [..., N] to [M, N]."""
+    return jnp.matmul(a.reshape(-1, a.shape[-1]).T, b.reshape(-1, b.shape[-1]), precision=precision)
+
+
+def _padded(x, window: Window):
+    """The input with its padding, without what no window reaches."""
+    edges = zip(window.axes(), window.out, strict=True)
+    edges = [(lo, (o - 1) * s + k - lo - (n - 1) * d - 1, d - 1) for (n, k, s, (lo, _), d), o in edges]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+
+
+def _shifts(x, window: Window, axis: int):
+    """For each kernel row (axis 1) or column (axis 2), what it meets of the padded input."""
+    stride, length = window.strides[axis - 1], window.out[axis - 1]
+    starts = range(window.kernel[axis - 1])
+    return [lax.slice_in_dim(x, i, i + (length - 1) * stride + 1, stride, axis) for i in starts]
+
+
+def _patches(x, window: Window):
+    """[B, H, W, I] to [B, h, w, kh * kw * I]."""
+    rows = _shifts(_padded(x, window), window, 1)
+    return jnp.concatenate([patch for row in rows for patch in _shifts(row, window, 2)], axis=-1)
+
+
+# Blocks: n neighbouring columns of the image are one column of n * I channels, and the kernel becomes a banded
+# one from n * I to n * O channels. The reshapes cost nothing.
+
+
+def block_width(window: Window, channels: int) -> int:
+    """Columns in a block: up to 4 for at most 32 channels and twice the arithmetic; 1 where blocks do not fit."""
+    if window.strides != (1, 1) or window.dilation != (1, 1):
+        return 1
+    kernel = window.kernel[1]
+    fits = (n for n in (4, 2) if n * channels <= 32 and window.out[1] % n == 0)
+    return next((n for n in fits if n * _reach(kernel, n) <= 2 * kernel), 1)
+
+
+def _reach(kernel: int, width: int) -> int:
+    """Blocks of columns that the windows of one block of outputs touch."""
+    return -(-(width + kernel - 1) // width)
+
+
+@functools.cache
+def _band(kernel: int, width: int) -> np.ndarray:
+    """[reach, n, n, kw], 1 where input column (q, r) meets output column t at kernel column k."""
+    q, r, t, k = np.ogrid[: _reach(kernel, width), :width, :width, :kernel]
+    return (q * width + r - t == k).astype(np.float32)
+
+
+def _in_blocks(x, window: Window, width: int):
+    """[B, H, W, I] to the padded [B, H', W' / n, n * I]."""
+    x = _padded(x, window)
+    columns = (window.out[1] // width + _reach(window.kernel[1], width) - 1) * width
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, columns - x.shape[2]), (0, 0)))
+    return x.reshape(*x.shape[:2], columns // width, width * x.shape[3])
+
+
+def _spread(w, width: int):
+    """[kh, kw, I, O] to the banded [kh, reach, n * I, n * O]."""
+    band = _band(w.shape[1], width).astype(w.dtype)
+    spread = jnp.einsum("qrtk,hkio->hqrito", band, w, precision="highest")
+    return spread.reshape(w.shape[0], band.shape[0], width * w.shape[2], width * w.shape[3])
+
+
+def _gather(gradient, width: int, shape: tuple[int, int, int, int]):
+    """The adjoint of `_spread`."""
+    kh, kw, inputs, outputs = shape
+    band = _band(kw, width).astype(gradient.dtype)
+    gradient = gradient.reshape(kh, band.shape[0], width, inputs, width, outputs)
+    return jnp.einsum("qrtk,hqrito->hkio", band, gradient, precision="highest")

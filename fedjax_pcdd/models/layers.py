@@ -1,0 +1,201 @@
+"""The layers that all models are made of.
+
+Letters: B batch, C channels. Initialisation and batch norm are those of the papers' reference framework, not
+Flax's defaults.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from jax.nn.initializers import Initializer
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.models.convolution import client_conv
+
+_EPSILON = 1e-5
+
+
+def linear_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Uniform within +-1 / sqrt(fan_in) for a kernel [..., in, out], fan_in = all its axes but the last."""
+    return linear_bias_init(math.prod(shape[:-1]))(key, shape, dtype)
+
+
+def linear_bias_init(fan_in: int) -> Initializer:
+    """Uniform within +-1 / sqrt(fan_in), for the bias of a layer with that many inputs to each output."""
+
+    def init(key, shape, dtype=jnp.float32, out_sharding=None):
+        del out_sharding
+        return jax.random.uniform(key, shape, dtype, -(fan_in**-0.5), fan_in**-0.5)
+
+    return init
+
+
+def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Normal with std sqrt(2 / fan_out) for a kernel [kh, kw, in, out], fan_out = kh * kw * out."""
+    fan_out = shape[0] * shape[1] * shape[3]
+    return math.sqrt(2 / fan_out) * jax.random.normal(key, shape, dtype)
+
+
+class Linear(nn.Module):
+    """A dense layer with the initialisation of `linear_init`: [..., in] to [..., features]."""
+
+    features: int
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] to [..., features]."""
+        kernel = self.param("kernel", linear_init, (x.shape[-1], self.features), self.param_dtype)
+        bias_init = linear_bias_init(x.shape[-1])
+        bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return x @ kernel if bias is None else x @ kernel + bias
+
+
+class Conv(nn.Module):
+    """A convolution by `client_conv`: [B, H, W, in] to [B, h, w, features].
+
+    Attributes:
+      features: output channels.
+      kernel_size: side of the square kernel.
+      stride: of both sides.
+      padding: "SAME", "VALID" or the number of zeros at each edge.
+      use_bias: bias initialised as `linear_bias_init`.
+      kernel_init: `linear_init` or `conv_init`.
+      dtype: of the computation; None promotes.
+      param_dtype: of the parameters.
+    """
+
+    features: int
+    kernel_size: int
+    stride: int = 1
+    padding: str | int = "SAME"
+    use_bias: bool = True
+    kernel_init: Callable[..., jax.Array] = linear_init
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, H, W, in] to [B, h, w, features]."""
+        shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias_init = linear_bias_init(math.prod(shape[:-1]))
+        bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        padding = self.padding if isinstance(self.padding, str) else ((self.padding, self.padding),) * 2
+        out = client_conv(x, kernel, (self.stride, self.stride), padding)
+        return out if bias is None else out + bias
+
+
+class BatchNorm(nn.Module):
+    """Batch norm of the reference framework.
+
+    Training normalises by the biased variance of the batch; the running variance takes the unbiased one, and
+    new = 0.9 old + 0.1 batch (methods sheet, section 4). The statistics, at least float32, are the collection
+    "batch_stats" with `mean` and `var` [C]. Masked samples do not enter them; a batch without a valid sample
+    leaves the running ones alone.
+
+    Attributes:
+      dtype: of the result; None promotes.
+      param_dtype: of the parameters.
+      epsilon: added to the variance.
+      momentum: share of the batch in the running statistics.
+    """
+
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    epsilon: float = _EPSILON
+    momentum: float = 0.1
+
+    @nn.compact
+    def __call__(self, x, *, train: bool, mask=None):
+        """Normalises [B, ..., C]; mask [B] is 1 for valid samples, None for all valid."""
+        channels = (x.shape[-1],)
+        scale = self.param("scale", nn.initializers.ones, channels, self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, channels, self.param_dtype)
+        precise = jnp.promote_types(jnp.float32, self.param_dtype)
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, precise)
+        running_var = self.variable("batch_stats", "var", jnp.ones, channels, precise)
+        out_dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
+        x = x.astype(jnp.promote_types(precise, x.dtype))
+        mean, var = running_mean.value, running_var.value
+        if train and not self.is_initializing():
+            mean, var, count = _moments(x, mask)
+            unbiased = var * count / jnp.maximum(count - 1, 1)
+            for running, batch in ((running_mean, mean), (running_var, unbiased)):
+                moved = (1 - self.momentum) * running.value + self.momentum * batch
+                running.value = jnp.where(count > 0, moved, running.value).astype(precise)
+        return ((x - mean) * (jax.lax.rsqrt(var + self.epsilon) * scale) + bias).astype(out_dtype)
+
+
+def _moments(x: jax.Array, mask: jax.Array | None):
+    """Mean [C], biased variance [C] and number of valid elements per channel of [B, ..., C]."""
+    axes = tuple(range(x.ndim - 1))
+    pixels = math.prod(x.shape[1:-1])
+    weights = jnp.ones(x.shape[0], x.dtype) if mask is None else mask.astype(x.dtype)
+    count = weights.sum() * pixels
+    share = (weights / jnp.maximum(count, 1)).reshape(-1, *[1] * (x.ndim - 1))
+    mean = (share * x).sum(axes)
+    return mean, (share * jnp.square(x - mean)).sum(axes), count
+
+
+class GroupNorm(nn.Module):
+    """Group norm in as many groups, up to 32, as divide the channels."""
+
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, *, train: bool = False, mask=None):
+        """Normalises [B, ..., C]; each sample by itself, so train and mask change nothing."""
+        del train, mask
+        channels = x.shape[-1]
+        scale = self.param("scale", nn.initializers.ones, (channels,), self.param_dtype)
+        bias = self.param("bias", nn.initializers.zeros, (channels,), self.param_dtype)
+        out_dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
+        groups = next(g for g in range(min(32, channels), 0, -1) if channels % g == 0)
+        grouped = x.astype(jnp.promote_types(jnp.float32, x.dtype)).reshape(*x.shape[:-1], groups, -1)
+        axes = (*range(1, x.ndim - 1), x.ndim)
+        centred = grouped - grouped.mean(axes, keepdims=True)
+        var = jnp.square(centred).mean(axes, keepdims=True)
+        normal = (centred * jax.lax.rsqrt(var + _EPSILON)).reshape(x.shape)
+        return (normal * scale + bias).astype(out_dtype)
+
+
+_NORMS = {"batch": BatchNorm, "group": GroupNorm}
+
+
+def norm(kind: str) -> type[BatchNorm] | type[GroupNorm]:
+    """The normalisation layer of a name.
+
+    Args:
+      kind: "batch" or "group".
+
+    Raises:
+      UserError: for another name.
+    """
+    if kind not in _NORMS:
+        raise UserError(f"Unknown normalisation '{kind}': {nearest(kind, _NORMS)}")
+    return _NORMS[kind]
+
+
+def max_pool(x: jax.Array, window: int) -> jax.Array:
+    """[B, H, W, C] to [B, H // window, W // window, C]; what is left over is cut.
+
+    The maximum of strided slices, whose gradient is many times faster than that of a reduction over windows.
+
+    >>> max_pool(jnp.arange(9.0).reshape(1, 3, 3, 1), 2)
+    Array([[[[4.]]]], dtype=float32)
+    """
+    height, width = x.shape[1] // window * window, x.shape[2] // window * window
+    corners = [(i, j) for i in range(window) for j in range(window)]
+    return functools.reduce(jnp.maximum, [x[:, i:height:window, j:width:window] for i, j in corners])

@@ -1,0 +1,114 @@
+"""The accelerator, what was compiled on it, and how many lanes suit it."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.simulation.lanes import World, load, train_step
+from fedjax_pcdd.simulation.program import State, lift, put
+from fedjax_pcdd.simulation.round import Simulation
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+PROBE_STEPS = 4
+
+
+def select_device(name: str) -> None:
+    """Use "cpu", "gpu" or "tpu" for everything that follows; "auto" leaves the choice to JAX.
+
+    Raises:
+      UserError: JAX finds no such device.
+    """
+    platforms = {"gpu": "cuda,rocm"}.get(name, name)
+    if name != "auto":
+        jax.config.update("jax_platforms", None if name == "gpu" else platforms)
+    try:
+        found = {d.platform for d in jax.devices()}
+    except RuntimeError:
+        wanted = os.environ.get("JAX_PLATFORMS") or name
+        raise UserError(f"JAX finds no {wanted} device here: install its extra or run with --device=cpu.") from None
+    if name not in ("auto", *found):
+        raise UserError(f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop --device.")
+
+
+class CompileClock:
+    """Counts programs that XLA compiled and the seconds it took, from the moment it is made."""
+
+    def __init__(self):
+        """Start listening."""
+        self.count, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration: float, **kwargs) -> None:
+        if event == COMPILED:
+            self.count += 1
+            self.seconds += duration
+
+
+def candidates(jobs: int) -> list[int]:
+    """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere."""
+    if jax.default_backend() == "cpu":
+        values = {1, os.cpu_count() or 1}
+    else:
+        values = {2**i for i in range(2, 10)} | {math.ceil(jobs / d) for d in (1, 2, 4)}
+    return sorted(v for v in values if v <= jobs) or [1]
+
+
+def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
+    """Seconds to compile, and seconds a sample, of the training step with this number of lanes."""
+    program = simulation.program
+    plan, jobs = simulation.plan(0)
+    keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
+    world = World(simulation.methods, simulation.hyper, state.servers, simulation.data, jobs, keys, jnp.int32(0))
+
+    def run(world, state, indices, steps):
+        def load_one(lane, lanes):
+            return put(lanes, lane, load(program, world, state.clients, state.statistics, lane % len(jobs.row), 0))
+
+        shapes = jax.eval_shape(lambda: load(program, world, state.clients, state.statistics, 0, 0))
+        lanes = jax.tree.map(lambda x: jnp.zeros((program.lanes, *x.shape), x.dtype), shapes)
+        lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
+        one = lift(lambda lane, index: train_step(program, world, lane, index, 0), program.lanes)
+        return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
+
+    start = time.perf_counter()
+    indices = plan.indices[0]
+    compiled = jax.jit(run).lower(world, state, indices, np.int32(1)).compile()
+    compiling = time.perf_counter() - start
+    timed = partial(compiled, world, state, indices)
+    jax.block_until_ready(timed(np.int32(1)))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
+        times.append(time.perf_counter() - start)
+    return compiling, min(times) / PROBE_STEPS / program.lanes
+
+
+def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> int:
+    """The fastest of a few lane counts, by timing a few steps of each; trying costs about a tenth of the run at most.
+
+    Args:
+      make: builds the simulation for a number of lanes.
+      state: before the first round; not donated.
+      jobs: J, jobs a round.
+      rounds: of the run, to weigh what trying costs.
+    """
+    best, fastest = 1, math.inf
+    tried = 0.0
+    for lanes in candidates(jobs):
+        simulation = make(lanes)
+        compiling, seconds = _probe(simulation, state)
+        if seconds < 0.95 * fastest:
+            best, fastest = lanes, seconds
+        tried += compiling
+        expected = rounds * simulation.local.epochs * float(simulation.steps[:, :].mean()) * jobs * fastest
+        if tried > 0.1 * expected:
+            break
+    return best

@@ -1,0 +1,206 @@
+"""Lanes: L workers, of which each trains one client after another, as one step over a leading axis.
+
+The loop over segments loads jobs into lanes, runs the steps of the segment, and finishes the jobs that end: their
+message is reduced on the fly, so memory is O(lanes), not O(cohort). A lane that has run dry computes what nobody reads.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.methods.method import Batch, Context, Message
+from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
+from fedjax_pcdd.simulation.optimiser import Hyper, make_optimiser
+from fedjax_pcdd.simulation.program import (
+    Data, Program, State, Tree, facts_of, lift, of_experiment, put, sum_over_samples, take,
+)  # fmt: skip
+from fedjax_pcdd.simulation.schedule import Jobs, Plan
+
+
+class World(NamedTuple):
+    """What every lane may read during a round."""
+
+    methods: Any  # [E]
+    hyper: Hyper  # [E]
+    servers: Tree  # [E, ...]
+    data: Data
+    jobs: Jobs
+    keys: jax.Array  # [J] one key a job
+    round: jax.Array
+
+
+class Lane(NamedTuple):
+    """One worker; stacked to [L, ...]."""
+
+    job: jax.Array
+    start: jax.Array  # step at which the job began
+    variables: Tree
+    optimiser: Tree
+    client: Tree
+    loss: jax.Array  # sum over the job's steps
+
+
+class Outcome(NamedTuple):
+    """What finished jobs leave behind."""
+
+    message: Message  # mean and total [E, ...], each [J, ...]
+    clients: Tree  # [R, ...]
+    statistics: Tree  # [R, ...] or ()
+    loss: jax.Array  # [J] mean over the local steps
+    correct: jax.Array  # [J, C] of the own test set, right after training
+
+
+def method_and_server(program: Program, world: World, job):
+    """The job's method and server."""
+    experiment = world.jobs.experiment[job]
+    return of_experiment((world.methods, world.servers), program, experiment)
+
+
+def context_of(program: Program, world: World, job, client: Tree, step) -> Context:
+    """The context of one local step of a job."""
+    method, server = method_and_server(program, world, job)
+    facts = facts_of(program, world.data, world.jobs.row[job])
+    epoch = step // jnp.maximum(world.jobs.epoch_steps[job], 1)
+    key = jax.random.fold_in(world.keys[job], step)
+    return Context(server, client, method.download(server, client), facts, epoch, step, world.round, key)
+
+
+def _optimiser(program: Program, world: World, job):
+    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
+    return make_optimiser(program.optimizer, hyper, clip=program.clip)
+
+
+def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
+    """A lane at the start of a job: the downloaded variables and a fresh optimiser."""
+    method, server = method_and_server(program, world, job)
+    row = world.jobs.row[job]
+    client = take(clients, row)
+    variables = dict(method.download(server, client))
+    if program.local_statistics:
+        variables |= take(statistics, row)
+    optimiser = _optimiser(program, world, job).init(variables["params"])
+    loss = jnp.zeros((), jnp.result_type(float))
+    return Lane(jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32), variables, optimiser, client, loss)
+
+
+def train_batch(program: Program, data: Data, index, key) -> Batch:
+    """Gather and prepare the samples index [B]; -1 is padding."""
+    safe = jnp.maximum(index, 0)
+    images = prepare(program.pipeline, data.train.images[safe], key, train=True, dtype=program.dtype)
+    mask = index >= 0 if program.masked else jnp.ones(index.shape, bool)
+    return Batch(images, data.train.labels[safe], mask.astype(jnp.result_type(float)))
+
+
+def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
+    """One optimiser step of one lane on the batch index [B]."""
+    method, _ = method_and_server(program, world, lane.job)
+    context = context_of(program, world, lane.job, lane.client, step - lane.start)
+    batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
+
+    def loss(params):
+        return method.loss(program.model, {**lane.variables, "params": params}, batch, context)
+
+    params = lane.variables["params"]
+    (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    gradients = method.correct(gradients, lane.variables, context)
+    updates, optimiser = _optimiser(program, world, lane.job).update(gradients, lane.optimiser, params)
+    variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
+    return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
+
+
+def summary_of(program: Program, world: World, lane: Lane, key) -> Tree:
+    """The method's pass over the client's training data under the trained variables; () without one."""
+    method, _ = method_and_server(program, world, lane.job)
+    augmented = method.summary_augmented
+    if augmented is None:
+        return ()
+    row, train = world.jobs.row[lane.job], world.data.train
+
+    def summarise(index, mask):
+        position_key = jax.random.fold_in(key, index[0])
+        images = prepare(program.pipeline, train.images[index], position_key, train=augmented, dtype=program.dtype)
+        batch = Batch(images, train.labels[index], mask.astype(jnp.result_type(float)))
+        return method.summarise(program.model, lane.variables, batch)
+
+    return client_batches(summarise, program, train, row)
+
+
+def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outcome:
+    """Reduce the message of a job that ends, store its client state, and test its model on the client's own data."""
+    job, jobs = lane.job, world.jobs
+    row, steps = jobs.row[job], jobs.steps[job]
+    method, server = method_and_server(program, world, job)
+    context = context_of(program, world, job, lane.client, steps)
+    summary = summary_of(program, world, lane, jax.random.fold_in(context.key, 2))
+    client, message = method.upload(lane.variables, summary, context)
+
+    def predict(images):
+        return method.predict_personal(program.model, server, client, context.facts, lane.variables, images)
+
+    correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
+    experiment = 0 if program.experiments == 1 else jobs.experiment[job]
+    total = outcome.message
+    mean = jax.tree.map(lambda t, m: t + jobs.weight[job].astype(m.dtype) * m, take(total.mean, experiment), message.mean)
+    summed = jax.tree.map(jnp.add, take(total.total, experiment), message.total)
+    statistics = outcome.statistics
+    if program.local_statistics:
+        statistics = put(statistics, row, {k: v for k, v in lane.variables.items() if k != "params"})
+    return Outcome(
+        Message(put(total.mean, experiment, mean), put(total.total, experiment, summed), put(total.each, job, message.each)),
+        put(outcome.clients, row, client),
+        statistics,
+        outcome.loss.at[job].set(lane.loss / jnp.maximum(steps, 1)),
+        outcome.correct.at[job].set(correct),
+    )  # fmt: skip
+
+
+def _zeros(tree: Tree, *leading: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
+
+
+def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]:
+    """Lanes and outcome before the first segment."""
+    jobs = world.jobs.row.shape[0]
+    lane = jax.eval_shape(lambda: load(program, world, state.clients, state.statistics, 0, 0))
+
+    def message(lane):
+        method, _ = method_and_server(program, world, lane.job)
+        context = context_of(program, world, lane.job, lane.client, 0)
+        return method.upload(lane.variables, summary_of(program, world, lane, context.key), context)[1]
+
+    sent = jax.eval_shape(message, lane)
+    reduced = Message(
+        _zeros(sent.mean, program.experiments), _zeros(sent.total, program.experiments), _zeros(sent.each, jobs)
+    )
+    loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
+    correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
+    return _zeros(lane, program.lanes), Outcome(reduced, state.clients, state.statistics, loss, correct)
+
+
+def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
+    """Train all jobs of a round."""
+
+    def segment(g, carry):
+        lanes, outcome = carry
+
+        def load_one(i, lanes):
+            job, step = plan.load_job[i], plan.step_stop[g]
+            return put(lanes, plan.load_lane[i], load(program, world, outcome.clients, outcome.statistics, job, step))
+
+        def train(step, lanes):
+            one = lift(lambda lane, index: train_step(program, world, lane, index, step), program.lanes)
+            return one(lanes, plan.indices[step])
+
+        def finish_one(i, outcome):
+            return finish(program, world, take(lanes, plan.finish_lane[i]), outcome)
+
+        loop = jax.lax.fori_loop
+        lanes = loop(plan.load_stop[g], plan.load_stop[g + 1], load_one, lanes)
+        lanes = loop(plan.step_stop[g], plan.step_stop[g + 1], train, lanes)
+        outcome = loop(plan.finish_stop[g], plan.finish_stop[g + 1], finish_one, outcome)
+        return lanes, outcome
+
+    return jax.lax.fori_loop(0, plan.num_segments, segment, _empty(program, world, state))[1]

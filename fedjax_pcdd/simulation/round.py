@@ -1,0 +1,308 @@
+"""A federated simulation: its initial state, one round, and its evaluation, each one compiled function.
+
+    simulation = Simulation(model, experiments, local, cohort=10, lanes=2)
+    state = simulation.start()
+    state, report = simulation.step(state, round=0)
+    simulation.evaluate(state)
+
+Several experiments (a sweep) run as one program: they share model, data set and the method's static fields, and differ
+in seed, partition and traced hyper-parameters. Letters: E experiments, K clients, R = E * K rows, S cohort, J = E * S.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.methods.method import Method, Setting
+from fedjax_pcdd.models import uses_batch_norm
+from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
+from fedjax_pcdd.simulation import schedule
+from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
+from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.optimiser import Hyper
+from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local training: what every client does in a round."""
+
+    epochs: int = 10
+    batch_size: int = 100
+    last_batch: schedule.LastBatch = "drop"
+    optimizer: str = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    clip: float | None = None  # global norm of the gradient
+
+
+class Experiment(NamedTuple):
+    """One federation trained by one method from one seed."""
+
+    federation: Federation
+    method: Method
+    local: Local
+    seed: int
+
+
+class Report(NamedTuple):
+    """What a round tells the host."""
+
+    loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
+    correct: jax.Array  # [J, C] correct predictions of the model just trained on the client's own test set
+
+
+class Evaluation(NamedTuple):
+    """Correct predictions; () where a method has no such model or it was not asked for."""
+
+    generic: Any  # [E, C] global model, whole test set
+    personal: Any  # [R, C] personal model between rounds, own test set
+    local: Any  # [R, C] personal model between rounds, whole test set
+
+
+def _round(program: Program, methods, hyper, data, keys, state: State, plan, jobs, round) -> tuple[State, Report]:
+    """One round: local training of all jobs, then aggregation in every experiment."""
+
+    def job_key(row, experiment):
+        key = jax.random.fold_in(keys[experiment], round)
+        return jax.random.fold_in(key, row % program.setting.num_clients)
+
+    job_keys = jax.vmap(job_key)(jobs.row, jobs.experiment)
+    world = World(methods, hyper, state.servers, data, jobs, job_keys, round)
+    outcome = run_lanes(program, world, state, plan)
+    message, weights = outcome.message, jobs.weight.reshape(program.experiments, -1)
+    each = jax.tree.map(lambda x: x.reshape(*weights.shape, *x.shape[1:]), message.each)
+
+    def aggregate(method, server, message, weights):
+        new = method.aggregate(server, message, weights)
+        trained = weights.sum() > 0
+        return jax.tree.map(lambda a, b: jnp.where(trained, a, b), new, server)
+
+    servers = lift(aggregate, program.experiments)(methods, state.servers, message._replace(each=each), weights)
+    return State(servers, outcome.clients, outcome.statistics), Report(outcome.loss, outcome.correct)
+
+
+def _stack(trees: Sequence[Tree]) -> Tree:
+    return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *trees)
+
+
+def _hyper(local: Local) -> Hyper:
+    clip = np.inf if local.clip is None else local.clip
+    return Hyper(*(np.asarray(v, jnp.result_type(float)) for v in (local.lr, local.momentum, local.weight_decay, clip)))
+
+
+def _samples(images, labels, lists: Sequence[np.ndarray]) -> Samples:
+    """Device arrays of one split; `lists` are the index lists of all rows."""
+    sizes = np.array([len(x) for x in lists], np.int32)
+    order = np.concatenate(lists) if sizes.sum() else np.zeros(1)
+    start = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return Samples(*map(jnp.asarray, (images, labels, order.astype(np.int32), start.astype(np.int32), sizes)))
+
+
+class Simulation:
+    """Compiled rounds over fixed federations; all state is passed in and out, the arguments of `step` are donated."""
+
+    def __init__(
+        self,
+        model: Classifier,
+        experiments: Sequence[Experiment],
+        *,
+        pipeline: Pipeline,
+        cohort: int,
+        lanes: int = 1,
+        rounds: int = 1,
+        weights: Literal["method", "uniform", "batches"] = "method",
+        local_statistics: bool = False,
+        eval_batch: int = 500,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+    ):
+        """Prepare the data and the programs; nothing is compiled yet.
+
+        Args:
+          model: as `Method.build` returned it.
+          experiments: equal in model, data set, method's static fields, local epochs, batch size and optimiser.
+          cohort: S, clients a round; clients without samples are never chosen.
+          lanes: L, at most E * S are used.
+          weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
+          local_statistics: keep batch-norm statistics with the client.
+          param_dtype: of the parameters (float64 needs JAX's x64 mode).
+        """
+        first = experiments[0]
+        federation, local = first.federation, first.local
+        shape = federation.image_shape
+        setting = Setting(
+            model.num_classes, feature_dim(model, shape), federation.num_clients, rounds, uses_batch_norm(model)
+        )
+        self.experiments, self.local, self.cohort_size, self.param_dtype = experiments, local, cohort, param_dtype
+        self.methods = _stack([e.method.configure(setting) for e in experiments])
+        self.hyper = _stack([_hyper(e.local) for e in experiments])
+        self.data = self._load_data()
+        self.sizes = np.stack([e.federation.sizes for e in experiments])
+        self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
+        self.program = Program(
+            model, setting, pipeline, max(1, min(lanes, len(experiments) * cohort)), len(experiments), local.optimizer,
+            any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
+            self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
+        )  # fmt: skip
+        self.keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments])
+        self.capacity = schedule.most_steps(self.steps * local.epochs, cohort, self.program.lanes)
+        self.weights = self._raw_weights(weights)
+        self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
+        self._evaluators = {}
+
+    def _load_data(self) -> Data:
+        dataset = self.experiments[0].federation.dataset
+        partitions = [e.federation.partition for e in self.experiments]
+        train = _samples(dataset.x_train, dataset.y_train, [x for p in partitions for x in p.train])
+        test = _samples(dataset.x_test, dataset.y_test, [x for p in partitions for x in p.test])
+        counts = np.concatenate([e.federation.class_counts for e in self.experiments])
+        return Data(train, test, jnp.asarray(counts, jnp.result_type(float)))
+
+    def _epoch_steps(self, samples: int) -> int:
+        return schedule.batches_per_epoch(int(samples), self.local.batch_size, self.local.last_batch)
+
+    def _has_padding(self) -> bool:
+        full = (self.steps * self.local.batch_size <= self.sizes) | (self.local.last_batch == "top_up")
+        return not full.all()
+
+    def _client_batch(self, most: int) -> int:
+        """Batch of passes over one client's data: no larger than the largest client needs, in steps of 8."""
+        tests = max(int(e.federation.test_sizes.max(initial=1)) for e in self.experiments)
+        return int(min(most, -(-max(tests, 1) // 8) * 8))
+
+    def _raw_weights(self, rule: str) -> np.ndarray:
+        """Aggregation weights [E, K] before normalisation."""
+        if rule == "uniform":
+            return np.ones(self.sizes.shape)
+        if rule == "batches":
+            return (self.sizes // self.local.batch_size).astype(float)
+
+        def weight(row):
+            method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], self.methods)
+            return method.weight(facts_of(self.program, self.data, row))
+
+        return np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
+
+    def start(self) -> State:
+        """State before the first round; a function of the seeds."""
+        setting, program = self.program.setting, self.program
+        servers, clients = [], []
+        for e, (federation, _, _, seed) in enumerate(self.experiments):
+            method = jax.tree.map(lambda x, e=e: x[e], self.methods)
+            init, _, server_key, client_key = (jax.random.fold_in(jax.random.key(seed), i) for i in range(4))
+            variables = initialise(program.model, init, federation.image_shape)
+            variables = jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+            rows = jnp.arange(setting.num_clients) + e * setting.num_clients
+            server = method.init_server(setting, variables, self.data.class_counts[rows], server_key)
+            servers.append(server)
+
+            def init_client(row, method=method, server=server, key=client_key):
+                facts = facts_of(program, self.data, row)
+                return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
+
+            clients.append(jax.jit(jax.vmap(init_client))(rows))
+        stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *clients)
+        return State(_stack(servers), stacked, self._initial_statistics())
+
+    def _initial_statistics(self) -> Tree:
+        if not self.program.local_statistics:
+            return ()
+        shape, rows = self.experiments[0].federation.image_shape, self.sizes.size
+        variables = dict(initialise(self.program.model, jax.random.key(0), shape))
+        variables.pop("params")
+        return jax.tree.map(lambda x: jnp.repeat(x[None].astype(self.param_dtype), rows, 0), variables)
+
+    def clients_of(self, round: int) -> list[np.ndarray]:
+        """The cohort of each experiment."""
+        pairs = zip(self.experiments, self.sizes, strict=True)
+        return [schedule.cohort(e.seed, round, sizes, self.cohort_size) for e, sizes in pairs]
+
+    def jobs(self, round: int) -> tuple[schedule.Jobs, list[np.ndarray]]:
+        """Jobs of a round [J] and the batches of each [T_j, B]."""
+        size, local = self.cohort_size, self.local
+        shape = (len(self.experiments), size)
+        clients, weight = np.zeros(shape, np.int32), np.zeros(shape)
+        batches = []
+        for e, chosen in enumerate(self.clients_of(round)):
+            experiment = self.experiments[e]
+            clients[e, : len(chosen)] = chosen
+            weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
+            lists = [experiment.federation.partition.train[k] for k in chosen]
+            draw = partial(
+                schedule.job_batches, seed=experiment.seed, round=round, epochs=local.epochs, batch=local.batch_size,
+                rule=local.last_batch,
+            )  # fmt: skip
+            batches += [draw(x, client=int(k)) for k, x in zip(chosen, lists, strict=True)]
+            batches += [np.zeros((0, local.batch_size), np.int32)] * (size - len(chosen))
+        weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
+        return self.table(clients, weight, batches), batches
+
+    def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
+        """The job table from clients [E, S], weights [E, S] and the jobs' batches."""
+        experiments = np.repeat(np.arange(len(clients), dtype=np.int32), clients.shape[1])
+        rows = experiments * self.program.setting.num_clients + clients.ravel()
+        steps = np.array([len(b) for b in batches], np.int32)
+        epochs = max(self.local.epochs, 1)
+        dtype = np.dtype(jnp.result_type(float))
+        return schedule.Jobs(rows, experiments, weight.ravel().astype(dtype), steps, steps // epochs)
+
+    def plan(self, round: int) -> tuple[schedule.Plan, schedule.Jobs]:
+        """The schedule of a round, host arrays that depend on (seed, round) alone."""
+        jobs, batches = self.jobs(round)
+        return schedule.pack(batches, self.program.lanes, steps=self.capacity), jobs
+
+    def step(self, state: State, round: int, plan: tuple[schedule.Plan, schedule.Jobs] | None = None):
+        """One round. The state passed in is donated: use the one returned.
+
+        Returns:
+          (State, Report); both are still being computed when this returns.
+        """
+        plan, jobs = self.plan(round) if plan is None else plan
+        return self.round(
+            self.methods, self.hyper, self.data, self.keys, state, plan, jobs, np.int32(round)
+        )  # fmt: skip
+
+    @property
+    def compilations(self) -> int:
+        """How often the round was compiled; 1 after any number of rounds."""
+        return self.round._cache_size()
+
+    def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
+        """Count correct predictions.
+
+        Args:
+          personal: also test every client's personal model between rounds on its own data.
+        """
+        if personal not in self._evaluators:
+            self._evaluators[personal] = jax.jit(partial(_evaluate, self.program, personal))
+        return self._evaluators[personal](self.methods, state, self.data)
+
+    def tuner(self, epochs: int) -> "Simulation":
+        """A simulation in which every client fine-tunes the global model with plain cross-entropy for PA."""
+        plain = [e._replace(method=Method(), local=replace(e.local, epochs=epochs)) for e in self.experiments]
+        program = self.program
+        return Simulation(
+            program.model, plain, pipeline=program.pipeline, cohort=program.setting.num_clients, lanes=program.lanes,
+            eval_batch=program.eval_batch, dtype=program.dtype, param_dtype=self.param_dtype,
+        )  # fmt: skip
+
+
+def _evaluate(program: Program, personal: bool, methods, state: State, data: Data) -> Evaluation:
+    method = jax.tree.map(lambda x: x[0], methods)
+    generic, local, own = (), (), ()
+    if method.global_model:
+        generic = generic_correct(program, methods, state.servers, data)
+    else:
+        local = personal_correct(program, methods, state, data, own=False)
+    if personal:
+        own = personal_correct(program, methods, state, data, own=True)
+    return Evaluation(generic, own, local)

@@ -1,0 +1,150 @@
+"""Which client trains on which samples, when and in which lane: plain numpy arrays, a pure function of (seed, round).
+
+A *job* is one client of one experiment in one round. Jobs are packed into L lanes, longest first; each lane works
+through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has a
+shape that depends on the federation alone, so a changing cohort compiles nothing.
+
+Letters: J jobs, L lanes, T steps (an upper bound), B batch.
+"""
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+LastBatch = Literal["drop", "keep", "top_up", "strict"]
+
+
+class Plan(NamedTuple):
+    """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment."""
+
+    indices: np.ndarray  # [T, L, B] int32, sample of the data set, -1 for padding
+    num_segments: np.ndarray  # scalar
+    step_stop: np.ndarray  # steps done before each segment
+    load_stop: np.ndarray  # jobs loaded before each segment; those of segment g are load_*[stop[g]:stop[g + 1]]
+    load_job: np.ndarray  # [J]
+    load_lane: np.ndarray  # [J]
+    finish_stop: np.ndarray  # jobs finished before each segment
+    finish_job: np.ndarray  # [J]
+    finish_lane: np.ndarray  # [J]
+
+
+class Jobs(NamedTuple):
+    """What the lanes know of each job, all [J]."""
+
+    row: np.ndarray  # row of the client in the stacked state: experiment * K + client
+    experiment: np.ndarray
+    weight: np.ndarray  # p_k, normalised within the experiment's cohort; 0 for a job without steps
+    steps: np.ndarray  # local steps in the round
+    epoch_steps: np.ndarray  # local steps in an epoch
+
+
+def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generator:
+    """The random numbers of one (seed, round, client, epoch); streams never overlap."""
+    return np.random.Generator(np.random.Philox(key=[seed, round], counter=[0, 0, client, epoch]))
+
+
+def cohort(seed: int, round: int, sizes: np.ndarray, size: int) -> np.ndarray:
+    """Clients of a round: `size` of those that have samples, uniformly without replacement, in increasing order.
+
+    It depends on (seed, round) alone, never on the method (methods are compared on the same selections).
+
+    Args:
+      sizes: [K] training samples; clients without any are never chosen.
+      size: S; fewer are returned if fewer clients have samples.
+    """
+    able = np.flatnonzero(sizes > 0)
+    if size >= len(able):
+        return able
+    return np.sort(stream(seed, round, 2**63, 0).choice(able, size, replace=False))
+
+
+def batches_per_epoch(samples: int, batch: int, rule: LastBatch) -> int:
+    """Steps of one local epoch. `drop`: only full batches, but one masked batch for a client smaller than that."""
+    full = samples // batch
+    if rule == "strict" or (rule == "drop" and full):
+        return full
+    return -(-samples // batch)
+
+
+def epoch_batches(order: np.ndarray, batch: int, rule: LastBatch) -> np.ndarray:
+    """Cut one epoch's order of samples [n] into batches [steps, B], padded with -1 (`top_up`: with the first samples).
+
+    >>> epoch_batches(np.arange(5), 3, "keep").tolist()
+    [[0, 1, 2], [3, 4, -1]]
+    >>> epoch_batches(np.arange(5), 3, "drop").tolist()
+    [[0, 1, 2]]
+    >>> epoch_batches(np.arange(2), 3, "top_up").tolist()
+    [[0, 1, 0]]
+    """
+    steps = batches_per_epoch(len(order), batch, rule)
+    out = np.full(steps * batch, -1, np.int32)
+    used = min(len(order), len(out))
+    out[:used] = order[:used]
+    if rule == "top_up" and used:
+        out[used:] = np.resize(order, len(out) - used)
+    return out.reshape(steps, batch)
+
+
+def job_batches(
+    samples: np.ndarray, *, seed: int, round: int, client: int, epochs: int, batch: int, rule: LastBatch
+) -> np.ndarray:
+    """All batches of one job [epochs * steps, B]: every epoch a fresh uniform permutation of the client's samples."""
+    orders = (stream(seed, round, client, epoch).permutation(samples) for epoch in range(epochs))
+    return np.concatenate([epoch_batches(order, batch, rule) for order in orders])
+
+
+def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int) -> int:
+    """Upper bound of the length T of a round, whatever the cohorts: Graham's bound on the longest-first packing.
+
+    Args:
+      steps: for each experiment [K], the local steps of each client in a round.
+      cohort: S; lanes: L.
+    """
+    longest = np.concatenate([np.sort(s)[::-1][:cohort] for s in steps])
+    total, most = int(longest.sum()), int(longest.max(initial=0))
+    return max(1, -(-(total - most) // lanes) + most)
+
+
+def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int) -> Plan:
+    """Pack jobs into lanes, longest first, each to the lane that is free first.
+
+    Args:
+      batches: for each of the J jobs [T_j, B], its batches in order; a job without batches is left out.
+      lanes: L.
+      steps: T, at least the length of the longest lane (`most_steps`).
+    """
+    width = batches[0].shape[1] if len(batches) else 1
+    indices = np.full((steps, lanes, width), -1, np.int32)
+    free = [(0, lane) for lane in range(lanes)]
+    placed = []
+    for job in sorted(range(len(batches)), key=lambda j: (-len(batches[j]), j)):
+        if len(batches[job]):
+            start, lane = heapq.heappop(free)
+            stop = start + len(batches[job])
+            indices[start:stop, lane] = batches[job]
+            heapq.heappush(free, (stop, lane))
+            placed.append((start, stop, job, lane))
+    return _segments(indices, np.array(placed, np.int32).reshape(-1, 4), len(batches))
+
+
+def _segments(indices: np.ndarray, placed: np.ndarray, jobs: int) -> Plan:
+    """Segments from the placed jobs, rows (start, stop, job, lane)."""
+    edges = np.unique(np.append(placed[:, 1], 0))
+    segments = len(edges) - 1
+    load = placed[np.argsort(placed[:, 0], kind="stable")]
+    finish = placed[np.argsort(placed[:, 1], kind="stable")]
+
+    def stops(counts):
+        return np.pad(counts, (0, jobs + 2 - len(counts)), mode="edge").astype(np.int32)
+
+    def fill(column):
+        return np.pad(column, (0, jobs - len(column))).astype(np.int32)
+
+    loaded = np.append(0, np.searchsorted(load[:, 0], edges[:-1], side="right"))
+    finished = np.append(0, np.searchsorted(finish[:, 1], edges[1:], side="right"))
+    return Plan(
+        indices, np.int32(segments), stops(edges), stops(loaded), fill(load[:, 2]), fill(load[:, 3]),
+        stops(finished), fill(finish[:, 2]), fill(finish[:, 3]),
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""Finds the golden vectors: `<family>_<case>.npz` in the folder PCDD_GOLDEN, by default tests/golden."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(os.environ.get("PCDD_GOLDEN", Path(__file__).parent / "golden"))
+
+
+def _load(file: Path) -> dict[str, np.ndarray]:
+    with np.load(file, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def cases(family: str):
+    """A parametrisation over all files of a family: each test receives the arrays as a dict.
+
+    Use as `@pytest.mark.parametrize("g", cases("fedmr_intra"))`. A family without any file fails.
+    """
+    files = sorted(FOLDER.glob(f"{family}_[a-z0-9]*.npz"))
+    files = [f for f in files if "_" not in f.stem.removeprefix(f"{family}_")]
+    if not files:
+        raise FileNotFoundError(f"no golden vectors {family}_*.npz in {FOLDER}")
+    return [pytest.param(_load(f), id=f.stem) for f in files]

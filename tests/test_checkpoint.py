@@ -1,0 +1,379 @@
+"""Checkpoints survive what happens to runs: kills, full disks, damaged files, donated buffers."""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness.checkpoint import Checkpoints, check_space, required_bytes
+
+
+class State(NamedTuple):
+    variables: dict
+    momentum: tuple
+    extra: Any
+
+
+def server(round):
+    kernel = jax.random.normal(jax.random.key(round), (30, 20))
+    return {"params": {"dense": {"kernel": kernel, "bias": jnp.full(20, round / 3, jnp.float32)}}}
+
+
+def clients(round):
+    return jnp.arange(50.0).reshape(10, 5) * round
+
+
+def save(checkpoints, *rounds):
+    for round in rounds:
+        checkpoints.save(round, server(round), clients(round), {"rows": [{"round": round}]})
+    checkpoints.wait()
+
+
+def rounds_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def same(left, right):
+    equal = jax.tree.map(
+        lambda a, b: a.dtype == b.dtype and bytes(a.tobytes()) == bytes(b.tobytes()), left, right
+    )
+    return jax.tree.structure(left) == jax.tree.structure(right) and all(jax.tree.leaves(equal))
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def truncate(folder):
+    path = largest(folder / "server")
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(folder):
+    path = largest(folder / "server")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def delete_data(folder):
+    largest(folder / "server").unlink()
+
+
+def delete_manifest(folder):
+    (folder / "server" / "manifest.ocdbt").unlink()
+
+
+def flip_history(folder):
+    path = folder / "record" / "metadata"
+    path.write_text(path.read_text().replace('round\\": 3', 'round\\": 8'))
+
+
+def delete_clients(folder):
+    shutil.rmtree(folder / "clients")
+
+
+DAMAGES = [truncate, flip, delete_data, delete_manifest, flip_history, delete_clients]
+
+
+@pytest.fixture
+def sentences():
+    return []
+
+
+@pytest.fixture
+def opened(tmp_path, sentences):
+    everything = []
+
+    def open_checkpoints(**options):
+        everything.append(Checkpoints(tmp_path, say=sentences.append, **options))
+        return everything[-1]
+
+    yield open_checkpoints
+    for checkpoints in everything:
+        checkpoints.close()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, opened, asynchronous):
+    tree = State(
+        variables={"params": {"a/b": jnp.array([0.1, np.nan, -0.0, np.inf])}, "batch_stats": {}},
+        momentum=(jnp.array([True, False]), jnp.arange(5, dtype=jnp.int32), jnp.uint8(7), ()),
+        extra=[
+            jnp.full((2, 3), 1 / 3, jnp.bfloat16),
+            np.array([1 / 3, 1e-300]),
+            jnp.zeros((0, 4)),
+            jnp.float32(1 / 3),
+        ],
+    )
+    checkpoints = opened(asynchronous=asynchronous)
+    checkpoints.save(4, tree, (), {"rows": [{"round": 4, "loss": 1 / 3}]})
+    checkpoints.wait()
+    restored = opened().restore(tree, ())
+    assert restored.round == 4
+    assert restored.clients == ()
+    assert restored.history == {"rows": [{"round": 4, "loss": 1 / 3}]}
+    assert same(restored.server, tree)
+
+
+def test_float64_is_restored_bit_for_bit(x64, opened):
+    tree = {"w": jnp.array([1 / 3, 1e-300], dtype=jnp.float64)}
+    checkpoints = opened()
+    checkpoints.save(1, tree, tree, {})
+    assert same(checkpoints.restore(tree, tree).clients, tree)
+
+
+def test_an_abstract_template_is_enough_to_restore(opened):
+    checkpoints = opened()
+    save(checkpoints, 1)
+    abstract = jax.eval_shape(lambda: (server(1), clients(1)))
+    assert same(checkpoints.restore(*abstract).server, server(1))
+
+
+def test_an_empty_folder_gives_none(opened):
+    assert opened().restore(server(0), clients(0)) is None
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path, opened):
+    save(opened(keep=3), 1, 2, 3, 4, 5)
+    assert rounds_in(tmp_path) == [3, 4, 5]
+
+
+def test_two_full_checkpoints_are_kept_behind_newer_server_only_ones(tmp_path, opened):
+    save(opened(keep=2, clients_every=4), *range(1, 12))
+    assert rounds_in(tmp_path) == [4, 8, 10, 11]
+
+
+def test_retention_counts_full_checkpoints_of_earlier_processes(tmp_path, opened):
+    save(opened(keep=1, clients_every=2), 1, 2, 3, 4, 5)
+    save(opened(keep=1, clients_every=2), 6, 7)
+    assert rounds_in(tmp_path) == [4, 6, 7]
+
+
+def test_every_thins_checkpoints_and_force_overrides_it(tmp_path, opened):
+    checkpoints = opened(every=4)
+    save(checkpoints, 1, 2, 3, 4, 5, 6)
+    assert checkpoints.save(7, server(7), clients(7), {}, force=True)
+    checkpoints.wait()
+    assert rounds_in(tmp_path) == [4, 7]
+
+
+def test_a_resume_starts_from_the_newest_full_checkpoint_and_drops_newer_ones(tmp_path, opened):
+    checkpoints = opened(clients_every=3, keep=4)
+    save(checkpoints, 3, 4, 5)
+    restored = checkpoints.restore(server(0), clients(0))
+    assert restored.round == 3
+    assert same(restored.clients, clients(3))
+    assert rounds_in(tmp_path) == [3]
+
+
+def test_evaluation_sees_the_newest_server_and_drops_nothing(tmp_path, opened):
+    checkpoints = opened(clients_every=3, keep=4)
+    save(checkpoints, 3, 4, 5)
+    restored = checkpoints.restore_server(server(0))
+    assert restored.round == 5
+    assert same(restored.server, server(5))
+    assert rounds_in(tmp_path) == [3, 4, 5]
+
+
+def test_without_any_full_checkpoint_a_resume_starts_afresh_and_says_so(tmp_path, opened, sentences):
+    checkpoints = opened(clients_every=3)
+    save(checkpoints, 1, 2)
+    assert checkpoints.restore(server(0), clients(0)) is None
+    assert "starting from round 0" in sentences[0]
+    assert rounds_in(tmp_path) == []
+
+
+def test_force_completes_a_server_only_checkpoint_of_the_same_round(opened):
+    checkpoints = opened(clients_every=3)
+    save(checkpoints, 4)
+    assert checkpoints.save(4, server(4), clients(4), {}, force=True)
+    assert checkpoints.restore(server(0), clients(0)).round == 4
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, opened, sentences, damage):
+    save(opened(), 1, 2, 3)
+    damage(tmp_path / "3")
+    restored = opened().restore(server(0), clients(0))
+    assert restored.round == 2
+    assert same(restored.server, server(2))
+    assert len(sentences) == 1
+    assert sentences[0].startswith("checkpoint of round 3 is damaged (")
+    assert sentences[0].endswith("): continuing from round 2")
+
+
+def test_a_skipped_checkpoint_can_be_saved_again(tmp_path, opened):
+    save(opened(), 1, 2, 3)
+    truncate(tmp_path / "3")
+    checkpoints = opened()
+    checkpoints.restore(server(0), clients(0))
+    save(checkpoints, 3)
+    assert same(checkpoints.restore(server(0), clients(0)).server, server(3))
+
+
+def test_only_damaged_checkpoints_are_a_user_error(tmp_path, opened):
+    save(opened(), 1, 2)
+    truncate(tmp_path / "1")
+    delete_data(tmp_path / "2")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact \(round 2: .*round 1: "):
+        opened().restore(server(0), clients(0))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            {"params": {"dense": {"kernel": jnp.zeros((30, 21)), "bias": jnp.zeros(20)}}},
+            r"float32\[30, 20\] there",
+        ),
+        ({"params": {"dense": {"kernel": jnp.zeros((30, 20))}}}, "missing here"),
+        (
+            {"params": {"dense": {"kernel": jnp.zeros((30, 20)), "bias": jnp.zeros(20, jnp.int32)}}},
+            r"int32\[20\] here",
+        ),
+    ],
+)
+def test_another_configuration_is_a_user_error_and_removes_nothing(tmp_path, opened, template, words):
+    checkpoints = opened()
+    save(checkpoints, 1, 2)
+    with pytest.raises(UserError, match=words):
+        checkpoints.restore(template, clients(0))
+    assert rounds_in(tmp_path) == [1, 2]
+
+
+def test_buffers_may_be_donated_as_soon_as_save_returns(opened):
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda a: a * 0 - 1, tree), donate_argnums=0)
+    checkpoints = opened()
+    for round in range(1, 6):
+        state = jax.block_until_ready((server(round), clients(round)))
+        checkpoints.save(round, *state, {})
+        jax.block_until_ready(overwrite(state))
+        assert jax.tree.leaves(state)[0].is_deleted()
+        assert same(checkpoints.restore(server(0), clients(0))[1:3], (server(round), clients(round)))
+
+
+def test_a_snapshot_does_not_block_donation(opened):
+    state = jax.block_until_ready(jnp.ones((256, 256)))
+    address = state.unsafe_buffer_pointer()
+    opened().save(1, state, (), {})
+    assert jax.jit(lambda a: a + 1, donate_argnums=0)(state).unsafe_buffer_pointer() == address
+
+
+def test_a_restored_tree_meets_the_same_executable(opened):
+    traced = []
+    step = jax.jit(lambda tree: traced.append(tree) or jax.tree.map(lambda a: a + 1, tree))
+    step(server(1))
+    checkpoints = opened()
+    save(checkpoints, 1)
+    restored = checkpoints.restore(server(0), clients(0)).server
+    step(restored)
+    assert len(traced) == 1
+    assert all(not leaf.committed for leaf in jax.tree.leaves(restored))
+
+
+def test_save_returns_before_the_checkpoint_is_written(opened, monkeypatch):
+    checkpoints = opened()
+    write = checkpoints._write
+
+    def slow(*args):
+        time.sleep(0.5)
+        write(*args)
+
+    monkeypatch.setattr(checkpoints, "_write", slow)
+    start = time.perf_counter()
+    checkpoints.save(1, server(1), clients(1), {})
+    assert time.perf_counter() - start < 0.4
+    assert checkpoints.restore(server(0), clients(0)).round == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        ValueError("Error writing: [OS error 28: No space left on device]"),
+    ],
+)
+def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypatch, error):
+    checkpoints = opened()
+    save(checkpoints, 1)
+
+    def full(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "save", full)
+        checkpoints.save(2, server(2), clients(2), {})
+        with pytest.raises(UserError, match="no space left"):
+            checkpoints.save(3, server(3), clients(3), {})
+    assert checkpoints.restore(server(0), clients(0)).round == 1
+
+
+def test_the_estimate_covers_a_checkpoint_and_little_more(tmp_path, opened):
+    state = jnp.ones((512, 1024))
+    checkpoints = opened()
+    checkpoints.save(1, state, state, {})
+    checkpoints.wait()
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert written <= required_bytes(jax.eval_shape(lambda: state), state) <= 1.1 * written
+
+
+def test_too_little_space_is_a_user_error_before_the_start(tmp_path, monkeypatch):
+    required = 4 * required_bytes(server(1), clients(1))
+    check_space(tmp_path / "not" / "yet", required)
+    usage = shutil.disk_usage(tmp_path)._replace(free=required - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match="free some space"):
+        check_space(tmp_path / "not" / "yet", required)
+
+
+def test_orbax_says_nothing_and_other_users_of_its_logger_still_do(opened, caplog):
+    caplog.set_level(logging.INFO, logger="absl")
+    save(opened(), 1)
+    assert not caplog.records
+    logging.getLogger("absl").warning("mine")
+    assert [record.message for record in caplog.records] == ["mine"]
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint import Checkpoints, clients, server
+
+with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
+    restored = checkpoints.restore(server(0), clients(0))
+    round = 0 if restored is None else restored.round
+    while True:
+        round += 1
+        checkpoints.save(round, server(round), clients(round), {"rows": list(range(round))})
+        print(round, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_usable_checkpoints(tmp_path, opened, sentences):
+    wait = random.Random(0)
+    for _ in range(3):
+        command = [sys.executable, "-c", ENDLESS, str(tmp_path), os.path.dirname(__file__)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        said = [int(process.stdout.readline()) for _ in range(4)]
+        time.sleep(wait.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        said += [int(line) for line in process.communicate()[0].split()]
+        restored = opened(keep=2).restore(server(0), clients(0))
+        assert restored.round >= max(said) - 1
+        assert same(restored.server, server(restored.round))
+        assert restored.history == {"rows": list(range(restored.round))}
+        assert all(path.name.isdigit() for path in tmp_path.iterdir())
+    assert sentences == []

@@ -1,0 +1,383 @@
+"""The command line: what it accepts, how it refuses, presets, and continued runs."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from fedjax_pcdd.data.sources import DATASETS
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import cli
+from fedjax_pcdd.harness.config import RUN, RunConfig, dump
+from fedjax_pcdd.harness.options import bounds, options_of
+from fedjax_pcdd.harness.presets import preset_values, read_preset
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedgela import FedGELA
+from fedjax_pcdd.methods.fedmr import FedMR
+from fedjax_pcdd.models import MODELS
+
+PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
+SHIPPED = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.rglob("*.yaml"))]
+RUNS = [
+    (preset, split, method)
+    for preset in SHIPPED
+    for split in read_preset(preset, PRESETS).splits
+    for method in METHODS
+]
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """A runner that notes what it was asked to run; the working folder is empty."""
+    noted = []
+    stub = types.SimpleNamespace(run=lambda config, method: noted.append((config, method)) or {})
+    monkeypatch.setattr("fedjax_pcdd.harness.runner", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.runner", stub)
+    monkeypatch.chdir(tmp_path)
+    return noted
+
+
+def parse(*argv):
+    return cli.parse(argv, PRESETS)
+
+
+def refusal(capsys, *argv):
+    """The one sentence on stderr for arguments that must be refused."""
+    assert cli.main(list(argv), presets=PRESETS) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err.strip()
+
+
+def test_without_arguments_fedavg_runs_on_digits(runs):
+    assert cli.main([], presets=PRESETS) == 0
+    [(config, method)] = runs
+    assert (config.method, config.dataset, method) == ("fedavg", "digits", METHODS["fedavg"]())
+
+
+def test_the_run_folder_is_settled_before_the_run(runs):
+    cli.main([], presets=PRESETS)
+    assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
+
+
+def test_run_options_and_hyperparameters_stand_side_by_side():
+    config, method = parse("--method=fedmr", "--beta=0.5", "--mu1=0.2")
+    assert (config.beta, method) == (0.5, FedMR(mu1=0.2))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--batch-size=7"],
+        ["--batch_size=7"],
+        ["--batch-size", "7"],
+        ["--batch_size", "7"],
+        ["--batch-size=3", "--batch-size=7"],
+    ],
+)
+def test_spellings_of_one_option(argv):
+    assert parse(*argv)[0].batch_size == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [(["--quiet"], True), (["--no-quiet"], False), (["--quiet=true"], True), (["--quiet=False"], False)],
+)
+def test_spellings_of_a_switch(argv, value):
+    assert parse(*argv)[0].quiet is value
+
+
+def test_a_switch_takes_no_following_word():
+    assert parse("--quiet", "--no-retry", "--lr", "0.5")[0] == RunConfig(quiet=True, retry=False, lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("argument", "field", "value"),
+    [
+        ("--lanes=4", "lanes", 4),
+        ("--lanes=auto", "lanes", "auto"),
+        ("--grad-clip=20", "grad_clip", 20.0),
+        ("--grad-clip=none", "grad_clip", "none"),
+        ("--cohort=none", "cohort", None),
+        ("--cohort=5", "cohort", 5),
+        ("--data-dir=a b", "data_dir", Path("a b")),
+        ("--weight-decay=1e-5", "weight_decay", 1e-5),
+        ("--seed=4294967295", "seed", 2**32 - 1),
+    ],
+)
+def test_values_get_their_types(argument, field, value):
+    found = getattr(parse(argument)[0], field)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            "--method=fedgela --mu1=1",
+            "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr.",
+        ),
+        (
+            "--method=fedgela --mu1 1",
+            "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr.",
+        ),
+        ("--batch-szie=5", "there is no option --batch-szie: did you mean '--batch-size'?"),
+        ("--bta 5 --lr 1", "there is no option --bta: did you mean '--beta'?"),
+        ("--zzzz", "there is no option --zzzz: --help lists them all."),
+        ("--method=fedgella", "there is no method 'fedgella': did you mean 'fedgela'?"),
+        ("--method=", "there is no method '': choose one of"),
+        ("--rounds=many", "--rounds takes an integer, not 'many'."),
+        ("--rounds=1e3", "--rounds takes an integer, not '1e3'."),
+        ("--rounds=", "--rounds takes an integer, not ''."),
+        ("--lr=fast", "--lr takes a number, not 'fast'."),
+        ("--partition=dirichle", "--partition takes dirichlet, pcdd, iid or natural, not 'dirichle'."),
+        ("--lanes=some", "--lanes takes auto or an integer, not 'some'."),
+        ("--grad-clip=all", "--grad-clip takes method, none or a number, not 'all'."),
+        ("--quiet=maybe", "--quiet takes true or false, not 'maybe'."),
+        ("--no-quiet=1", "--no-quiet takes no value: write --no-quiet alone."),
+        ("--lr", "--lr needs a value: write --lr=VALUE."),
+        ("--lr --quiet", "--lr needs a value: write --lr=VALUE."),
+        ("fedavg", "unexpected 'fedavg': options are written --name=value."),
+        ("-x", "unexpected '-x': options are written --name=value."),
+        ("--lr=nan", "--lr must be a finite number, not nan."),
+        ("--lr=1e999", "--lr must be a finite number, not inf."),
+        ("--lr -1", "--lr must be above 0, not -1."),
+        ("--momentum=1", "--momentum must be at least 0 and below 1, not 1."),
+        ("--keep=1", "--keep must be at least 2, not 1."),
+        ("--cohort=11", "--cohort=11 is more than the 10 clients: lower it or raise them."),
+        ("--method=fedmr --mu2=-1", "--mu2 must be at least 0, not -1."),
+        ("--method=fedmr --mu2=inf", "--mu2 must be a finite number, not inf."),
+        ("--method=fedmr --submitters=1.5", "--submitters must be at least 0 and at most 1, not 1.5."),
+        ("--method=fedgela --layers=3", "--layers takes 0, 1 or 2, not '3'."),
+        ("--split=P5C2", "--split chooses a split of a preset: add --preset, or drop it."),
+        ("--preset=fedmr/tabel1", "there is no preset 'fedmr/tabel1': did you mean 'fedmr/table1'?"),
+        ("--resume=nowhere", "there is no folder nowhere: give --resume the folder of a run."),
+        (
+            "--resume=.",
+            ". holds no config.yaml, so no run can be resumed there: give --resume another folder.",
+        ),
+        ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
+    ],
+)
+def test_a_mistake_is_one_sentence(runs, capsys, argv, sentence):
+    assert refusal(capsys, *argv.split()).startswith(sentence)
+    assert runs == []
+
+
+def test_a_mistake_found_by_the_runner_is_one_sentence(runs, capsys, monkeypatch):
+    def refuse(config, method):
+        raise UserError("the model is too narrow.")
+
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.runner"], "run", refuse)
+    assert refusal(capsys) == "the model is too narrow."
+
+
+def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
+    def interrupt(config, method):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.runner"], "run", interrupt)
+    assert cli.main(["--run-dir=here"], presets=PRESETS) == 130
+    assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_help_shows_every_option_of_the_method(capsys, method):
+    assert cli.main([f"--method={method}", "--help"], presets=PRESETS) == 0
+    shown = capsys.readouterr().out.replace(",", " ")
+    options = [*RUN.values(), *options_of(METHODS[method]).values()]
+    assert [option.flag for option in options if f"{option.flag} " not in shown] == []
+
+
+def test_the_help_shows_symbol_bounds_and_default(capsys):
+    cli.main(["--method=fedmr", "--help"], presets=PRESETS)
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "mu_2: weight of the inter-class loss [at least 0] (default: 0.0001)" in words
+
+
+def test_the_help_shows_no_option_of_another_method(capsys):
+    cli.main(["--help", "--method", "fedgela"], presets=PRESETS)
+    shown = capsys.readouterr().out
+    assert "--mu1" not in shown
+    assert "fedmr" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)]
+)
+def test_lists_show_every_name(capsys, option, known):
+    assert cli.main([f"--list-{option}"], presets=PRESETS) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == list(known)
+
+
+def test_the_method_list_names_paper_and_file(capsys):
+    cli.main(["--list-methods"], presets=PRESETS)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fedmr"))
+    assert "TMLR 2023" in line
+    assert "fedjax_pcdd/methods/fedmr.py" in line
+
+
+@pytest.mark.parametrize(("preset", "split", "method"), RUNS)
+def test_every_shipped_preset_can_be_read(preset, split, method):
+    config, _ = parse(f"--preset={preset}", f"--split={split}", f"--method={method}")
+    assert config.method == method
+    assert config.model in MODELS
+    assert config.dataset in DATASETS
+
+
+@pytest.mark.parametrize("split", ["P5C2", "P10C2", "P10C3", "P10C5"])
+def test_table_1_of_fedmr_has_the_partition_that_its_split_names(split):
+    config, _ = parse("--preset=fedmr/table1", f"--split={split}")
+    assert (config.partition, f"P{config.clients}C{config.classes_per_client}") == ("pcdd", split)
+
+
+def test_a_preset_gives_the_tuned_weights():
+    assert parse("--preset=fedmr/table1", "--split=IID", "--method=fedmr")[1] == FedMR(mu1=0.01, mu2=1e-4)
+
+
+def test_options_win_over_the_preset():
+    config, method = parse(
+        "--preset=fedgela/table2", "--split=full-dir0.5", "--method=fedgela", "--ew=25", "--beta=0.3"
+    )
+    assert (config.beta, config.rounds, method) == (0.3, 50, FedGELA(ew=25.0))
+
+
+def test_a_preset_without_a_split_lists_them(runs, capsys):
+    assert "one of P5C2, P10C2, P10C3, P10C5, IID." in refusal(capsys, "--preset=fedmr/table1")
+
+
+def test_an_unknown_split_is_refused(runs, capsys):
+    assert "no split 'P10C4'" in refusal(capsys, "--preset=fedmr/table1", "--split=P10C4")
+
+
+WRITTEN = """
+run: {method: fedprox, lr: 0.1, batch-size: 8}
+splits: {a: {lr: 0.2}, b-c: {rounds: 3}}
+methods: {fedprox: {mu: 0.3, momentum: 0.5, splits: {b-c: {mu: 0.4}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("a", {"method": "fedprox", "lr": 0.2, "batch_size": 8, "mu": 0.3, "momentum": 0.5}),
+        ("b-c", {"method": "fedprox", "lr": 0.1, "batch_size": 8, "rounds": 3, "mu": 0.4, "momentum": 0.5}),
+    ],
+)
+def test_later_parts_of_a_preset_win(tmp_path, split, expected):
+    (tmp_path / "mine.yaml").write_text(WRITTEN)
+    assert preset_values(read_preset("mine", tmp_path), "fedprox", split) == expected
+
+
+def test_a_preset_may_fix_the_method(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(WRITTEN)
+    assert parse(f"--preset={file}", "--split=a")[0].method == "fedprox"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("run: {lrr: 1}", "unknown key 'lrr' in FILE: did you mean 'lr'?"),
+        ("run: {resume: x}", "unknown key 'resume' in FILE: "),
+        ("rum: {lr: 1}\nsplits: {}", "unknown key 'rum' in FILE: did you mean 'run'?"),
+        ("methods: {fedavgg: {}}", "unknown method 'fedavgg' in FILE: did you mean 'fedavg'?"),
+        ("methods: {fedavg: {mu: 1}}", "unknown key 'mu' in method 'fedavg' of FILE: "),
+        (
+            "methods: {fedavg: {splits: {z: {}}}}\nsplits: {}",
+            "'splits' of method 'fedavg' of FILE may name no other",
+        ),
+        ("run: {lr: fast}", "'lr' in FILE takes a number, not 'fast'."),
+        ("run: 3", "'run' in FILE must hold `name: value` lines, not '3'."),
+        ("splits: [a]", "'splits' in FILE must name splits"),
+        ("run: {lr: }", "'lr' in FILE takes a number, so it cannot be empty."),
+        ("run: {", "FILE is not valid YAML at line"),
+    ],
+)
+def test_a_wrong_preset_is_refused_in_one_sentence(runs, capsys, tmp_path, text, sentence):
+    (tmp_path / "FILE").write_text(text)
+    assert refusal(capsys, "--preset=FILE").startswith(sentence)
+
+
+@pytest.fixture
+def recorded(runs, tmp_path):
+    """A run folder as the runner leaves it."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    pair = RunConfig(method="fedmr", lr=0.05, seed=3, run_dir=folder, keep=4), FedMR(mu1=0.2)
+    (folder / "config.yaml").write_text(dump(*pair))
+    return folder
+
+
+def test_a_run_is_repeated_in_a_new_folder(recorded):
+    config, method = parse(f"--preset={recorded}/config.yaml")
+    assert (config, method) == (RunConfig(method="fedmr", lr=0.05, seed=3, keep=4), FedMR(mu1=0.2))
+
+
+def test_a_run_is_repeated_with_another_method(recorded):
+    config, method = parse(f"--preset={recorded}/config.yaml", "--method=fedavg")
+    assert (config.method, config.lr, method) == ("fedavg", 0.05, METHODS["fedavg"]())
+
+
+def test_a_run_is_continued_in_its_folder_with_its_options(recorded):
+    config, method = parse(f"--resume={recorded}")
+    assert (config.resume, config.run_dir, config.lr, method) == (recorded, recorded, 0.05, FedMR(mu1=0.2))
+
+
+def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
+    config, _ = parse(
+        f"--resume={recorded}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr"
+    )
+    assert (config.quiet, config.keep, config.device) == (True, 9, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (
+            ["--lr=0.1"],
+            "--lr was 0.05 in this run, not 0.1: resume without it, or start a new run with --run-dir.",
+        ),
+        (
+            ["--mu1=0.1", "--seed=4"],
+            "--seed was 3 in this run, not 4, --mu1 was 0.2 in this run, not 0.1: resume without",
+        ),
+        (["--method=fedavg"], "--method was fedmr in this run, not fedavg: resume without it"),
+        (["--mu=1"], "--mu belongs to fedprox, not to fedmr: drop it or use --method=fedprox."),
+        (["--run-dir=x"], "--resume continues a run as it was started: drop --run-dir."),
+    ],
+)
+def test_a_continued_run_keeps_its_options(recorded, capsys, argv, sentence):
+    assert refusal(capsys, f"--resume={recorded}", *argv).startswith(sentence)
+
+
+def test_a_damaged_record_is_refused(recorded, capsys):
+    (recorded / "config.yaml").write_text("lr: [")
+    assert "config.yaml is not valid YAML" in refusal(capsys, f"--resume={recorded}")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_bound_of_a_method_is_enforced(name, runs, capsys):
+    for option in options_of(METHODS[name]).values():
+        if option.low is not None:
+            assert f"must be {bounds(option)}" in refusal(
+                capsys, f"--method={name}", f"{option.flag}={int(option.low) - 1}"
+            )
+
+
+def test_the_script_exits_with_the_code():
+    script = PRESETS.parent / "run.py"
+    done = subprocess.run([sys.executable, script, "--lr=x"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "--lr takes a number, not 'x'.\n")
+
+
+def test_mistakes_and_help_do_not_import_the_runner():
+    code = (
+        "import sys; from fedjax_pcdd.harness.cli import main; main(['--help']); main(['--x=1']);"
+        "sys.exit('fedjax_pcdd.harness.runner' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

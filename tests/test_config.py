@@ -1,0 +1,193 @@
+"""The run's configuration: what it refuses, and that its YAML says everything."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness.config import (
+    GROUPS,
+    RUN,
+    RunConfig,
+    check_names,
+    difference,
+    dump,
+    parse_config,
+    partition_tag,
+    run_folder,
+    values,
+)
+from fedjax_pcdd.harness.options import options_of
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedgela import FedGELA
+from fedjax_pcdd.methods.fedmr import FedMR
+
+
+def test_no_hyperparameter_shadows_a_run_option():
+    check_names()
+
+
+def test_a_shadowing_hyperparameter_is_found(monkeypatch):
+    monkeypatch.setitem(METHODS, "bad", RunConfig)
+    with pytest.raises(ValueError, match="bad has fields that are run options: method, dataset"):
+        check_names()
+
+
+@pytest.mark.parametrize("name", [name for name in RUN if name != "method"])
+def test_every_run_option_has_a_help_text_and_a_group(name):
+    assert RUN[name].help
+    assert RUN[name].group in GROUPS
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_hyperparameter_has_a_help_text(name):
+    assert all(option.help for option in options_of(METHODS[name]).values())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_survive_the_round_trip(name):
+    pair = RunConfig(method=name), METHODS[name]()
+    assert parse_config(dump(*pair)) == pair
+
+
+def test_dump_is_complete_and_flat():
+    pair = RunConfig(method="fedmr"), FedMR()
+    recorded = yaml.safe_load(dump(*pair))
+    assert list(recorded) == [*RUN, *options_of(FedMR)]
+    assert not any(isinstance(value, dict | list) for value in recorded.values())
+
+
+numbers = st.floats(min_value=1e-300, max_value=1e300)
+names = st.text(min_size=1, max_size=20).filter(lambda text: text.lower() != "none" and text.isprintable())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lr=numbers,
+    clip=st.sampled_from(["method", "none"]) | numbers,
+    folder=names,
+    dataset=names,
+    mu1=st.none() | numbers,
+)
+def test_any_value_survives_the_round_trip(lr, clip, folder, dataset, mu1):
+    config = RunConfig(
+        method="fedmr",
+        lr=lr,
+        grad_clip=clip,
+        data_dir=Path(folder),
+        dataset=dataset,
+        lanes=3,
+        retry=False,
+        cohort=4,
+    )
+    pair = config, FedMR(mu1=mu1, lite=0, terms="intra")
+    assert parse_config(dump(*pair)) == pair
+
+
+def test_types_survive_the_round_trip():
+    method = FedGELA(ew=10.0, layers=0, gamma="class")
+    pair = parse_config(dump(RunConfig(method="fedgela", lanes=2, run_dir=Path("a/b")), method))
+    found = values(*pair)
+    kinds = {name: type(found[name]) for name in ("ew", "layers", "lanes", "retry", "seed", "lr")}
+    assert kinds == {"ew": float, "layers": int, "lanes": int, "retry": bool, "seed": int, "lr": float}
+    assert found["run_dir"] == Path("a/b")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lr: [1, 2]", "'lr' in X takes one value, not several."),
+        ("bta: 1", "unknown key 'bta' in X: did you mean 'beta'?"),
+        ("mu1: 1", "unknown key 'mu1' in X: "),
+        ("rounds: ten", "'rounds' in X takes an integer, not 'ten'."),
+        ("rounds: 2.5", "'rounds' in X takes an integer, not '2.5'."),
+        ("rounds:", "'rounds' in X takes an integer, so it cannot be empty."),
+        ("lr: .nan", "'lr' in X must be a finite number, not nan."),
+        ("method: fedgella", "there is no method 'fedgella': did you mean 'fedgela'?"),
+        ("{", "X is not valid YAML at line 1: correct it."),
+        ("- 1", "X must hold `name: value` lines, not '[1]'."),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(text, sentence):
+    with pytest.raises(UserError) as error:
+        parse_config(text, "X")
+    assert str(error.value).startswith(sentence)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["weight-decay: 1e-5", "weight_decay: '1e-5'", "weight_decay: 0.00001"])
+def test_numbers_and_keys_may_be_written_as_people_write_them(text):
+    assert parse_config(text)[0].weight_decay == 1e-5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"beta": 0.0},
+        {"beta": float("inf")},
+        {"rounds": 0},
+        {"clients": 0},
+        {"classes_per_client": 0},
+        {"batch_size": 0},
+        {"local_epochs": 0},
+        {"lr": 0.0},
+        {"lr": float("nan")},
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+        {"weight_decay": -1e-9},
+        {"cohort": 0},
+        {"cohort": 11},
+        {"lanes": 0},
+        {"eval_every": 0},
+        {"keep": 1},
+        {"grad_clip": 0.0},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+)
+def test_a_value_out_of_bounds_is_refused(wrong):
+    with pytest.raises(UserError, match="--" + next(iter(wrong)).replace("_", "-")):
+        RunConfig(**wrong)
+
+
+def test_a_cohort_of_all_clients_is_accepted():
+    assert RunConfig(clients=7, cohort=7).cohort == 7
+
+
+def test_difference_names_the_fields():
+    recorded = RunConfig(method="fedmr"), FedMR()
+    given = RunConfig(method="fedmr", lr=0.1), FedMR(mu2=1.0)
+    assert difference(recorded, given) == ["lr", "mu2"]
+
+
+def test_equal_runs_have_no_difference():
+    assert difference((RunConfig(), FedMR()), (RunConfig(), FedMR())) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "tag"),
+    [
+        ({}, "dirichlet0.1"),
+        ({"partition": "pcdd", "clients": 5}, "P5C2"),
+        ({"partition": "iid"}, "iid"),
+        ({"partition": "natural"}, "natural"),
+    ],
+)
+def test_partition_tags(options, tag):
+    assert partition_tag(RunConfig(**options)) == tag
+
+
+def test_a_taken_run_folder_gets_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, found = RunConfig(seed=4), []
+    for _ in range(3):
+        found.append(str(run_folder(config)))
+        run_folder(config).mkdir(parents=True)
+    assert found == [f"runs/fedavg-digits-dirichlet0.1-s4{end}" for end in ("", "-2", "-3")]
+
+
+def test_a_given_run_folder_is_kept(tmp_path):
+    assert run_folder(RunConfig(run_dir=tmp_path)) == tmp_path

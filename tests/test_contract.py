@@ -1,0 +1,119 @@
+"""What every registered method must fulfil; a new method is tested the day it is registered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.simulation import schedule
+from fedjax_pcdd.simulation.devices import CompileClock
+
+# Hyper-parameters that switch a method's own part off; None with the reason where FedAvg is no special case of it.
+REDUCES = {
+    "fedavg": {},
+    "fedprox": {"mu": 0.0},
+    "fedmr": {"mu1": 0.0, "mu2": 0.0},
+    "fedgela": {"classifier": "learned", "phi": "none", "layers": 0},
+    "solo": None,  # nothing is aggregated
+}
+everyone = pytest.mark.parametrize("name", METHODS)
+
+
+def leaves(state):
+    return [np.array(x) for x in jax.tree.leaves(state)]
+
+
+def assert_close(one, other, tolerance):
+    for a, b in zip(leaves(one), leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, tolerance, tolerance)
+
+
+@everyone
+def test_three_rounds_with_changing_cohorts_compile_once(name):
+    simulated = toy.simulation(name, cohort=3)
+    state, _ = simulated.step(simulated.start(), 0)
+    jax.block_until_ready(state)
+    clock = CompileClock()
+    cohorts = {tuple(simulated.clients_of(r)[0]) for r in range(3)}
+    for r in (1, 2):
+        state, _ = jax.block_until_ready(simulated.step(state, r))
+    assert len(cohorts) > 1
+    assert (simulated.compilations, clock.count) == (1, 0)
+
+
+@everyone
+@pytest.mark.parametrize("lanes", [2, 5])
+def test_lanes_do_not_change_results(name, lanes):
+    one, other = (toy.train(toy.simulation(name, lanes=n)) for n in (1, lanes))
+    assert_close(one, other, 1e-5)
+
+
+@everyone
+def test_order_of_clients_does_not_change_results(name):
+    simulated = toy.simulation(name, lanes=2)
+    jobs, batches = simulated.jobs(0)
+    order = np.array([3, 0, 4, 2, 1])
+    shuffled = jobs._replace(**{k: getattr(jobs, k)[order] for k in ("row", "weight", "steps", "epoch_steps")})
+    plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
+    expected, _ = simulated.step(simulated.start(), 0)
+    state, _ = simulated.step(simulated.start(), 0, (plan, shuffled))
+    assert_close(state, expected, 1e-6)
+
+
+@everyone
+def test_continuing_from_a_copied_state_is_bitwise_the_same(name):
+    state, _ = toy.train(toy.simulation(name, cohort=3), rounds=2)
+    copy = jax.tree.map(lambda x: jnp.asarray(np.array(x)), state)
+    straight, _ = toy.train(toy.simulation(name, cohort=3), rounds=3)
+    resumed, _ = toy.simulation(name, cohort=3).step(copy, 2)
+    for a, b in zip(leaves(straight), leaves(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_every_method_says_whether_it_reduces_to_fedavg():
+    assert set(REDUCES) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", [n for n, hyper in REDUCES.items() if hyper is not None])
+def test_zero_coefficients_reduce_to_fedavg(name):
+    simulated = toy.simulation(name, **REDUCES[name])
+    state, _ = toy.train(simulated)
+    plain = toy.simulation(method=Method())
+    if name == "fedgela":  # its learned classifier has no bias
+        plain = toy.simulation(method=Biasless())
+    expected, _ = toy.train(plain)
+    assert_close(state.servers.variables, expected.servers.variables, 1e-6)
+
+
+class Biasless(Method):
+    def build(self, model):
+        return model.clone(head_bias=False)
+
+
+jax.tree_util.register_dataclass(Biasless, [], [])
+
+
+@everyone
+def test_ragged_federation_gives_no_nan(name):
+    simulated = toy.simulation(name, cohort=2, last_batch="drop")
+    state, report = toy.train(simulated, rounds=2)
+    chosen = {int(k) for r in range(2) for k in simulated.clients_of(r)[0]}
+    assert 0 in chosen  # the client with one sample
+    assert len(chosen) < 5
+    assert all(np.isfinite(x).all() for x in leaves(state))
+    assert np.isfinite(np.array(report.loss)).all()
+
+
+@everyone
+def test_a_round_without_clients_changes_nothing(name):
+    simulated = toy.simulation(name, lanes=2)
+    jobs, batches = simulated.jobs(0)
+    nobody = [b[:0] for b in batches]
+    plan = schedule.pack(nobody, 2, steps=simulated.capacity)
+    jobs = jobs._replace(weight=jobs.weight * 0, steps=jobs.steps * 0)
+    before = leaves(simulated.start())
+    state, _ = simulated.step(simulated.start(), 0, (plan, jobs))
+    for a, b in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,0 +1,120 @@
+"""The command line as a user runs it, in processes of its own, on the built-in digits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]
+SMALL = ["--rounds=6", "--local-epochs=2", "--lanes=1", "--batch-size=32", "--quiet"]
+
+
+def start(*options, cwd=None):
+    return subprocess.Popen(
+        [*RUN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )  # fmt: skip
+
+
+def call(*options, cwd=None):
+    process = start(*options, cwd=cwd)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def results(folder):
+    """What does not depend on the clock: all rows without times, and the summary's accuracies."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+    summary = json.loads((folder / "summary.json").read_text())
+    return rows, {k: v for k, v in summary.items() if k.startswith(("ga", "pa"))}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_readme_line_learns(tmp_path, seed):
+    folder = tmp_path / "run"
+    code, out, err = call("--method=fedgela", "--beta=0.1", f"--seed={seed}", "--lanes=1", f"--run-dir={folder}")
+    assert code == 0, err
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["ga_last"] > 0.5
+    assert summary["pa_last"] > 0.5
+    assert summary["compilations"] == 1
+    assert "GA" in out
+    assert "PA" in out
+
+
+def test_run_folder_is_complete(tmp_path):
+    folder = tmp_path / "run"
+    assert call("--method=fedmr", *SMALL, f"--run-dir={folder}")[0] == 0
+    names = {"config.yaml", "metrics.jsonl", "summary.json", "partition.npz", "partition.png", "curves.png", "checkpoints"}
+    assert names <= {p.name for p in folder.iterdir()}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == list(range(1, 7))
+    assert all({"round", "ga", "pa", "loss", "seconds"} <= set(row) for row in rows)
+
+
+def test_config_alone_repeats_the_run(tmp_path):
+    assert call("--method=fedprox", "--mu=0.5", *SMALL, f"--run-dir={tmp_path / 'a'}")[0] == 0
+    code, _, err = call(f"--preset={tmp_path / 'a' / 'config.yaml'}", f"--run-dir={tmp_path / 'b'}")
+    assert code == 0, err
+    assert results(tmp_path / "a") == results(tmp_path / "b")
+
+
+@pytest.mark.parametrize("method", ["fedmr", "solo"])
+def test_killed_run_resumes_to_the_same_bits(tmp_path, method):
+    options = [f"--method={method}", "--clients=6", "--cohort=4", "--rounds=30", *SMALL[1:]]
+    assert call(*options, f"--run-dir={tmp_path / 'whole'}")[0] == 0
+    folder = tmp_path / "killed"
+    process = start(*options, f"--run-dir={folder}")
+    metrics = folder / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 9):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "summary.json").exists()
+    code, _, err = call(f"--resume={folder}")
+    assert code == 0, err
+    assert results(folder) == results(tmp_path / "whole")
+
+
+def test_loss_that_is_not_finite_stops_the_run(tmp_path):
+    code, _, err = call("--method=fedavg", "--lr=1e30", *SMALL, f"--run-dir={tmp_path / 'run'}")
+    assert code == 2
+    assert "client" in err
+    assert "round" in err
+    assert "fedavg" in err
+    assert "Traceback" not in err
+
+
+BAD = {
+    "unknown method": (["--method=fedgella"], "fedgela"),
+    "unknown model": (["--model=simple_cn"], "simple_cnn"),
+    "unknown data set": (["--dataset=digit"], "digits"),
+    "missing data set": (["--dataset=cifar10", "--data-dir=."], "experiments/prepare.py cifar10"),
+    "unknown option": (["--bta=0.1"], "--beta"),
+    "another method's option": (["--method=fedprox", "--ew=5"], "fedgela"),
+    "beta of zero": (["--beta=0"], "--beta"),
+    "too many classes a client": (["--partition=pcdd", "--classes-per-client=11"], "--classes-per-client"),
+    "too few slots for all classes": (["--partition=pcdd", "--clients=3", "--classes-per-client=2"], "--clients"),
+    "cohort larger than clients": (["--cohort=11"], "--cohort"),
+    "no space for so many clients": (["--clients=400"], "--min-samples"),
+    "resume of nothing": (["--resume=nowhere"], "nowhere"),
+    "gpu asked for and absent": (["--device=gpu"], "gpu"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_users_mistake_is_one_sentence_and_leaves_nothing(tmp_path, case):
+    options, word = BAD[case]
+    code, _, err = call(*options, cwd=tmp_path)
+    assert code == 2
+    assert word in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,301 @@
+"""Models: sizes, parameter trees, layers, lanes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pcdd import models
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.models import (
+    build,
+    etf_from,
+    feature_dim,
+    forward,
+    initialise,
+    simplex_etf,
+    sizes,
+    uses_batch_norm,
+)
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.layers import BatchNorm, GroupNorm, conv_init, linear_init, max_pool, norm
+from fedjax_pcdd.models.mlp import MLP
+from fedjax_pcdd.models.resnet import ResNet
+
+SMALLEST = {"mlp": (4, 4, 1), "simple_cnn": (16, 16, 3), "mcmahan_cnn": (4, 4, 1), "resnet18": (8, 8, 3)}
+
+
+def images(shape, batch=6, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, *shape)), jnp.float32)
+
+
+def narrow_resnet(norm="batch", dtype=None):
+    return Classifier(ResNet((1, 1), width=4, norm=norm, dtype=dtype), num_classes=3, dtype=dtype)
+
+
+@functools.cache
+def narrow_variables():
+    return initialise(narrow_resnet(), jax.random.key(0), (8, 8, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "params", "full", "features"),
+    [
+        ("mlp", (28, 28, 1), 10, 159_010, 159_010, 200),
+        ("simple_cnn", (32, 32, 3), 10, 62_006, 62_006, 84),
+        ("mcmahan_cnn", (28, 28, 1), 10, 1_663_370, 1_663_370, 512),
+        ("resnet18", (32, 32, 3), 10, 11_173_962, 11_183_582, 512),
+        ("resnet18", (28, 28, 1), 10, 11_172_810, 11_182_430, 512),
+        ("resnet18", (32, 32, 3), 100, 11_220_132, 11_229_752, 512),
+    ],
+)
+def test_sizes_are_the_published_ones(name, shape, classes, params, full, features):
+    model = build(name, num_classes=classes, image_shape=shape)
+    assert sizes(model, shape) == (params, full, features, (features + 1) * classes)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_model_runs_on_its_smallest_images(name):
+    shape = SMALLEST[name]
+    model = build(name, num_classes=3, image_shape=shape)
+    outputs = jax.eval_shape(
+        lambda: forward(model, initialise(model, jax.random.key(0), shape), images(shape), train=True)
+    )
+    assert outputs[0].logits.shape == (6, 3)
+    assert outputs[0].features.shape == (6, feature_dim(model, shape))
+
+
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "mlp"])
+def test_too_small_images_are_refused_with_a_model_that_fits(name):
+    height, width, channels = SMALLEST[name]
+    with pytest.raises(
+        UserError, match=f"at least {height}x{height} pixels, not {height}x{width - 1}x.*: take .*mlp"
+    ):
+        build(name, num_classes=3, image_shape=(height, width - 1, channels))
+
+
+def test_inputs_that_are_no_images_are_refused():
+    with pytest.raises(UserError, match=r"not 2: take mlp\."):
+        build("resnet18", num_classes=3, image_shape=(2,))
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'resnet18'"):
+        build("resnet", num_classes=3, image_shape=(32, 32, 3))
+    with pytest.raises(UserError, match="did you mean 'batch'"):
+        build("mlp", num_classes=3, image_shape=(2,), norm="batchnorm")
+
+
+def test_the_tree_has_backbone_neck_and_head():
+    model = build("mlp", num_classes=3, image_shape=(4,)).clone(neck=2)
+    params = initialise(model, jax.random.key(0), (4,))["params"]
+    shapes = jax.tree.map(jnp.shape, params)
+    assert shapes["neck"] == {f"fc{i}": {"kernel": (200, 200), "bias": (200,)} for i in (1, 2)}
+    assert set(shapes) == {"backbone", "neck", "head"}
+
+
+def test_a_model_without_head_gives_no_logits():
+    model = build("mlp", num_classes=3, image_shape=(4,)).clone(head=False)
+    variables = initialise(model, jax.random.key(0), (4,))
+    assert set(variables["params"]) == {"backbone"}
+    assert forward(model, variables, images((4,)), train=False)[0].logits is None
+    assert sizes(model, (4,)).head == 0
+
+
+def test_the_head_may_go_without_bias():
+    model = build("mlp", num_classes=3, image_shape=(4,)).clone(head_bias=False)
+    assert sizes(model, (4,)).head == 200 * 3
+
+
+@pytest.mark.parametrize("neck", [0, 1, 2])
+def test_the_head_reads_the_features(neck):
+    model = Classifier(MLP((5,)), num_classes=3, neck=neck)
+    variables = initialise(model, jax.random.key(0), (4,))
+    outputs, _ = forward(model, variables, images((4,)), train=False)
+    head = variables["params"]["head"]
+    np.testing.assert_allclose(outputs.features @ head["kernel"] + head["bias"], outputs.logits, rtol=1e-5)
+
+
+@pytest.mark.parametrize("neck", [1, 2])
+def test_a_neck_ends_linearly(neck):
+    model = Classifier(MLP((5,)), num_classes=3, neck=neck)
+    variables = initialise(model, jax.random.key(0), (4,))
+    assert (forward(model, variables, images((4,)), train=False)[0].features < 0).any()
+
+
+def test_a_neck_of_two_has_a_relu_between():
+    model = Classifier(MLP((5,)), num_classes=3, neck=2, head=False)
+    params = initialise(model, jax.random.key(0), (4,))["params"]
+    x = images((4,))
+    before = forward(model.clone(neck=0), {"params": {"backbone": params["backbone"]}}, x, train=False)[
+        0
+    ].features
+    first, second = params["neck"]["fc1"], params["neck"]["fc2"]
+    middle = jnp.maximum(before @ first["kernel"] + first["bias"], 0)
+    expected = middle @ second["kernel"] + second["bias"]
+    np.testing.assert_allclose(
+        forward(model, {"params": params}, x, train=False)[0].features, expected, rtol=1e-5
+    )
+
+
+def test_bfloat16_computes_in_bfloat16_and_returns_float32():
+    model, x = narrow_resnet(dtype=jnp.bfloat16), images((8, 8, 3))
+    run = jax.jit(lambda v, x: forward(model, v, x, train=True))
+    outputs, new = run(narrow_variables(), x)
+    exact, _ = jax.jit(lambda v, x: forward(narrow_resnet(), v, x, train=True))(narrow_variables(), x)
+    assert {a.dtype for a in jax.tree.leaves((outputs, new))} == {jnp.dtype(jnp.float32)}
+    difference = jnp.abs(outputs.logits - exact.logits).max()
+    assert 0 < difference < 0.1 * jnp.abs(exact.logits).max()
+
+
+def test_lanes_do_not_change_results():
+    model, x = narrow_resnet(), jnp.stack([images((8, 8, 3), seed=s) for s in range(2)])
+
+    def gradient(variables, x):
+        rest = {k: v for k, v in variables.items() if k != "params"}
+
+        def loss(params):
+            outputs, new = forward(model, {"params": params, **rest}, x, train=True)
+            return jnp.square(outputs.logits).sum(), new
+
+        return jax.grad(loss, has_aux=True)(variables["params"])
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    variables = jax.vmap(lambda key: initialise(model, key, (8, 8, 3)))(keys)
+    lanes = jax.jit(jax.vmap(gradient))(variables, x)
+    single = jax.jit(gradient)
+    each = [single(jax.tree.map(lambda a, i=i: a[i], variables), x[i]) for i in range(2)]
+    expected = jax.tree.map(lambda *a: jnp.stack(a), *each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), lanes, expected)
+
+
+def test_evaluation_changes_no_statistics_and_training_does():
+    model, variables, x = narrow_resnet(), narrow_variables(), images((8, 8, 3))
+    assert jax.eval_shape(lambda: forward(model, variables, x, train=False))[1] == {}
+    _, new = jax.jit(lambda: forward(model, variables, x, train=True))()
+    jax.tree.map(
+        lambda old, new: pytest.fail("unchanged") if (old == new).all() else None,
+        variables["batch_stats"],
+        new["batch_stats"],
+    )
+
+
+def test_only_batch_norm_counts_as_batch_norm():
+    assert uses_batch_norm(narrow_resnet())
+    assert not uses_batch_norm(narrow_resnet("group"))
+    assert not uses_batch_norm(build("mlp", num_classes=3, image_shape=(4,)))
+
+
+def test_group_norm_has_no_statistics():
+    shapes = jax.eval_shape(lambda: initialise(narrow_resnet("group"), jax.random.key(0), (8, 8, 3)))
+    assert set(shapes) == {"params"}
+
+
+def test_a_norm_of_the_features_comes_before_the_head():
+    model = Classifier(MLP((5,)), num_classes=3, feature_norm=True)
+    variables = initialise(model, jax.random.key(0), (4,))
+    features = forward(model, variables, images((4,)), train=True)[0].features
+    assert uses_batch_norm(model)
+    np.testing.assert_allclose(features.mean(0), 0, atol=1e-5)
+
+
+def test_initialisation_depends_on_the_key():
+    model = build("mlp", num_classes=3, image_shape=(4,))
+    kernels = [initialise(model, jax.random.key(s), (4,))["params"]["head"]["kernel"] for s in (0, 0, 1)]
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert (kernels[0] != kernels[2]).all()
+
+
+def batch_norm(x, mask=None, statistics=None):
+    layer = BatchNorm()
+    variables = layer.init(jax.random.key(0), x, train=False)
+    if statistics:
+        variables = {**variables, "batch_stats": statistics}
+    out, new = layer.apply(variables, x, train=True, mask=mask, mutable=["batch_stats"])
+    return out, new["batch_stats"]
+
+
+def test_masked_samples_do_not_enter_statistics():
+    x, mask = images((3, 3, 2)), jnp.asarray([1, 0, 1, 1, 0, 1])
+    out, statistics = batch_norm(x, mask)
+    expected_out, expected = batch_norm(x[mask == 1])
+    np.testing.assert_allclose(out[mask == 1], expected_out, rtol=1e-5, atol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), statistics, expected)
+
+
+def test_a_single_valid_element_gives_no_nan():
+    x, mask = images((2,)), jnp.zeros(6).at[2].set(1)
+    out, statistics = batch_norm(x, mask)
+    assert jnp.isfinite(out).all()
+    np.testing.assert_allclose(statistics["mean"], 0.1 * x[2], rtol=1e-6)
+    np.testing.assert_allclose(statistics["var"], 0.9, rtol=1e-6)
+
+
+def test_a_batch_without_valid_samples_leaves_the_statistics():
+    statistics = {"mean": jnp.asarray([1.0, 2.0]), "var": jnp.asarray([3.0, 4.0])}
+    out, new = batch_norm(images((2,)), jnp.zeros(6), statistics)
+    assert jnp.isfinite(out).all()
+    jax.tree.map(np.testing.assert_array_equal, new, statistics)
+
+
+def test_batch_norm_of_bfloat16_keeps_float32_statistics():
+    x = images((3, 3, 2))
+    out, statistics = BatchNorm(dtype=jnp.bfloat16).init_with_output(jax.random.key(0), x, train=False)
+    assert out.dtype == jnp.bfloat16
+    assert {a.dtype for a in jax.tree.leaves(statistics)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(2, 2), (64, 32), (33, 11), (48, 24)])
+def test_group_norm_normalises_each_group_of_each_sample(channels, groups):
+    x = 3 + 2 * images((4, 4, channels), batch=2)
+    out, _ = GroupNorm().init_with_output(jax.random.key(0), x)
+    grouped = out.reshape(2, 16, groups, -1)
+    np.testing.assert_allclose(grouped.mean((1, 3)), 0, atol=1e-5)
+    np.testing.assert_allclose(grouped.var((1, 3)), 1, rtol=1e-3)
+
+
+def test_unknown_norms_are_refused():
+    with pytest.raises(UserError, match="did you mean 'group'"):
+        norm("groups")
+
+
+def test_max_pool_is_the_maximum_of_each_window_and_cuts_odd_sizes():
+    x = images((7, 5, 2))
+    windows = x[:, :6, :4].reshape(6, 3, 2, 2, 2, 2)
+    np.testing.assert_array_equal(max_pool(x, 2), windows.max((2, 4)))
+
+
+def test_linear_init_is_uniform_within_one_over_root_fan_in():
+    kernel = linear_init(jax.random.key(0), (5, 5, 4, 400))
+    np.testing.assert_allclose(
+        [kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2
+    )
+
+
+def test_conv_init_is_normal_with_fan_out():
+    kernel = conv_init(jax.random.key(0), (3, 3, 100, 50))
+    np.testing.assert_allclose(
+        [kernel.std(), jnp.abs(kernel).mean()], [1 / 15, (2 / np.pi) ** 0.5 / 15], rtol=2e-2
+    )
+
+
+@pytest.mark.parametrize(("dim", "classes"), [(2, 2), (10, 10), (64, 7)])
+def test_etf_columns_are_unit_and_equally_far(dim, classes):
+    frame = simplex_etf(dim, classes, seed=1)
+    assert frame.dtype == np.float64
+    expected = (classes * np.eye(classes) - 1) / (classes - 1)
+    np.testing.assert_allclose(frame.T @ frame, expected, atol=1e-12)
+
+
+def test_etf_depends_on_the_seed_alone():
+    np.testing.assert_array_equal(simplex_etf(5, 3, seed=1), simplex_etf(5, 3, seed=1))
+    assert (simplex_etf(5, 3, seed=1) != simplex_etf(5, 3, seed=2)).all()
+
+
+def test_etf_refuses_too_few_features_or_classes():
+    with pytest.raises(UserError, match="10 or more features, not 8"):
+        simplex_etf(8, 10, seed=0)
+    with pytest.raises(UserError, match="at least 2 classes"):
+        etf_from(np.ones((3, 1)))

@@ -1,0 +1,291 @@
+"""Properties of the partitioners."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_pcdd.data.partition import (
+    PARTITIONS,
+    Partition,
+    class_counts,
+    dirichlet,
+    iid,
+    natural,
+    partition,
+    pcdd,
+)
+from fedjax_pcdd.errors import UserError
+
+quick = settings(deadline=None, max_examples=30)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def label_sets(draw, per_class=1):
+    """Train and test labels of C classes, each with at least `per_class` training samples; and C."""
+    num_classes = draw(st.integers(2, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    counts = rng.integers(per_class, per_class + 30, num_classes)
+    train = rng.permutation(np.repeat(np.arange(num_classes), counts))
+    test = rng.integers(0, num_classes, draw(st.integers(0, 40)))
+    return train, test, num_classes
+
+
+@st.composite
+def pcdd_problems(draw):
+    """Labels and a feasible assignment of fewer than all classes; no class has fewer samples than clients."""
+    train, _, num_classes = draw(label_sets(per_class=12))
+    per_client = draw(st.integers(1, num_classes - 1))
+    clients = draw(st.integers(-(-num_classes // per_client), 12))
+    options = {"clients": clients, "classes_per_client": per_client, "num_classes": num_classes}
+    return train, np.repeat(np.arange(num_classes), 12), options
+
+
+def assert_partition(split, y_train, y_test, clients):
+    for lists, y in zip(split, (y_train, y_test), strict=True):
+        assert len(lists) == clients
+        assert all(indices.dtype == np.int64 for indices in lists)
+        np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(len(y)))
+
+
+def same(a, b):
+    lists = zip(a.train + a.test, b.train + b.test, strict=True)
+    return all(np.array_equal(x, y) for x, y in lists)
+
+
+def balanced(samples, num_classes=10):
+    return np.arange(samples) % num_classes
+
+
+OPTIONS = {"num_classes": 10, "clients": 10, "classes_per_client": 3, "beta": 0.5}
+
+
+def split_by(name, **options):
+    groups = (balanced(400) // 2, balanced(100) // 2)
+    return partition(
+        name, balanced(400), balanced(100), **{**OPTIONS, "seed": 0, "groups": groups, **options}
+    )
+
+
+@quick
+@given(label_sets(), st.integers(1, 12), st.floats(1e-3, 1e5), seeds)
+def test_dirichlet_without_retry_loses_and_doubles_nothing(labels, clients, beta, seed):
+    train, test, num_classes = labels
+    split = dirichlet(
+        train, test, clients=clients, num_classes=num_classes, beta=beta, seed=seed, retry=False
+    )
+    assert_partition(split, train, test, clients)
+
+
+@quick
+@given(label_sets(per_class=20), st.integers(1, 4), seeds)
+def test_dirichlet_with_retry_gives_every_client_the_least_size(labels, clients, seed):
+    train, test, num_classes = labels
+    split = dirichlet(train, test, clients=clients, num_classes=num_classes, beta=1.0, seed=seed, min_size=5)
+    assert_partition(split, train, test, clients)
+    assert min(map(len, split.train)) >= 5
+
+
+@quick
+@given(seeds)
+def test_a_client_with_exactly_its_fair_share_gets_no_more(seed):
+    options = {"clients": 2, "num_classes": 2, "beta": 0.01, "seed": seed, "retry": False}
+    counts = class_counts(balanced(20, 2), dirichlet(balanced(20, 2), None, **options).train, 2)
+    assert (counts[counts[:, 0] == 10, 1] == 0).all()
+
+
+RETRIED = {"clients": 10, "num_classes": 10, "beta": 0.1, "seed": 5}
+
+
+def test_retry_leaves_no_client_empty_where_the_published_split_does():
+    y = balanced(600)
+    assert min(map(len, dirichlet(y, y, retry=False, **RETRIED).train)) == 0
+    assert min(map(len, dirichlet(y, y, retry=True, **RETRIED).train)) >= 10
+
+
+def plain_dirichlet_with_retry(labels, clients, num_classes, beta, seed):
+    """The specified loop, line by line: all lists are redrawn from the continuing stream, shuffled once."""
+    rng = np.random.RandomState(seed)
+    least, tries = 0, 0
+    while least < 10:
+        lists = [[[] for _ in range(clients)] for _ in labels]
+        for c in range(num_classes):
+            positions = [np.where(y == c)[0] for y in labels]
+            for idx in positions:
+                rng.shuffle(idx)
+            q = rng.dirichlet(np.repeat(beta, clients))
+            for own, idx, y in zip(lists, positions, labels, strict=True):
+                open_ = np.array([len(held) < len(y) / clients for held in own])
+                cuts = (np.cumsum(q * open_ / (q * open_).sum()) * len(idx)).astype(int)[:-1]
+                for held, piece in zip(own, np.split(idx, cuts), strict=True):
+                    held += piece.tolist()
+        least, tries = min(len(held) for held in lists[0]), tries + 1
+    for own in lists:
+        for held in own:
+            rng.shuffle(held)
+    return lists, tries
+
+
+@pytest.mark.parametrize("test_samples", [0, 600])
+def test_retry_redraws_all_lists_from_the_continuing_stream(test_samples):
+    labels = [balanced(600)] + [balanced(test_samples)] * (test_samples > 0)
+    expected, tries = plain_dirichlet_with_retry(labels, **RETRIED)
+    split = dirichlet(labels[0], balanced(test_samples), **RETRIED)
+    assert tries > 1
+    for own, lists in zip(expected, split, strict=False):
+        assert own == [indices.tolist() for indices in lists]
+
+
+@quick
+@given(pcdd_problems(), seeds)
+def test_pcdd_loses_and_doubles_nothing(problem, seed):
+    train, test, options = problem
+    assert_partition(pcdd(train, test, seed=seed, **options), train, test, options["clients"])
+
+
+@quick
+@given(pcdd_problems(), seeds)
+def test_pcdd_clients_own_exactly_their_number_of_classes(problem, seed):
+    train, test, options = problem
+    counts = class_counts(train, pcdd(train, test, seed=seed, **options).train, options["num_classes"])
+    assert ((counts > 0).sum(1) == options["classes_per_client"]).all()
+
+
+@quick
+@given(pcdd_problems(), seeds)
+def test_pcdd_tests_every_client_on_its_training_classes(problem, seed):
+    train, test, options = problem
+    split = pcdd(train, test, seed=seed, **options)
+    trained, tested = (
+        class_counts(*pair, options["num_classes"]) for pair in zip((train, test), split, strict=True)
+    )
+    np.testing.assert_array_equal(trained > 0, tested > 0)
+
+
+@quick
+@given(pcdd_problems(), seeds)
+def test_doubled_pcdd_holds_every_training_sample_twice_on_owners_of_its_class(problem, seed):
+    train, test, options = problem
+    single, double = (pcdd(train, test, seed=seed, doubled=flag, **options) for flag in (False, True))
+    np.testing.assert_array_equal(np.bincount(np.concatenate(double.train)), np.full(len(train), 2))
+    once, twice = (class_counts(train, split.train, options["num_classes"]) for split in (single, double))
+    np.testing.assert_array_equal(once > 0, twice > 0)
+
+
+@quick
+@given(label_sets(), st.integers(1, 12), seeds)
+def test_pcdd_with_all_classes_is_iid(labels, clients, seed):
+    train, test, num_classes = labels
+    options = {"clients": clients, "seed": seed}
+    split = pcdd(train, test, classes_per_client=num_classes, num_classes=num_classes, **options)
+    assert same(split, iid(train, test, **options))
+
+
+@quick
+@given(label_sets(), st.integers(1, 12), seeds)
+def test_iid_loses_and_doubles_nothing_and_is_even(labels, clients, seed):
+    train, test, _ = labels
+    split = iid(train, test, clients=clients, seed=seed)
+    assert_partition(split, train, test, clients)
+    assert np.ptp([len(indices) for indices in split.train]) <= 1
+
+
+def test_iid_permutes_the_training_samples_first():
+    split = iid(np.zeros(30), np.zeros(20), clients=4, seed=5)
+    stream = np.random.RandomState(5)
+    np.testing.assert_array_equal(np.concatenate(split.train), stream.permutation(30))
+    np.testing.assert_array_equal(np.concatenate(split.test), stream.permutation(20))
+
+
+@quick
+@given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3)))
+def test_natural_clients_are_the_groups(train, test):
+    split = natural(train, test)
+    values = sorted(set(train) | set(test))
+    assert_partition(split, train, test, len(values))
+    for value, indices in zip(values, split.train, strict=True):
+        assert all(train[i] == value for i in indices)
+
+
+@quick
+@given(label_sets(), st.integers(1, 5), seeds)
+def test_class_counts_count_every_class_of_every_client(labels, clients, seed):
+    train, test, num_classes = labels
+    lists = iid(train, test, clients=clients, seed=seed).train
+    expected = [[int((train[indices] == c).sum()) for c in range(num_classes)] for indices in lists]
+    np.testing.assert_array_equal(class_counts(train, lists, num_classes), expected)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("test_samples", [0, 50])
+def test_classes_without_samples_and_empty_test_sets_are_partitioned(name, test_samples):
+    train, test = balanced(400), balanced(test_samples)
+    split = partition(name, train, test, **{**OPTIONS, "num_classes": 25}, seed=0, groups=(train, test))
+    assert_partition(split, train, test, 10)
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_same_seed_gives_the_same_partition(name):
+    assert same(split_by(name, seed=3), split_by(name, seed=3))
+
+
+@pytest.mark.parametrize("name", sorted(set(PARTITIONS) - {"natural"}))
+def test_another_seed_gives_another_partition(name):
+    assert not same(split_by(name, seed=3), split_by(name, seed=4))
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_global_generators_are_left_alone(name):
+    np.random.seed(7)  # noqa: NPY002
+    random.seed(7)
+    split_by(name)
+    assert np.random.random() == np.random.RandomState(7).random_sample()  # noqa: NPY002
+    assert random.random() == random.Random(7).random()
+
+
+@quick
+@given(st.integers(3, 9), seeds)
+def test_small_beta_gives_fewer_classes_than_large_beta(clients, seed):
+    owned = [
+        (class_counts(balanced(900), split_by_beta(beta, clients, seed).train, 10) > 0).sum()
+        for beta in (0.05, 1e4)
+    ]
+    assert owned[0] < owned[1] == clients * 10
+
+
+def split_by_beta(beta, clients, seed) -> Partition:
+    options = {"clients": clients, "num_classes": 10, "beta": beta, "seed": seed}
+    return dirichlet(balanced(900), None, retry=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("dirichlett", {}, "did you mean 'dirichlet'"),
+        ("dirichlet", {"beta": 0.0}, "--beta"),
+        ("dirichlet", {"beta": -1.0}, "--beta"),
+        ("dirichlet", {"beta": float("nan")}, "--beta"),
+        ("dirichlet", {"clients": 0}, "--clients"),
+        ("dirichlet", {"clients": 41}, "400 training samples cannot give 41 clients 10 each"),
+        (
+            "dirichlet",
+            {"clients": 40, "beta": 0.01},
+            "larger --beta, fewer --clients or a smaller --min-samples",
+        ),
+        ("pcdd", {"clients": 0}, "--clients"),
+        ("pcdd", {"classes_per_client": 11}, "--classes-per-client"),
+        ("pcdd", {"classes_per_client": 0}, "--classes-per-client"),
+        ("pcdd", {"clients": 3}, "raise --clients or --classes-per-client"),
+        ("pcdd", {"num_classes": 5}, r"labels must lie in \[0, 5\)"),
+        ("iid", {"clients": 0}, "--clients"),
+        ("iid", {"seed": -1}, "--seed"),
+        ("natural", {"groups": None}, "--partition"),
+    ],
+)
+def test_mistakes_are_answered_by_one_sentence(name, options, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        split_by(name, **options)
+    assert str(error.value).endswith((".", "?"))

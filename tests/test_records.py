@@ -1,0 +1,236 @@
+"""The files of a run, what a user sees of it, and the optional trackers."""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import records
+from fedjax_pcdd.harness.records import RunFolder
+from fedjax_pcdd.harness.writers import TensorBoard, writers_for
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run", "method: fedavg\n")
+
+
+def text_of(console):
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def console():
+
+    return Console(file=io.StringIO(), width=100)
+
+
+def test_a_run_can_be_opened_again_with_its_configuration(folder):
+    assert RunFolder.open(str(folder.path)).config_yaml == "method: fedavg\n"
+
+
+def test_a_folder_that_holds_a_run_is_refused(folder):
+    with pytest.raises(UserError, match=r"already holds a run: continue it with --resume=.*/run or"):
+        RunFolder.create(folder.path, "")
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="not an empty folder"):
+        RunFolder.create(tmp_path, "")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="not an empty folder"):
+        RunFolder.create(tmp_path / "run", "")
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    assert RunFolder.create(tmp_path, "seed: 1\n").config_yaml == "seed: 1\n"
+
+
+def test_a_folder_below_a_file_is_a_user_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        RunFolder.create(tmp_path / "file" / "run", "")
+
+
+def test_opening_a_folder_without_a_run_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_line_starts_with_the_five_main_keys(folder):
+    folder.append({"ga_per_class": [1.0], "seconds": 0.1, "loss": 2.0, "pa": 0.5, "ga": 0.25, "round": 1})
+    line = (folder.path / "metrics.jsonl").read_text()
+    assert list(json.loads(line)) == ["round", "ga", "pa", "loss", "seconds", "ga_per_class"]
+
+
+def test_numbers_survive_a_line_unchanged(folder):
+    row = {"round": 1, "ga": 1 / 3, "loss": 1e-300, "pa": 0.1 + 0.2}
+    folder.append(row)
+    assert folder.rows() == [row]
+
+
+def test_what_is_not_finite_becomes_null(folder):
+    folder.append({"round": 1, "ga": float("nan"), "per": {"a": [float("inf"), np.float32("nan")]}})
+    assert folder.rows() == [{"round": 1, "ga": None, "per": {"a": [None, None]}}]
+
+
+def test_arrays_and_numpy_numbers_are_written(folder):
+    folder.write_summary({"a": np.float32(0.5), "b": jnp.arange(2), "c": np.array([True]), "d": Path("x")})
+    assert folder.read_json("summary.json") == {"a": 0.5, "b": [0, 1], "c": [True], "d": "x"}
+
+
+def test_a_line_cut_off_by_a_kill_is_ignored(folder):
+    folder.append({"round": 1})
+    with open(folder.path / "metrics.jsonl", "a") as file:
+        file.write('{"round": 2, "ga": 0.')
+    assert folder.rows() == [{"round": 1}]
+
+
+def test_truncate_returns_all_lines_to_the_round_of_the_checkpoint(folder):
+    for round in (1, 2, 3):
+        folder.append({"round": round})
+        folder.append({"round": round, "pa_per_client": [0.5]}, "clients.jsonl")
+    folder.truncate([{"round": 1}, {"round": 2}])
+    folder.append({"round": 3, "ga": 1.0})
+    assert folder.rows() == [{"round": 1}, {"round": 2}, {"round": 3, "ga": 1.0}]
+    assert [row["round"] for row in folder.rows("clients.jsonl")] == [1, 2]
+
+
+def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
+    folder.write_summary({"ga": 1})
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match="no space left"):
+        folder.write_summary({"ga": 2})
+    assert folder.read_json("summary.json") == {"ga": 1}
+
+
+def test_a_missing_json_file_reads_as_none(folder):
+    assert folder.read_json("resolved.json") is None
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 50])
+def test_curves_are_drawn_whatever_is_known(tmp_path, rounds):
+    rows = [
+        {"round": r, "ga": None if r % 2 else r / 100, "pa": None, "loss": 1 / r if r != 7 else float("nan")}
+        for r in range(1, rounds + 1)
+    ]
+    records.draw_curves(rows, tmp_path / "curves.png", "a title")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_is_described_in_json(folder):
+    machine = records.describe_machine()
+    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"} <= machine[
+        "versions"
+    ].keys()
+    assert json.loads(json.dumps(machine)) == machine
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_peak_memory_is_in_megabytes():
+    status = Path("/proc/self/status").read_text()
+    kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    assert records.peak_memory_mb()["host"] == pytest.approx(kilobytes * 1024 / 1e6, rel=0.05)
+
+
+def test_the_table_shows_percent_with_two_decimals_and_the_best_round(console):
+    console.print(
+        records.final_table({"ga_best": 0.81234, "ga_best_round": 40, "ga_last": 0.8, "pa_best": None})
+    )
+    lines = [line.split("│")[1:-1] for line in text_of(console).splitlines() if "A " in line]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    assert cells == [["GA", "81.23", "40", "80.00"], ["PA", "-", "-", "-"]]
+
+
+def test_outside_a_terminal_a_tenth_of_the_rounds_is_told_in_plain_lines(console):
+    with records.progress(100, 50, False, console) as bar:
+        for round in range(51, 101):
+            bar.update({"round": round, "ga": 0.5 if round == 55 else None, "pa": None, "loss": 0.25})
+    lines = text_of(console).splitlines()
+    assert [line.split()[1] for line in lines] == ["60/100", "70/100", "80/100", "90/100", "100/100"]
+    assert lines[0].startswith("round 60/100  GA 50.00 %  loss 0.25  0:00:")
+    assert "\x1b" not in text_of(console)
+
+
+def test_a_terminal_gets_a_bar_that_keeps_the_last_evaluation():
+
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with records.progress(4, 0, False, console) as bar:
+        bar.update({"round": 1, "ga": 0.5, "pa": 0.75, "loss": 2.0})
+        bar.update({"round": 2, "ga": None, "pa": None, "loss": 1.0})
+    last = text_of(console).split("round ")[-1]
+    assert last.startswith("2/4")
+    assert all(text in last for text in ("GA 50.00 %", "PA 75.00 %", "loss 1"))
+
+
+def test_quiet_shows_nothing(capsys):
+    with records.progress(2, 0, True) as bar:
+        bar.update({"round": 1, "ga": 0.5})
+    assert capsys.readouterr() == ("", "")
+
+
+class Recorder:
+    """Stands for the trackers' packages: remembers what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *args, kwargs)) or self
+
+
+ROW = {"round": 3, "ga": 0.5, "pa": None, "loss": np.float32(0.25), "per_class": [1.0], "method": "fedavg"}
+
+
+def test_tensorboard_gets_the_scalars_over_rounds(tmp_path, monkeypatch):
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    (writer,) = writers_for(True, False, tmp_path, {})
+    writer.write(ROW)
+    writer.close()
+    assert package.calls == [
+        ("SummaryWriter", str(tmp_path / "tensorboard"), {}),
+        ("add_scalar", "ga", 0.5, 3, {}),
+        ("add_scalar", "loss", 0.25, 3, {}),
+        ("close", {}),
+    ]
+
+
+def test_wandb_gets_the_configuration_and_the_scalars_over_rounds(tmp_path, monkeypatch):
+    package = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    (writer,) = writers_for(False, True, tmp_path, {"seed": 1})
+    writer.write(ROW)
+    writer.close()
+    assert package.calls == [
+        ("init", {"dir": str(tmp_path), "name": tmp_path.name, "config": {"seed": 1}}),
+        ("log", {"ga": 0.5, "loss": 0.25}, {"step": 3}),
+        ("finish", {}),
+    ]
+
+
+def test_a_missing_tracker_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UserError, match=r"pip install 'fedjax-pcdd\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_no_tracker_is_imported_unasked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert writers_for(False, False, tmp_path, {}) == []

@@ -1,0 +1,116 @@
+"""Arithmetic on pytrees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pcdd import trees
+
+
+def model(seed=0, leading=()):
+    rng = np.random.default_rng(seed)
+    shapes = {"backbone": {"kernel": (3, 2), "bias": (2,)}, "head": {"kernel": (2, 4)}}
+    draw = lambda shape: jnp.asarray(rng.normal(size=(*leading, *shape)), jnp.float32)  # noqa: E731
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def assert_trees_close(a, b, rtol=1e-6):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol), a, b)
+
+
+def test_squared_distance_sums_over_all_leaves():
+    a, b = model(0), model(1)
+    expected = sum(np.sum((x - y) ** 2) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    np.testing.assert_allclose(trees.squared_distance(a, b), expected, rtol=1e-6)
+
+
+def test_squared_distance_has_zero_gradient_at_zero():
+    gradient = jax.grad(trees.squared_distance)(model(), model())
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient))
+
+
+def test_squared_distance_of_empty_trees_is_zero():
+    assert trees.squared_distance({}, {}) == 0
+
+
+def test_proximal_term_has_the_sheets_value_and_gradient():
+    start = {"w": jnp.zeros(2)}
+    penalty = lambda tree: 0.5 * 0.1 * trees.squared_distance(tree, start)  # noqa: E731
+    value, gradient = jax.value_and_grad(penalty)({"w": jnp.asarray([1.0, 2.0])})
+    np.testing.assert_allclose([value, *gradient["w"]], [0.25, 0.1, 0.2], rtol=1e-6)
+
+
+def descend(mu, a=2.0, b=1.5, start=-1.0):
+    """The end of gradient descent on a (w - b)^2 / 2 + mu (w - start)^2 / 2."""
+    loss = lambda w: 0.5 * a * (w - b) ** 2 + 0.5 * mu * trees.squared_distance(w, start)  # noqa: E731
+    return jax.lax.fori_loop(0, 200, lambda _, w: w - 0.1 * jax.grad(loss)(w), jnp.asarray(start))
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.3, 4.0])
+def test_proximal_descent_ends_between_optimum_and_start(mu):
+    np.testing.assert_allclose(descend(mu), (2.0 * 1.5 + mu * -1.0) / (2.0 + mu), rtol=1e-5)
+
+
+def test_weighted_mean_has_the_sheets_value():
+    stacked = {"w": jnp.asarray([1.0, 2.0])}
+    weights = jnp.asarray([10.0, 30.0])
+    assert trees.weighted_mean(stacked, weights / 40)["w"] == 1.75
+
+
+def test_weighted_mean_does_not_normalise():
+    stacked, weights = model(leading=(3,)), jnp.asarray([0.5, 0.2, 0.3])
+    assert_trees_close(
+        trees.weighted_mean(stacked, 4 * weights),
+        jax.tree.map(lambda x: 4 * x, trees.weighted_mean(stacked, weights)),
+    )
+
+
+def test_weighted_mean_ignores_the_order_of_clients():
+    stacked, weights = model(leading=(4,)), jnp.asarray([0.1, 0.2, 0.3, 0.4])
+    order = jnp.asarray([2, 0, 3, 1])
+    shuffled = trees.weighted_mean(trees.select(stacked, order), weights[order])
+    assert_trees_close(shuffled, trees.weighted_mean(stacked, weights))
+
+
+def test_weighted_mean_of_equal_clients_is_any_of_them():
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), model())
+    assert_trees_close(trees.weighted_mean(stacked, jnp.asarray([0.2, 0.3, 0.5])), model())
+
+
+def test_adding_scaled_rows_one_by_one_is_the_weighted_mean():
+    stacked, weights = model(leading=(3,)), jnp.asarray([0.5, 0.2, 0.3])
+    total = trees.zeros_like(trees.select(stacked, 0))
+    for row in range(3):
+        total = trees.add_scaled(total, trees.select(stacked, row), weights[row])
+    assert_trees_close(total, trees.weighted_mean(stacked, weights))
+
+
+def test_add_scaled_keeps_the_dtype_of_the_total():
+    total = {"w": jnp.ones(2, jnp.bfloat16)}
+    assert trees.add_scaled(total, {"w": jnp.ones(2)}, jnp.float32(0.5))["w"].dtype == jnp.bfloat16
+
+
+def test_select_takes_a_traced_row():
+    stacked = model(leading=(3,))
+    assert_trees_close(jax.jit(trees.select)(stacked, 2), jax.tree.map(lambda leaf: leaf[2], stacked))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_where_takes_one_whole_tree(flag):
+    assert_trees_close(jax.jit(trees.where)(flag, model(0), model(1)), model(0 if flag else 1))
+
+
+def test_zeros_like_accepts_shapes_alone():
+    zeros = trees.zeros_like(jax.eval_shape(model))
+    assert_trees_close(zeros, jax.tree.map(lambda leaf: 0 * leaf, model()))
+
+
+def test_path_mask_names_dict_keys_and_positions():
+    tree = {"head": [jnp.zeros(1), jnp.zeros(2)], "body": jnp.zeros(3)}
+    mask = trees.path_mask(tree, lambda path: path == ("head", "1"))
+    assert mask == {"head": [False, True], "body": False}
+
+
+def test_num_scalars_counts_every_entry():
+    assert trees.num_scalars(jax.eval_shape(model)) == 3 * 2 + 2 + 2 * 4

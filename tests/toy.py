@@ -1,0 +1,54 @@
+"""A small ragged federation for contract tests: absent classes, a one-sample client, made-up images."""
+
+import numpy as np
+
+from fedjax_pcdd import models
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+
+CLASSES = 4
+SIZES = (1, 23, 9, 14, 30)
+OWNED = ((2,), (0, 1), (1, 2), (0, 1, 2), (0, 2))  # class 3 is nobody's
+
+
+def federation(seed: int = 0) -> Federation:
+    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image."""
+    rng = np.random.default_rng(seed)
+    means = rng.integers(40, 216, (CLASSES, 5, 5, 1))
+
+    def draw(sizes):
+        labels = np.concatenate([rng.choice(owned, n) for owned, n in zip(OWNED, sizes, strict=True)])
+        images = np.clip(means[labels] + rng.normal(0, 40, (len(labels), 5, 5, 1)), 0, 255).astype(np.uint8)
+        bounds = np.cumsum(sizes)[:-1]
+        return images, labels, tuple(np.split(np.arange(len(labels)), bounds))
+
+    x_train, y_train, train = draw(SIZES)
+    x_test, y_test, test = draw((4, 6, 5, 7, 6))
+    dataset = Dataset("toy", x_train, y_train, x_test, y_test, CLASSES)
+    return Federation(dataset, Partition(train, test))
+
+
+def simulation(
+    name="fedavg", *, lanes=2, cohort=5, model="mlp", seed=0, method=None, batch_size=8, last_batch="keep", norm="batch",
+    epochs=2, weights="method", local_statistics=False, federated=None, momentum=0.9, clip=None, **hyper,
+):  # fmt: skip
+    """A simulation of one method on the toy federation."""
+    parts = federated or federation()
+    method = METHODS[name](**hyper) if method is None else method
+    plain = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
+    local = Local(epochs, batch_size, last_batch, "sgd", 0.05, momentum, 1e-4, clip)
+    return Simulation(
+        method.build(plain), [Experiment(parts, method, local, seed)], pipeline=Pipeline(), cohort=cohort, lanes=lanes,
+        rounds=3, weights=weights, local_statistics=local_statistics,
+    )  # fmt: skip
+
+
+def train(simulated, rounds=3):
+    """The state after some rounds, and the last report."""
+    state, report = simulated.start(), None
+    for r in range(rounds):
+        state, report = simulated.step(state, r)
+    return state, report
