@@ -60,9 +60,7 @@ def test_crop_is_a_window_of_the_padded_image(border, offset):
 @pytest.mark.parametrize("flip", [False, True])
 def test_flip_mirrors_left_and_right(flip):
     image = made_up(6, 5, 1)
-    np.testing.assert_array_equal(
-        transformed(Pipeline(flip=True), image, flip=flip), image[:, ::-1] if flip else image
-    )
+    np.testing.assert_array_equal(transformed(Pipeline(flip=True), image, flip=flip), image[:, ::-1] if flip else image)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 3), (8, 8, 1), (9, 12, 2)])

@@ -45,9 +45,7 @@ def rounds_in(folder):
 
 
 def same(left, right):
-    equal = jax.tree.map(
-        lambda a, b: a.dtype == b.dtype and bytes(a.tobytes()) == bytes(b.tobytes()), left, right
-    )
+    equal = jax.tree.map(lambda a, b: a.dtype == b.dtype and bytes(a.tobytes()) == bytes(b.tobytes()), left, right)
     return jax.tree.structure(left) == jax.tree.structure(right) and all(jax.tree.leaves(equal))
 
 
@@ -231,6 +229,20 @@ def test_only_damaged_checkpoints_are_a_user_error(tmp_path, opened):
         opened().restore(server(0), clients(0))
 
 
+def test_lack_of_memory_is_not_taken_for_damage(tmp_path, opened, monkeypatch):
+    checkpoints = opened()
+    save(checkpoints, 1, 2)
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "restore", fail)
+        with pytest.raises(MemoryError):
+            checkpoints.restore(server(0), clients(0))
+    assert rounds_in(tmp_path) == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -367,6 +379,7 @@ def test_a_killed_process_leaves_usable_checkpoints(tmp_path, opened, sentences)
     for _ in range(3):
         command = [sys.executable, "-c", ENDLESS, str(tmp_path), os.path.dirname(__file__)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(4)]
         time.sleep(wait.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)

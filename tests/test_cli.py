@@ -21,10 +21,7 @@ from fedjax_pcdd.models import MODELS
 PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 SHIPPED = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.rglob("*.yaml"))]
 RUNS = [
-    (preset, split, method)
-    for preset in SHIPPED
-    for split in read_preset(preset, PRESETS).splits
-    for method in METHODS
+    (preset, split, method) for preset in SHIPPED for split in read_preset(preset, PRESETS).splits for method in METHODS
 ]
 
 
@@ -205,9 +202,7 @@ def test_the_help_shows_no_option_of_another_method(capsys):
     assert "fedmr" in shown
 
 
-@pytest.mark.parametrize(
-    ("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)]
-)
+@pytest.mark.parametrize(("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)])
 def test_lists_show_every_name(capsys, option, known):
     assert cli.main([f"--list-{option}"], presets=PRESETS) == 0
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
@@ -329,9 +324,7 @@ def test_a_run_is_continued_in_its_folder_with_its_options(recorded):
 
 
 def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
-    config, _ = parse(
-        f"--resume={recorded}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr"
-    )
+    config, _ = parse(f"--resume={recorded}", "--quiet", "--keep=9", "--device=cpu", "--lr=0.05", "--method=fedmr")
     assert (config.quiet, config.keep, config.device) == (True, 9, "cpu")
 
 

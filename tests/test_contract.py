@@ -32,7 +32,7 @@ def assert_close(one, other, tolerance):
 
 @everyone
 def test_three_rounds_with_changing_cohorts_compile_once(name):
-    simulated = toy.simulation(name, cohort=3)
+    simulated = toy.simulation(name)
     state, _ = simulated.step(simulated.start(), 0)
     jax.block_until_ready(state)
     clock = CompileClock()
@@ -44,17 +44,17 @@ def test_three_rounds_with_changing_cohorts_compile_once(name):
 
 
 @everyone
-@pytest.mark.parametrize("lanes", [2, 5])
-def test_lanes_do_not_change_results(name, lanes):
-    one, other = (toy.train(toy.simulation(name, lanes=n)) for n in (1, lanes))
-    assert_close(one, other, 1e-5)
+def test_lanes_do_not_change_results(name):
+    expected = toy.train(toy.simulation(name, lanes=1))
+    for lanes in (2, 3):
+        assert_close(toy.train(toy.simulation(name, lanes=lanes)), expected, 1e-5)
 
 
 @everyone
 def test_order_of_clients_does_not_change_results(name):
-    simulated = toy.simulation(name, lanes=2)
+    simulated = toy.simulation(name)
     jobs, batches = simulated.jobs(0)
-    order = np.array([3, 0, 4, 2, 1])
+    order = np.array([2, 0, 1])
     shuffled = jobs._replace(**{k: getattr(jobs, k)[order] for k in ("row", "weight", "steps", "epoch_steps")})
     plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
     expected, _ = simulated.step(simulated.start(), 0)
@@ -64,10 +64,10 @@ def test_order_of_clients_does_not_change_results(name):
 
 @everyone
 def test_continuing_from_a_copied_state_is_bitwise_the_same(name):
-    state, _ = toy.train(toy.simulation(name, cohort=3), rounds=2)
+    state, _ = toy.train(toy.simulation(name), (0, 1))
     copy = jax.tree.map(lambda x: jnp.asarray(np.array(x)), state)
-    straight, _ = toy.train(toy.simulation(name, cohort=3), rounds=3)
-    resumed, _ = toy.simulation(name, cohort=3).step(copy, 2)
+    straight, _ = toy.train(toy.simulation(name))
+    resumed, _ = toy.simulation(name).step(copy, 2)
     for a, b in zip(leaves(straight), leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -97,18 +97,19 @@ jax.tree_util.register_dataclass(Biasless, [], [])
 
 @everyone
 def test_ragged_federation_gives_no_nan(name):
-    simulated = toy.simulation(name, cohort=2, last_batch="drop")
-    state, report = toy.train(simulated, rounds=2)
-    chosen = {int(k) for r in range(2) for k in simulated.clients_of(r)[0]}
+    simulated = toy.simulation(name)
+    rounds = (0, 2)
+    chosen = {int(k) for r in rounds for k in simulated.clients_of(r)[0]}
     assert 0 in chosen  # the client with one sample
-    assert len(chosen) < 5
+    assert len(chosen) < 5  # one never takes part
+    state, report = toy.train(simulated, rounds)
     assert all(np.isfinite(x).all() for x in leaves(state))
     assert np.isfinite(np.array(report.loss)).all()
 
 
 @everyone
 def test_a_round_without_clients_changes_nothing(name):
-    simulated = toy.simulation(name, lanes=2)
+    simulated = toy.simulation(name)
     jobs, batches = simulated.jobs(0)
     nobody = [b[:0] for b in batches]
     plan = schedule.pack(nobody, 2, steps=simulated.capacity)

@@ -84,9 +84,7 @@ def test_every_form_gives_the_same(case, rule, monkeypatch):
     monkeypatch.setattr(convolution, "rule_for", lambda *_: rule)
     args = operands(case, lanes=(2,))
     single = value_and_gradients(plain, case)
-    expected = [
-        jnp.stack(lanes) for lanes in zip(*(single(*lane) for lane in zip(*args, strict=True)), strict=True)
-    ]
+    expected = [jnp.stack(lanes) for lanes in zip(*(single(*lane) for lane in zip(*args, strict=True)), strict=True)]
     assert_same(value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))(*args), expected)
 
 
@@ -137,9 +135,7 @@ def test_inside_a_loop():
     assert_same([descend(ours)], [descend(plain)])
 
 
-@pytest.mark.parametrize(
-    "unusual", [{"feature_group_count": 4}, {"kernel_dilation": 2}, {"input_dilation": 2}]
-)
+@pytest.mark.parametrize("unusual", [{"feature_group_count": 4}, {"kernel_dilation": 2}, {"input_dilation": 2}])
 def test_unusual_convolutions_fall_through(unusual):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 7, 4)), jnp.float32)
     assert_same_layer(functools.partial(nn.Conv, 8, (3, 3), padding=((1, 1), (2, 0)), **unusual), x)

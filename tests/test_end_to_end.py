@@ -16,9 +16,8 @@ SMALL = ["--rounds=6", "--local-epochs=2", "--lanes=1", "--batch-size=32", "--qu
 
 
 def start(*options, cwd=None):
-    return subprocess.Popen(
-        [*RUN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*RUN, *options], cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes)
 
 
 def call(*options, cwd=None):
@@ -51,7 +50,15 @@ def test_readme_line_learns(tmp_path, seed):
 def test_run_folder_is_complete(tmp_path):
     folder = tmp_path / "run"
     assert call("--method=fedmr", *SMALL, f"--run-dir={folder}")[0] == 0
-    names = {"config.yaml", "metrics.jsonl", "summary.json", "partition.npz", "partition.png", "curves.png", "checkpoints"}
+    names = {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "partition.npz",
+        "partition.png",
+        "curves.png",
+        "checkpoints",
+    }
     assert names <= {p.name for p in folder.iterdir()}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == list(range(1, 7))

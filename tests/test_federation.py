@@ -23,9 +23,7 @@ def dataset(n_train=120, n_test=40, num_classes=10, **changes):
 
 def federation(clients=6, name="pcdd", **changes):
     data = dataset(**changes)
-    split = partition(
-        name, data.y_train, data.y_test, num_classes=10, clients=clients, seed=0, classes_per_client=2
-    )
+    split = partition(name, data.y_train, data.y_test, num_classes=10, clients=clients, seed=0, classes_per_client=2)
     return Federation(data, split)
 
 
@@ -89,9 +87,7 @@ def test_a_saved_partition_comes_back(tmp_path, n_test):
     fed = federation(n_test=n_test)
     fed.save(tmp_path / "split.npz")
     loaded = load_partition(tmp_path / "split.npz")
-    for mine, theirs in zip(
-        fed.partition.train + fed.partition.test, loaded.train + loaded.test, strict=True
-    ):
+    for mine, theirs in zip(fed.partition.train + fed.partition.test, loaded.train + loaded.test, strict=True):
         assert theirs.dtype == np.int64
         np.testing.assert_array_equal(mine, theirs)
 

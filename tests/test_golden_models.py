@@ -43,9 +43,7 @@ class BatchNormCase:
     """A batch norm layer on the inputs of a file, in NHWC."""
 
     def __init__(self, g):
-        self.layer = BatchNorm(
-            epsilon=float(g["par_eps"]), momentum=float(g["par_momentum"]), param_dtype=jnp.float64
-        )
+        self.layer = BatchNorm(epsilon=float(g["par_eps"]), momentum=float(g["par_momentum"]), param_dtype=jnp.float64)
         self.x, self.cotangent = (jnp.asarray(nhwc(g[key])) for key in ("in_x_nchw", "in_cotangent"))
         self.params = {"scale": jnp.asarray(g["in_scale"]), "bias": jnp.asarray(g["in_bias"])}
         fresh = self.layer.init(jax.random.key(0), self.x, train=False)

@@ -1,123 +1,12 @@
-"""Three whole rounds of a tiny problem, through the same lanes as a real run, against an independent float64 program."""
+"""Three whole rounds, through the same lanes as a real run, against an independent float64 program."""
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_vectors import cases
-
-from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.simulation import schedule
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from trajectories import train
 
 RTOL, ATOL = 1e-9, 1e-11
-LAYERS = [("backbone", "first"), ("backbone", "second"), ("head", None)]
-
-
-class TwoLayers(nn.Module):
-    """a = relu(x W1 + b1), z = a W2 + b2."""
-
-    hidden: int
-    features: int
-
-    @nn.compact
-    def __call__(self, x, *, train, mask=None):
-        x = x.reshape(len(x), -1)
-        x = nn.relu(nn.Dense(self.hidden, param_dtype=x.dtype, name="first")(x))
-        return nn.Dense(self.features, param_dtype=x.dtype, name="second")(x)
-
-
-class Problem:
-    """The federation of one golden file, its model and its fixed batches."""
-
-    def __init__(self, g):
-        self.g = g
-        clients = len(g["in_n"])
-        xs = [g[f"in_x{k}"] for k in range(clients)]
-        ys = np.concatenate([g[f"in_y{k}"] for k in range(clients)])
-        self.clients, self.n = clients, g["in_n"].astype(int)
-        self.first = np.concatenate([[0], np.cumsum(self.n)])
-        self.x = np.concatenate(xs)
-        self.hidden, inputs, self.dim, self.classes, self.batch, self.epochs = (int(v) for v in g["par_shapes"])
-        blank = np.zeros((len(ys), 1, 1, inputs), np.uint8)
-        dataset = Dataset("toy", blank, ys, blank[:1], ys[:1], self.classes)
-        lists = tuple(np.arange(self.first[k], self.first[k + 1]) for k in range(clients))
-        self.federation = Federation(dataset, Partition(lists, tuple(x[:0] for x in lists)))
-        self.selected = g["in_selected"] > 0
-
-    def unflatten(self, flat):
-        """Golden order [W1, b1, W2, b2, Wc, bc], weights (out, in), to Flax's tree."""
-        sizes = [(self.hidden, self.x.shape[1]), (self.dim, self.hidden), (self.classes, self.dim)]
-        params, at = {"backbone": {}}, 0
-        for (part, name), (rows, columns) in zip(LAYERS, sizes, strict=True):
-            kernel = flat[at : at + rows * columns].reshape(rows, columns).T
-            at += rows * columns
-            layer = {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(flat[at : at + rows])}
-            at += rows
-            params[part] = params[part] | {name: layer} if name else layer
-        return params
-
-    def flatten(self, params):
-        """The inverse; a model without head gives the backbone's part alone."""
-        layers = [params["backbone"]["first"], params["backbone"]["second"]]
-        layers += [params["head"]] if "head" in params else []
-        parts = [np.concatenate([np.asarray(p["kernel"]).T.ravel(), np.asarray(p["bias"])]) for p in layers]
-        return np.concatenate(parts)
-
-    def simulation(self, method, *, lanes):
-        lr, momentum, decay = (float(v) for v in self.g["par_lr_rho_wd"])
-        model = method.build(Classifier(TwoLayers(self.hidden, self.dim), self.classes, param_dtype=jnp.float64))
-        local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, None)
-        experiment = Experiment(self.federation, method, local, seed=0)
-        simulation = Simulation(
-            model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
-            param_dtype=jnp.float64,
-        )  # fmt: skip
-        images = jnp.asarray(self.x[:, None, None, :] * 255)
-        simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
-        return simulation
-
-    def plan(self, simulation, round, chosen):
-        """The golden batches of a round as a schedule."""
-        batches = [
-            self.first[k] + self.g[f"in_perm{k}"][round].reshape(-1, self.batch).astype(np.int32) for k in chosen
-        ]
-        batches += [np.zeros((0, self.batch), np.int32)] * (self.clients - len(chosen))
-        clients, weight = np.zeros((1, self.clients), np.int32), np.zeros((1, self.clients))
-        clients[0, : len(chosen)] = chosen
-        weight[0, : len(chosen)] = self.n[chosen] / self.n[chosen].sum()
-        jobs = simulation.table(clients, weight, batches)
-        return schedule.pack(batches, simulation.program.lanes, steps=simulation.capacity), jobs
-
-
-def train(g, name, lanes, *, everyone=False, **hyper):
-    """States after each round, as numpy, with the problem."""
-    problem = Problem(g)
-    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes)
-    state = simulation.start()
-    params = problem.unflatten(g["in_p0"])
-    if "head" not in state.servers.variables["params"]:
-        params.pop("head")
-    variables = {"params": jax.tree.map(lambda x: x[None], params)}
-    server = state.servers._replace(variables=variables)
-    if "etf" in server._fields:
-        server = server._replace(etf=jnp.asarray(g["in_etf_M"])[None])
-    state = state._replace(servers=server)
-    if name == "solo":
-        copies = jax.tree.map(lambda x: jnp.repeat(x, problem.clients, 0), variables)
-        state = state._replace(clients=copies)
-    states = []
-    for r, row in enumerate(problem.selected):
-        chosen = np.arange(problem.clients) if everyone else np.flatnonzero(row)
-        state, _ = simulation.step(state, r, problem.plan(simulation, r, chosen))
-        states.append(jax.tree.map(np.array, state))
-    return problem, states
-
 
 SETTINGS = {
     "fedavg": ("fedavg", {}),

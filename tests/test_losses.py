@@ -36,9 +36,7 @@ def margin(features, labels, mask=None):
 
 def rescaled(features, labels, mask=None):
     scales = class_scales(jnp.asarray([4, 3, 0, 4, 1]), jnp.ones((2, C)))
-    return cross_entropy(
-        scaled_logits(features, PROTOTYPES.T, scales, 10.0), labels, mask=mask, classes=PRESENT
-    )
+    return cross_entropy(scaled_logits(features, PROTOTYPES.T, scales, 10.0), labels, mask=mask, classes=PRESENT)
 
 
 def decorrelation(features, labels, mask=None, *, form):
@@ -322,9 +320,7 @@ def test_class_sums_leave_masked_rows_out():
 def test_class_that_nobody_submitted_is_carried_or_dropped(stale, kept):
     previous, counts = normal((3, D)), jnp.asarray([4.0, 0.0, 0.0])
     sums = counts[:, None] * jnp.ones((3, D))
-    prototypes, valid = merge_prototypes(
-        sums, counts, previous, jnp.asarray([True, True, False]), stale=stale
-    )
+    prototypes, valid = merge_prototypes(sums, counts, previous, jnp.asarray([True, True, False]), stale=stale)
     expected = jnp.stack([jnp.ones(D), previous[1] * kept[1], jnp.zeros(D)])
     np.testing.assert_array_equal(valid, kept)
     np.testing.assert_array_equal(prototypes, expected)
@@ -441,9 +437,7 @@ def test_generic_prediction_does_not_depend_on_kappa():
     np.testing.assert_array_equal(predict(1.0), predict(1e3))
 
 
-@pytest.mark.parametrize(
-    ("classes", "trains"), [(jnp.arange(C) == 0, False), (None, True)], ids=["present", "all"]
-)
+@pytest.mark.parametrize(("classes", "trains"), [(jnp.arange(C) == 0, False), (None, True)], ids=["present", "all"])
 def test_client_with_one_class_trains_only_against_all_classes(classes, trains):
     scales = class_scales(jnp.asarray([9, 0, 0, 0, 0]), jnp.ones((2, C)))
 

@@ -70,9 +70,7 @@ def test_every_model_runs_on_its_smallest_images(name):
 @pytest.mark.parametrize("name", [name for name in models.MODELS if name != "mlp"])
 def test_too_small_images_are_refused_with_a_model_that_fits(name):
     height, width, channels = SMALLEST[name]
-    with pytest.raises(
-        UserError, match=f"at least {height}x{height} pixels, not {height}x{width - 1}x.*: take .*mlp"
-    ):
+    with pytest.raises(UserError, match=f"at least {height}x{height} pixels, not {height}x{width - 1}x.*: take .*mlp"):
         build(name, num_classes=3, image_shape=(height, width - 1, channels))
 
 
@@ -129,15 +127,11 @@ def test_a_neck_of_two_has_a_relu_between():
     model = Classifier(MLP((5,)), num_classes=3, neck=2, head=False)
     params = initialise(model, jax.random.key(0), (4,))["params"]
     x = images((4,))
-    before = forward(model.clone(neck=0), {"params": {"backbone": params["backbone"]}}, x, train=False)[
-        0
-    ].features
+    before = forward(model.clone(neck=0), {"params": {"backbone": params["backbone"]}}, x, train=False)[0].features
     first, second = params["neck"]["fc1"], params["neck"]["fc2"]
     middle = jnp.maximum(before @ first["kernel"] + first["bias"], 0)
     expected = middle @ second["kernel"] + second["bias"]
-    np.testing.assert_allclose(
-        forward(model, {"params": params}, x, train=False)[0].features, expected, rtol=1e-5
-    )
+    np.testing.assert_allclose(forward(model, {"params": params}, x, train=False)[0].features, expected, rtol=1e-5)
 
 
 def test_bfloat16_computes_in_bfloat16_and_returns_float32():
@@ -269,16 +263,12 @@ def test_max_pool_is_the_maximum_of_each_window_and_cuts_odd_sizes():
 
 def test_linear_init_is_uniform_within_one_over_root_fan_in():
     kernel = linear_init(jax.random.key(0), (5, 5, 4, 400))
-    np.testing.assert_allclose(
-        [kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2
-    )
+    np.testing.assert_allclose([kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2)
 
 
 def test_conv_init_is_normal_with_fan_out():
     kernel = conv_init(jax.random.key(0), (3, 3, 100, 50))
-    np.testing.assert_allclose(
-        [kernel.std(), jnp.abs(kernel).mean()], [1 / 15, (2 / np.pi) ** 0.5 / 15], rtol=2e-2
-    )
+    np.testing.assert_allclose([kernel.std(), jnp.abs(kernel).mean()], [1 / 15, (2 / np.pi) ** 0.5 / 15], rtol=2e-2)
 
 
 @pytest.mark.parametrize(("dim", "classes"), [(2, 2), (10, 10), (64, 7)])

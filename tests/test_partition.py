@@ -65,18 +65,14 @@ OPTIONS = {"num_classes": 10, "clients": 10, "classes_per_client": 3, "beta": 0.
 
 def split_by(name, **options):
     groups = (balanced(400) // 2, balanced(100) // 2)
-    return partition(
-        name, balanced(400), balanced(100), **{**OPTIONS, "seed": 0, "groups": groups, **options}
-    )
+    return partition(name, balanced(400), balanced(100), **{**OPTIONS, "seed": 0, "groups": groups, **options})
 
 
 @quick
 @given(label_sets(), st.integers(1, 12), st.floats(1e-3, 1e5), seeds)
 def test_dirichlet_without_retry_loses_and_doubles_nothing(labels, clients, beta, seed):
     train, test, num_classes = labels
-    split = dirichlet(
-        train, test, clients=clients, num_classes=num_classes, beta=beta, seed=seed, retry=False
-    )
+    split = dirichlet(train, test, clients=clients, num_classes=num_classes, beta=beta, seed=seed, retry=False)
     assert_partition(split, train, test, clients)
 
 
@@ -159,9 +155,7 @@ def test_pcdd_clients_own_exactly_their_number_of_classes(problem, seed):
 def test_pcdd_tests_every_client_on_its_training_classes(problem, seed):
     train, test, options = problem
     split = pcdd(train, test, seed=seed, **options)
-    trained, tested = (
-        class_counts(*pair, options["num_classes"]) for pair in zip((train, test), split, strict=True)
-    )
+    trained, tested = (class_counts(*pair, options["num_classes"]) for pair in zip((train, test), split, strict=True))
     np.testing.assert_array_equal(trained > 0, tested > 0)
 
 
@@ -250,8 +244,7 @@ def test_global_generators_are_left_alone(name):
 @given(st.integers(3, 9), seeds)
 def test_small_beta_gives_fewer_classes_than_large_beta(clients, seed):
     owned = [
-        (class_counts(balanced(900), split_by_beta(beta, clients, seed).train, 10) > 0).sum()
-        for beta in (0.05, 1e4)
+        (class_counts(balanced(900), split_by_beta(beta, clients, seed).train, 10) > 0).sum() for beta in (0.05, 1e4)
     ]
     assert owned[0] < owned[1] == clients * 10
 

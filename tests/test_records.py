@@ -135,9 +135,7 @@ def test_curves_are_drawn_whatever_is_known(tmp_path, rounds):
 
 def test_the_machine_is_described_in_json(folder):
     machine = records.describe_machine()
-    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"} <= machine[
-        "versions"
-    ].keys()
+    assert {"python", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"} <= machine["versions"].keys()
     assert json.loads(json.dumps(machine)) == machine
 
 
@@ -149,9 +147,7 @@ def test_peak_memory_is_in_megabytes():
 
 
 def test_the_table_shows_percent_with_two_decimals_and_the_best_round(console):
-    console.print(
-        records.final_table({"ga_best": 0.81234, "ga_best_round": 40, "ga_last": 0.8, "pa_best": None})
-    )
+    console.print(records.final_table({"ga_best": 0.81234, "ga_best_round": 40, "ga_last": 0.8, "pa_best": None}))
     lines = [line.split("│")[1:-1] for line in text_of(console).splitlines() if "A " in line]
     cells = [[cell.strip() for cell in line] for line in lines]
     assert cells == [["GA", "81.23", "40", "80.00"], ["PA", "-", "-", "-"]]

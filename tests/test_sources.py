@@ -112,13 +112,9 @@ def test_delta_files_load_as_images(tmp_path):
     arrays = made_up()
     delta = np.zeros((12, 3, 5, 4), np.uint8), np.zeros((6, 3, 5, 4), np.uint8)
     delta[0][:, :, :, 0] = 7
-    arrays = {"x_train_delta": delta[0], "x_test_delta": delta[1]} | {
-        k: arrays[k] for k in ("y_train", "y_test")
-    }
+    arrays = {"x_train_delta": delta[0], "x_test_delta": delta[1]} | {k: arrays[k] for k in ("y_train", "y_test")}
     dataset = stored(tmp_path, arrays)
-    np.testing.assert_array_equal(
-        dataset.x_train, np.broadcast_to([14, 7, 14], (12, 5, 4, 3)).astype(np.uint8)
-    )
+    np.testing.assert_array_equal(dataset.x_train, np.broadcast_to([14, 7, 14], (12, 5, 4, 3)).astype(np.uint8))
 
 
 BROKEN = {

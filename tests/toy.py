@@ -1,5 +1,7 @@
 """A small ragged federation for contract tests: absent classes, a one-sample client, made-up images."""
 
+import functools
+
 import numpy as np
 
 from fedjax_pcdd import models
@@ -31,12 +33,13 @@ def federation(seed: int = 0) -> Federation:
     return Federation(dataset, Partition(train, test))
 
 
+@functools.cache
 def simulation(
-    name="fedavg", *, lanes=2, cohort=5, model="mlp", seed=0, method=None, batch_size=8, last_batch="keep", norm="batch",
-    epochs=2, weights="method", local_statistics=False, federated=None, momentum=0.9, clip=None, **hyper,
+    name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
+    norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None, **hyper,
 ):  # fmt: skip
-    """A simulation of one method on the toy federation."""
-    parts = federated or federation()
+    """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
+    parts = federation()
     method = METHODS[name](**hyper) if method is None else method
     plain = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
     local = Local(epochs, batch_size, last_batch, "sgd", 0.05, momentum, 1e-4, clip)
@@ -46,9 +49,9 @@ def simulation(
     )  # fmt: skip
 
 
-def train(simulated, rounds=3):
+def train(simulated, rounds=(0, 1, 2)):
     """The state after some rounds, and the last report."""
     state, report = simulated.start(), None
-    for r in range(rounds):
+    for r in rounds:
         state, report = simulated.step(state, r)
     return state, report

@@ -25,9 +25,7 @@ def correlation(features: ArrayLike, *, unbiased: bool = False) -> np.ndarray:
     return standard.T @ standard / (len(features) - 1)
 
 
-def eigenvalue_variance(
-    features: ArrayLike, top: int = 50, *, unbiased: bool = False
-) -> tuple[np.ndarray, float]:
+def eigenvalue_variance(features: ArrayLike, top: int = 50, *, unbiased: bool = False) -> tuple[np.ndarray, float]:
     """Spread of the largest eigenvalues of the correlation matrix: large where features have collapsed.
 
     Args:

@@ -82,14 +82,10 @@ def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int]
     height, width, channels = image_shape
     if len(facts.mean) not in (1, channels):
         wanted = len(facts.mean)
-        raise UserError(
-            f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it."
-        )
+        raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
     recipes = facts.augmentation if augment else ()
     crop = next((name.removeprefix("crop_") for name in recipes if name.startswith("crop_")), "none")
-    made = Pipeline(
-        facts.mean, facts.std, crop, flip="flip" in recipes, rotate=15.0 if "rotate" in recipes else 0.0
-    )
+    made = Pipeline(facts.mean, facts.std, crop, flip="flip" in recipes, rotate=15.0 if "rotate" in recipes else 0.0)
     if crop == "reflect" and min(height, width) <= made.padding:
         raise UserError(f"images of {height}x{width} are too small to be cropped; switch augmentation off.")
     return made

@@ -188,9 +188,7 @@ def heat_map(federation: Federation, path: str | Path):
     axes = figure.add_subplot()
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     shown = np.ma.masked_equal(counts.T, 0)
-    image = axes.imshow(
-        shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm
-    )
+    image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm)
     axes.set(xlabel="client", ylabel="class")
     axes.set_title(f"{federation.dataset.name}: {clients} clients, {classes} classes, {counts.sum()} samples")
     _set_ticks(axes, federation)

@@ -301,9 +301,7 @@ def _assign_classes(clients: int, classes_per_client: int, num_classes: int, see
     return owned
 
 
-def _deal(
-    positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState
-) -> tuple[np.ndarray, ...]:
+def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState) -> tuple[np.ndarray, ...]:
     """Shuffle each class and share it equally among its owners, in the order of the clients."""
     pieces: list[list[np.ndarray]] = [[] for _ in owned]
     for c, indices in enumerate(positions):

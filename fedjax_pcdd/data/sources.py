@@ -170,9 +170,7 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
         y = {part: _npz_labels(arrays, part, len(x[part])) for part in ("train", "test")}
         groups = _npz_groups(arrays, len(x["train"]), len(x["test"]))
         names, num_classes = _npz_classes(arrays, np.concatenate([y["train"], y["test"]]))
-        return Dataset(
-            name or file.stem, x["train"], y["train"], x["test"], y["test"], num_classes, names, *groups
-        )
+        return Dataset(name or file.stem, x["train"], y["train"], x["test"], y["test"], num_classes, names, *groups)
     except UserError as error:
         raise UserError(f"{file} cannot be used: {error}") from None
 
@@ -201,9 +199,7 @@ def _npz_images(arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
     delta = arrays.get(f"x_{part}_delta")
     if delta is not None:
         if delta.dtype != np.uint8 or delta.ndim != 4 or delta.shape[1] != 3:
-            raise UserError(
-                f"x_{part}_delta must be uint8 [n, 3, H, W], not {delta.dtype} {list(delta.shape)}."
-            )
+            raise UserError(f"x_{part}_delta must be uint8 [n, 3, H, W], not {delta.dtype} {list(delta.shape)}.")
         return decode_delta(delta)
     x = arrays.get(f"x_{part}")
     if x is None:
@@ -305,9 +301,7 @@ def _from_builder(builder, name: str) -> Dataset:
     features, splits = builder.info.features or {}, set(builder.info.splits)
     test = "test" if "test" in splits else "validation"
     if not {"image", "label"} <= set(features) or not {"train", test} <= splits:
-        raise UserError(
-            "it needs the features image and label and the splits train and test (or validation)."
-        )
+        raise UserError("it needs the features image and label and the splits train and test (or validation).")
     x_train, y_train = _stack(builder.as_data_source("train"))
     x_test, y_test = _stack(builder.as_data_source(test))
     label = features["label"]

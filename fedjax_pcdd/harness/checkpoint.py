@@ -13,6 +13,7 @@ One process at a time may open a folder, and the arrays must be addressable by i
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -91,9 +92,7 @@ class Checkpoints:
     def __exit__(self, *_):
         self.close()
 
-    def save(
-        self, round: int, server: Any, clients: Any, history: dict[str, Any], *, force: bool = False
-    ) -> bool:
+    def save(self, round: int, server: Any, clients: Any, history: dict[str, Any], *, force: bool = False) -> bool:
         """Take a snapshot of the arrays and return; the writing happens behind the caller's back.
 
         The arrays may be donated as soon as this returns: the snapshot shares no memory with them. Where the
@@ -181,14 +180,11 @@ class Checkpoints:
     def _write(self, round: int, parts: dict[str, dict[str, Any]], history: str) -> None:
         host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
         inventory = {
-            part: {name: snapshot.fingerprint(a) for name, a in arrays.items()}
-            for part, arrays in host.items()
+            part: {name: snapshot.fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()
         }
         # The history is spliced in as text: long histories would cost a second pass of the encoder.
         content = f'{{"arrays": {json.dumps(inventory)}, "history": {history}}}'
-        items: dict[str, Any] = {
-            "record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})
-        }
+        items: dict[str, Any] = {"record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})}
         for part, arrays in host.items():
             if stored := {name: a for name, a in arrays.items() if a.size}:
                 items[part] = ocp.args.PyTreeSave(stored)
@@ -211,8 +207,8 @@ class Checkpoints:
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
-                trees = self._load(round, record["arrays"], like)
-            except UserError:
+                found = self._load(round, record["arrays"], like)
+            except (UserError, MemoryError, PermissionError):
                 raise
             # Damage can surface as almost any exception of Orbax, TensorStore or the decoders.
             except Exception as error:
@@ -220,6 +216,7 @@ class Checkpoints:
                 continue
             for bad, reason in damaged.items():
                 self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
+            trees = {part: snapshot.fill(part, template, found[part]) for part, template in like.items()}
             return Restored(round, trees["server"], trees.get("clients"), record["history"])
         if damaged:
             rounds = "; ".join(f"round {bad}: {reason}" for bad, reason in damaged.items())
@@ -248,10 +245,10 @@ class Checkpoints:
                 as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
                 wanted[part] = ocp.args.PyTreeRestore(restore_args=as_numpy)
         found = self._manager.restore(round, args=ocp.args.Composite(**wanted)) if wanted else {}
-        return {
-            part: snapshot.fill(part, template, found[part] if part in wanted else {}, inventory[part])
-            for part, template in like.items()
-        }
+        found = {part: found[part] if part in wanted else {} for part in like}
+        for part, arrays in found.items():
+            snapshot.verify(arrays, inventory[part])
+        return found
 
     def _check_same(self, round: int, inventory: dict[str, Any], template: dict[str, Any]) -> None:
         if difference := snapshot.difference(inventory, template):
@@ -304,6 +301,8 @@ def _open_manager(folder: Path, retention: _Retention) -> ocp.CheckpointManager:
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError | KeyError):
         return "a file is missing"
+    if isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)):
+        return "an array file is missing or cut short"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0], 100, placeholder="...")
 

@@ -106,11 +106,7 @@ def _without_value(flag: str, name: str) -> str:
 
 def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
     advice = nearest(name, known)
-    close = (
-        advice.replace("_", "-").replace("'", "'--", 1)
-        if advice.startswith("did")
-        else "--help lists them all."
-    )
+    close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
     return f"there is no option --{name.replace('_', '-')}: {close}"
 
 
@@ -170,8 +166,6 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
-    parts = [
-        f"--{name.replace('_', '-')} was {old[name]} in this run, not {value}" for name, value in new.items()
-    ]
+    parts = [f"--{name.replace('_', '-')} was {old[name]} in this run, not {value}" for name, value in new.items()]
     it = "it" if len(parts) == 1 else "them"
     return f"{', '.join(parts)}: resume without {it}, or start a new run with --run-dir."

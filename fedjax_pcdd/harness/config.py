@@ -48,12 +48,8 @@ class RunConfig:
     clients: int = run_option(10, "data", "number of clients K", low=1)
     classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
-    min_samples: int = run_option(
-        10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0
-    )
-    retry: bool = run_option(
-        True, "data", "draw a Dirichlet partition again until every client has --min-samples"
-    )
+    min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0)
+    retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has --min-samples")
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
 
     model: str | None = run_option(
@@ -75,8 +71,11 @@ class RunConfig:
     )
     optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser, anew each round")
     lr: float = run_option(0.01, "training", "learning rate eta", above=0)
+    lr_steps: str = run_option("", "training", "rounds after which the learning rate falls, as 40,80; by default never")
+    lr_decay: float = run_option(0.1, "training", "factor by which it falls", above=0, high=1)
     momentum: float = run_option(0.9, "training", "momentum rho of sgd", low=0, below=1)
     weight_decay: float = run_option(1e-4, "training", "weight decay, added to the gradient", low=0)
+    shuffle: bool = run_option(True, "training", "a new order of the samples each epoch, else the stored one")
     grad_clip: Literal["method", "none"] | float = run_option(
         "method",
         "training",
@@ -91,9 +90,7 @@ class RunConfig:
     augment: bool = run_option(True, "training", "augment training images as is customary for the data set")
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
-    lanes: Literal["auto"] | int = run_option(
-        "auto", "run", "clients trained as one step; auto measures", low=1
-    )
+    lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
@@ -107,13 +104,9 @@ class RunConfig:
         "run",
         "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, numbered where taken",
     )
-    resume: Path | None = run_option(
-        None, "run", "folder of a run to continue, with the options it was started with"
-    )
+    resume: Path | None = run_option(None, "run", "folder of a run to continue, with the options it was started with")
     checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
-    checkpoint_clients_every: int = run_option(
-        1, "run", "checkpoints between those that hold client states", low=1
-    )
+    checkpoint_clients_every: int = run_option(1, "run", "checkpoints between those that hold client states", low=1)
     keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
@@ -123,9 +116,7 @@ class RunConfig:
         for option in options_of(type(self)).values():
             check(option, getattr(self, option.name), option.flag)
         if self.cohort is not None and self.cohort > self.clients and self.partition != "natural":
-            raise UserError(
-                f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them."
-            )
+            raise UserError(f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them.")
 
 
 RUN = options_of(RunConfig)
@@ -153,10 +144,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
 
 def dump(config: RunConfig, method: Method) -> str:
     """Every run option and every hyper-parameter as flat YAML; `parse_config` reads it back."""
-    plain = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in values(config, method).items()
-    }
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
 
 

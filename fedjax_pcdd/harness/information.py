@@ -47,8 +47,7 @@ def information(given: Mapping[str, str]) -> str:
 def _list(name: str) -> str:
     if name == "list_methods":
         rows = [
-            (name, cls.paper, cls.target, cls.__module__.replace(".", "/") + ".py")
-            for name, cls in METHODS.items()
+            (name, cls.paper, cls.target, cls.__module__.replace(".", "/") + ".py") for name, cls in METHODS.items()
         ]
         return table(("method", "paper", "optimises", "file"), rows)
     if name == "list_datasets":
@@ -77,8 +76,7 @@ def help_text(method: str) -> str:
     """All run options in groups, then the hyper-parameters of a method; UserError for an unknown one."""
     cls = methods.get(method)
     first = [
-        dataclasses.replace(option, default=method) if option.name == "method" else option
-        for option in _SELECTION
+        dataclasses.replace(option, default=method) if option.name == "method" else option for option in _SELECTION
     ]
     groups = {"selection": _form("What to run, and where its defaults come from.", first)}
     for group, text in GROUPS.items():
@@ -95,11 +93,7 @@ def help_text(method: str) -> str:
 
 def _description(method: str, has_own: bool) -> str:
     others = ", ".join(name for name in METHODS if name != method)
-    own = (
-        f"The last group holds the hyper-parameters of {method}"
-        if has_own
-        else f"{method} has no hyper-parameters"
-    )
+    own = f"The last group holds the hyper-parameters of {method}" if has_own else f"{method} has no hyper-parameters"
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
         f"{own}; --method=NAME --help shows those of {others}."

@@ -74,12 +74,7 @@ def _members(kind: Any) -> tuple:
 
 
 def _choices(kind: Any) -> list:
-    return [
-        choice
-        for part in _members(kind)
-        if typing.get_origin(part) is Literal
-        for choice in typing.get_args(part)
-    ]
+    return [choice for part in _members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
 
 
 def convert(option: Option, text: str | None, label: str) -> Any:

@@ -109,9 +109,7 @@ def preset_values(preset: Preset, method: str, split: str | None) -> dict[str, A
     chosen = convert_all(_split(preset, split), _PART, f"split '{split}' of {preset.source}")
     for name in preset.methods:
         if name not in methods.METHODS:
-            raise UserError(
-                f"unknown method '{name}' in {preset.source}: {short_nearest(name, methods.METHODS)}"
-            )
+            raise UserError(f"unknown method '{name}' in {preset.source}: {short_nearest(name, methods.METHODS)}")
     where = f"method '{method}' of {preset.source}"
     tuned = dict(preset.methods.get(method, {}))
     special = _special(preset, tuned.pop("splits", None), split, where)
@@ -133,9 +131,7 @@ def _split(preset: Preset, split: str | None) -> dict[str, Any]:
             raise UserError(f"{preset.source} has no splits: drop --split.")
         return {}
     if split is None:
-        raise UserError(
-            f"{preset.source} has several splits: add --split with one of {', '.join(preset.splits)}."
-        )
+        raise UserError(f"{preset.source} has several splits: add --split with one of {', '.join(preset.splits)}.")
     if split not in preset.splits:
         raise UserError(f"{preset.source} has no split '{split}': {nearest(split, preset.splits)}")
     return preset.splits[split]
@@ -147,7 +143,5 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
         raise UserError(f"there is no folder {folder}: give --resume the folder of a run.")
     file = folder / "config.yaml"
     if not os.path.isfile(file):
-        raise UserError(
-            f"{folder} holds no config.yaml, so no run can be resumed there: give --resume another folder."
-        )
+        raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give --resume another folder.")
     return parse_config(read_text(file), str(file))

@@ -126,8 +126,7 @@ def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
     return {
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -165,14 +164,12 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
     accuracy.set_ylabel("accuracy (%)")
     loss.set_ylabel("training loss")
     loss.set_xlabel("round")
-    loss.xaxis.get_major_locator().set_params(integer=True)
+    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     curves = {name: curve for name in ("ga", "pa") if len((curve := _column(rows, name, 100))[0])}
     for name, (rounds, values) in curves.items():
         best = values.argmax()
         _line(accuracy, rounds, values, COLOURS[name])
-        accuracy.plot(
-            rounds[best], values[best], "o", ms=7, mfc="white", mec=COLOURS[name], mew=1.6, zorder=3
-        )
+        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=COLOURS[name], mew=1.6, zorder=3)
     _label(accuracy, curves)
     _line(loss, *_column(rows, "loss", 1), COLOURS["loss"])
     for axes in (accuracy, loss):

@@ -20,10 +20,10 @@ from fedjax_pcdd.harness.disk import check_space
 from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
 from fedjax_pcdd.harness.writers import writers_for
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
-from fedjax_pcdd.simulation.round import Experiment, Local, Report, Simulation
-from fedjax_pcdd.simulation.program import State, Tree
 from fedjax_pcdd.methods.method import Server
+from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
+from fedjax_pcdd.simulation.program import State, Tree
+from fedjax_pcdd.simulation.round import Experiment, Local, Report, Simulation
 
 PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -49,6 +49,14 @@ def make_federation(config: RunConfig) -> Federation:
     return Federation(dataset, parts)
 
 
+def _steps(text: str) -> tuple[int, ...]:
+    """Rounds in an option like "40,80"."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UserError(f"--lr-steps={text} must be round numbers with commas between them, as 40,80.") from None
+
+
 def make_simulation(config: RunConfig, method: Method, federation: Federation, lanes: int) -> Simulation:
     """Model, method and data as one simulation."""
     dataset, shape = federation.dataset, federation.image_shape
@@ -60,7 +68,8 @@ def make_simulation(config: RunConfig, method: Method, federation: Federation, l
     clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
     local = Local(
         config.local_epochs, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
-        config.weight_decay, None if clip in (None, "none") else float(clip),
+        config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
+        config.lr_decay,
     )  # fmt: skip
     return Simulation(
         method.build(plain_model), [Experiment(federation, method, local, config.seed)],
@@ -102,9 +111,13 @@ class Run:
 
     def _check_cohort(self, cohort: int) -> None:
         if cohort > self.federation.num_clients:
-            raise UserError(f"--cohort={cohort} is more than the {self.federation.num_clients} clients: choose a smaller one.")
+            raise UserError(
+                f"--cohort={cohort} is more than the {self.federation.num_clients} clients: choose a smaller one."
+            )
         if not (self.simulation.steps > 0).any():
-            raise UserError("no client has enough samples for one batch: choose a smaller --batch-size or --last-batch=keep.")
+            raise UserError(
+                "no client has enough samples for one batch: choose a smaller --batch-size or --last-batch=keep."
+            )
 
     def _folder(self, config: RunConfig, method: Method, state: State) -> tuple[records.RunFolder, int | None]:
         """The run folder, and the number of lanes if the run had begun."""
@@ -179,8 +192,8 @@ class Run:
         if len(wrong):
             clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
             raise UserError(
-                f"the loss of client {clients} is not finite in round {round + 1} of {self.config.method}: choose a smaller "
-                f"--lr or set --grad-clip; the checkpoints before it in {self.folder.path} are good."
+                f"the loss of client {clients} is not finite in round {round + 1} of {self.config.method}: choose a "
+                f"smaller --lr or set --grad-clip; the checkpoints before it in {self.folder.path} are good."
             )
         return float(np.sum(loss[trained] * jobs.weight[trained]))
 
@@ -259,11 +272,15 @@ class Run:
         samples = sum(int((b >= 0).sum()) for b in batches)
         memory = records.peak_memory_mb()
         return {
-            "seconds_per_round": typical, "compile_seconds": self.clock.seconds,
-            "compilations": self.simulation.compilations, "samples_per_second": samples / typical if typical else None,
-            "peak_memory_mb": memory["host"], "device_peak_memory_mb": memory["device"], "wall_seconds": time.perf_counter() - self.started,
+            "seconds_per_round": typical,
+            "compile_seconds": self.clock.seconds,
+            "compilations": self.simulation.compilations,
+            "samples_per_second": samples / typical if typical else None,
+            "peak_memory_mb": memory["host"],
+            "device_peak_memory_mb": memory["device"],
+            "wall_seconds": time.perf_counter() - self.started,
             **records.describe_machine(),
-        }  # fmt: skip
+        }
 
 
 def run(config: RunConfig, method: Method) -> dict[str, Any]:

@@ -13,9 +13,7 @@ ArrayType = tuple[str, tuple[int, ...]]
 
 def named(part: str, tree: Any) -> dict[str, Any]:
     """Leaves by name, for example `server['params']['kernel']`, in the order of the tree."""
-    return {
-        part + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {part + jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def take(part: str, tree: Any) -> dict[str, Any]:
@@ -27,25 +25,24 @@ def take(part: str, tree: Any) -> dict[str, Any]:
     return {name: _copy(leaf) for name, leaf in leaves.items()}
 
 
-def fill(part: str, template: Any, found: dict[str, np.ndarray], inventory: dict[str, Any]) -> Any:
-    """The template's tree with the found values.
+def verify(found: dict[str, np.ndarray], inventory: dict[str, Any]) -> None:
+    """ValueError where an array is not what was written.
 
     Args:
-      part: first component of the names.
-      template: pytree of arrays or `jax.ShapeDtypeStruct`.
       found: arrays by name; arrays without elements may be missing.
       inventory: `fingerprint` by name, as written.
-
-    Raises:
-      ValueError: a value is not what was written.
     """
-    leaves = []
-    for name, leaf in named(part, template).items():
-        dtype, shape = type_of(leaf)
-        value = found[name] if name in found else np.zeros(shape, dtype)
-        if fingerprint(value) != inventory[name]:
+    for name, expected in inventory.items():
+        if 0 not in expected[1] and fingerprint(found[name]) != expected:
             raise ValueError(f"{name} fails its checksum")
-        leaves.append(_place(value, leaf))
+
+
+def fill(part: str, template: Any, found: dict[str, np.ndarray]) -> Any:
+    """The template's tree with the found values; arrays without elements need not be found."""
+    leaves = [
+        _place(found[name] if name in found else np.zeros(leaf.shape, leaf.dtype), leaf)
+        for name, leaf in named(part, template).items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 

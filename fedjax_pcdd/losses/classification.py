@@ -39,17 +39,13 @@ def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def memberships(
-    labels: jax.Array, num_classes: int, mask: jax.Array | None = None, dtype=jnp.float32
-) -> jax.Array:
+def memberships(labels: jax.Array, num_classes: int, mask: jax.Array | None = None, dtype=jnp.float32) -> jax.Array:
     """One-hot classes [B, C] of `dtype`; the rows of masked samples are 0."""
     members = jax.nn.one_hot(labels, num_classes, dtype=dtype)
     return members if mask is None else members * mask.astype(dtype)[:, None]
 
 
-def correct_per_class(
-    logits: jax.Array, labels: jax.Array, mask: jax.Array | None, num_classes: int
-) -> jax.Array:
+def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | None, num_classes: int) -> jax.Array:
     """Number of correct top-1 predictions of each class; of equal logits the lowest index is predicted.
 
     Args:

@@ -49,9 +49,7 @@ def class_scales(
     return _ratio(values, jnp.matmul(weights, _curve(federation_counts, function), precision="highest"))
 
 
-def scaled_logits(
-    features: jax.Array, directions: jax.Array, scales: jax.Array, kappa: jax.Array | float
-) -> jax.Array:
+def scaled_logits(features: jax.Array, directions: jax.Array, scales: jax.Array, kappa: jax.Array | float) -> jax.Array:
     """FedGELA's local logits kappa * Phi_c * (m_c . h / ||h||).
 
     Args:

@@ -2,8 +2,8 @@
 
 Fan et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023, section 3.
 Sent: backbone and neck each way, never a classifier (the ETF follows from a seed). A client keeps Phi [C].
-Follows the paper but for the denominator: all classes, as the published code has it and as measured better; `present` is
-the printed equation. kappa = sqrt(E_W) suits a ResNet at 100; small models without batch norm need far less (5).
+Follows the paper but for the denominator: all classes, as the published code has it and as measured better; `present`
+is the printed equation. kappa = sqrt(E_W) suits a ResNet at 100; small models without batch norm need far less (5).
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -37,7 +37,10 @@ class FedGELA(Method):
     grad_clip: ClassVar[float | None] = 20.0
 
     ew: float | None = hyperparameter(
-        None, symbol="E_W", help="classifier energy, kappa = sqrt(E_W); by default 1e4 with batch norm, else 25", low=0.0
+        None,
+        symbol="E_W",
+        help="classifier energy, kappa = sqrt(E_W); by default 1e4 with batch norm, else 25",
+        low=0.0,
     )
     scale: Literal["sqrt", "linear"] = hyperparameter(
         "sqrt", symbol="kappa", help="kappa = sqrt(E_W) or E_W itself", static=True
@@ -46,9 +49,11 @@ class FedGELA(Method):
         "identity", symbol="Phi", help="local scale as a function of n_kc / n_k; none is FedGE", static=True
     )
     gamma: Literal["class", "localgamma", "serverscaled"] | None = hyperparameter(
-        None, symbol="gamma", help="norm of Phi: 1/C, the client's mean, or the server's; by default class for identity, "
-        "serverscaled for sqrt and exp", static=True,
-    )  # fmt: skip
+        None,
+        symbol="gamma",
+        help="norm of Phi: 1/C, the client's mean or the server's; by default class for identity, else serverscaled",
+        static=True,
+    )
     denominator: Literal["all", "present"] = hyperparameter(
         "all", help="classes in the local softmax: all, or those the client has (the printed equation)", static=True
     )

@@ -45,10 +45,16 @@ class FedMR(Method):
         "offdiag", help="intra-class loss of the published code, or as printed (eq. 3)", static=True
     )
     negatives: Literal["local", "all"] = hyperparameter(
-        "local", help="rival classes of the inter-class loss: the client's own, or all that have a prototype", static=True
+        "local",
+        help="rival classes of the inter-class loss: the client's own, or all that have a prototype",
+        static=True,
     )
     lite: int | None = hyperparameter(
-        None, symbol="n", help="Lite-n: samples of a batch that enter the inter-class loss; by default all", low=0, static=True
+        None,
+        symbol="n",
+        help="Lite-n: samples of a batch that enter the inter-class loss; by default all",
+        low=0,
+        static=True,
     )
     submitters: float = hyperparameter(
         1.0, help="share of the clients that submit prototypes, chosen once", low=0.0, high=1.0, static=True
@@ -82,7 +88,7 @@ class FedMR(Method):
 
     def penalty(self, variables, outputs, batch, context):
         """mu1 * L_intra + mu2 * L_inter on the features of the batch, a scalar (section 3.3)."""
-        classes = context.server.valid.shape[0]
+        classes = context.setting.num_classes
         value = 0.0
         if self.terms != "inter":
             value += self.mu1 * intra_class(outputs.features, batch.labels, classes, form=self.form, mask=batch.mask)
@@ -96,11 +102,11 @@ class FedMR(Method):
         rivals = counts > 0 if self.negatives == "local" else jnp.ones(counts.shape, bool)
         return inter_class(outputs.features, batch.labels, server.prototypes, server.valid, rivals, mask=mask)
 
-    def summarise(self, model, variables, batch):
+    def summarise(self, variables, batch, context):
         """Per-class sums [C, D] and counts [C] of the features."""
         train = self.prototype_mode == "train"
-        outputs, _ = forward(model, variables, batch.images, train=train, mask=batch.mask)
-        return class_sums(outputs.features, batch.labels, model.num_classes, mask=batch.mask)
+        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask)
+        return class_sums(outputs.features, batch.labels, context.setting.num_classes, mask=batch.mask)
 
     def upload(self, variables, summary, context):
         """The model, and the class sums of clients that submit."""

@@ -4,7 +4,8 @@ Every default is FedAvg's, so a method's file overrides only what distinguishes 
 pytrees, written for ONE experiment and, where they take a client, for ONE client; the simulation lifts them over lanes,
 clients and experiments. A round calls them in this order:
 
-    download -> [ loss (classification + penalty) -> correct -> optimiser ] x steps -> summarise -> upload -> aggregate
+    download -> [ loss (classification + penalty) -> correct -> optimiser -> adjust ] x steps
+             -> summarise -> upload -> aggregate
 
 Letters: B batch, C classes, D features, K clients, S clients of the round (cohort).
 """
@@ -12,7 +13,6 @@ Letters: B batch, C classes, D features, K clients, S clients of the round (coho
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -24,10 +24,12 @@ Tree = Any
 class Setting(NamedTuple):
     """What is fixed for all experiments of one program (static)."""
 
-    num_classes: int
-    feature_dim: int
-    num_clients: int
-    rounds: int
+    num_classes: int  # C
+    feature_dim: int  # D
+    num_clients: int  # K
+    rounds: int  # T
+    epochs: int  # E
+    batch_size: int  # B
     batch_norm: bool
 
 
@@ -48,9 +50,21 @@ class Batch(NamedTuple):
     mask: jax.Array  # [B] 1 for a sample, 0 for padding
 
 
+class Hyper(NamedTuple):
+    """Settings of local training in this round; scalars, traced."""
+
+    lr: jax.Array
+    momentum: jax.Array
+    weight_decay: jax.Array
+    clip: jax.Array  # largest global norm of the raw gradient; inf for no clipping
+
+
 class Context(NamedTuple):
     """What a hook may look at while one client trains."""
 
+    model: Classifier
+    setting: Setting
+    hyper: Hyper
     server: Tree  # as `init_server` made it, at the start of the round
     client: Tree  # this client's own state, at the start of the round
     start: Tree  # the variables that local training started from (w^t)
@@ -109,6 +123,10 @@ class Method:
         """Fill in defaults that depend on the model; UserError for a setting that cannot work."""
         return self
 
+    def local_epochs(self, epochs: int) -> int:
+        """Local epochs in a round, where a method has phases of its own beside the E asked for."""
+        return epochs
+
     def init_server(self, setting: Setting, variables: Tree, class_counts: jax.Array, key: jax.Array) -> Tree:
         """Server state from the initial variables and everybody's class counts [K, C]."""
         return Server(variables)
@@ -133,10 +151,10 @@ class Method:
         """What the method adds to the supervised term, a scalar, already weighted."""
         return 0.0
 
-    def loss(self, model: Classifier, variables: Tree, batch: Batch, context: Context) -> tuple[jax.Array, Tree]:
+    def loss(self, variables: Tree, batch: Batch, context: Context) -> tuple[jax.Array, Tree]:
         """Local objective and the model state after this batch (running statistics, {} without any)."""
         key = jax.random.fold_in(context.key, 1)
-        outputs, state = forward(model, variables, batch.images, train=True, mask=batch.mask, key=key)
+        outputs, state = forward(context.model, variables, batch.images, train=True, mask=batch.mask, key=key)
         value = self.classification(outputs, batch, context)
         return value + self.penalty(variables, outputs, batch, context), state
 
@@ -144,7 +162,18 @@ class Method:
         """Gradients of the trainable parameters, corrected before the optimiser sees them."""
         return gradients
 
-    def summarise(self, model: Classifier, variables: Tree, batch: Batch) -> Tree:
+    def trainable(self, params: Tree, context: Context) -> Tree | None:
+        """Which parameters move in this step: a tree of booleans (traced or not), None for all.
+
+        What is frozen takes neither gradient nor weight decay nor what is left of its momentum.
+        """
+        return None
+
+    def adjust(self, updates: Tree, context: Context) -> Tree:
+        """The optimiser's updates (to be added to the parameters), before they are applied."""
+        return updates
+
+    def summarise(self, variables: Tree, batch: Batch, context: Context) -> Tree:
         """Statistics of one batch of local data under the trained variables; summed over the client's data.
 
         Called where `summary_augmented` is not None, which says whether the images are augmented.
@@ -179,5 +208,3 @@ class Method:
 
     def _logits(self, model, variables, images):
         return forward(model, variables, images, train=False)[0].logits
-
-

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _Family(NamedTuple):
-    """A backbone by `backbone(norm, **types)`, the smallest side of its images (0: any input) and one line."""
+    """A backbone by `backbone(norm, **types)`, the smallest image side (0: any input) and one line."""
 
     backbone: Callable[..., nn.Module]
     smallest: int

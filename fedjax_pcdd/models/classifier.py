@@ -3,6 +3,7 @@
 Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels), or what the backbone takes.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -46,8 +47,7 @@ class Sizes(NamedTuple):
 class Classifier(nn.Module):
     """Backbone [B, D'], then `neck` linear layers of the same width, then a linear head.
 
-    Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, of which only the first is
-    always there.
+    Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
 
     Attributes:
       backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D].
@@ -76,9 +76,7 @@ class Classifier(nn.Module):
         if self.neck:
             features = Neck(self.neck, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
-            features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(
-                features, train=train, mask=mask
-            )
+            features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
         if not self.head:
             return Outputs(features, None)
@@ -104,7 +102,12 @@ class Neck(nn.Module):
 
 def initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
     """Fresh variables: "params" and, where the model has batch norm, "batch_stats"."""
-    return jax.jit(lambda key: model.init(key, jnp.zeros((1, *image_shape)), train=False))(key)
+    return _initialise(model, key, tuple(image_shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
+    return model.init(key, jnp.zeros((1, *image_shape)), train=False)  # pyright: ignore[reportReturnType]
 
 
 def forward(

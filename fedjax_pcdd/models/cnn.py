@@ -33,9 +33,7 @@ class CNN(nn.Module):
         for i, width in enumerate(self.channels, 1):
             x = nn.relu(Conv(width, 5, padding=self.padding, name=f"conv{i}", **types)(x))
             x = max_pool(x, 2)
-        x = x.transpose(0, 3, 1, 2).reshape(
-            x.shape[0], -1
-        )  # channels first, as published weights are ordered
+        x = x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1)  # channels first, as published weights are ordered
         for i, width in enumerate(self.hidden, 1):
             x = nn.relu(Linear(width, name=f"fc{i}", **types)(x))
         return x

@@ -2,10 +2,10 @@
 
 Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout is NHWC x HWIO.
 
-XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in the
-body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there too. So
-the two gradients are written here as ordinary convolutions, and each of the three operations (forward, input
-gradient, weight gradient) says itself how it runs under vmap. `rule_for` holds the measured choices.
+XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in
+the body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there.
+So the two gradients are written here as ordinary convolutions, and each of the three operations (forward,
+input gradient, weight gradient) says itself how it runs under vmap. `rule_for` holds the measured choices.
 """
 
 import functools
@@ -32,8 +32,8 @@ class Rule(NamedTuple):
 
     Attributes:
       single: form of one convolution, "direct", "gemm", "blocked" or "rows"; see `convolution_forms`.
-      lanes: a batch of convolutions as "loop" (one after another), "gemm" (batched matrix products) or "grouped"
-        (XLA's grouped convolution).
+      lanes: how a batch of convolutions runs, "loop" (one after another), "gemm" (batched matrix products) or
+        "grouped" (XLA's grouped convolution).
     """
 
     single: str
@@ -43,8 +43,9 @@ class Rule(NamedTuple):
 def rule_for(backend: str, operation: str, window: Window, channels: int) -> Rule:
     """The measured choice for one operation.
 
-    On one CPU core XLA's convolution is slow where it makes few channels (5x5, 3 to 6: four times slower than in
-    blocks), and its weight gradient is up to 2.5 times slower than matrix products by kernel row. GPUs: unmeasured.
+    On one CPU core XLA's convolution is slow where it makes few channels (5x5, 3 to 6: four times slower than
+    in blocks), and its weight gradient is up to 2.5 times slower than matrix products by kernel row. For GPUs
+    nothing is measured yet.
 
     Args:
       backend: as `jax.default_backend()`.
@@ -71,10 +72,10 @@ def client_conv(
     precision: Any = None,
     **unusual: Any,
 ) -> jax.Array:
-    """`lax.conv_general_dilated` for training steps with a lane axis; `nn.Conv(conv_general_dilated=client_conv)`.
+    """`lax.conv_general_dilated` for training steps with a lane axis.
 
-    Grouped and dilated convolutions, other layouts and other ranks are passed on to it unchanged. Can be
-    differentiated in reverse mode, once.
+    For Flax: `nn.Conv(..., conv_general_dilated=client_conv)`. Grouped or dilated convolutions, other layouts
+    and other ranks are passed on unchanged. Can be differentiated in reverse mode, once.
 
     Args:
       lhs: [B, H, W, I].
@@ -191,7 +192,7 @@ def _unfold(array: jax.Array, axis: int, lanes: int) -> jax.Array:
     return jnp.moveaxis(split, axis, 0)
 
 
-# For each: the function; for each operand the axis into which lanes fold when the other operand is shared, and
+# For each: the function; for each operand the axis into which lanes fold when the other operand is shared and
 # the axis out of which they come; the axis of the second operand that counts the channels made.
 _OPERATIONS = {
     "forward": (forward, ((0, 0), (3, 3)), 3),

@@ -1,8 +1,8 @@
 """The three operations of a convolution for one lane: forward, input gradient, weight gradient.
 
-Each has several forms, which give the same: "direct" (an XLA convolution), "gemm" (im2col and one matrix product),
-"blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the weight
-gradient, "rows" (one matrix product per kernel row). A form that an operation lacks runs as "direct".
+Each has several forms, which give the same: "direct" (an XLA convolution), "gemm" (im2col and one matrix
+product), "blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the
+weight gradient, "rows" (one matrix product per kernel row). A form that an operation lacks runs as "direct".
 
 Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x HWIO.
 """
@@ -130,12 +130,12 @@ def _patches(x, window: Window):
     return jnp.concatenate([patch for row in rows for patch in _shifts(row, window, 2)], axis=-1)
 
 
-# Blocks: n neighbouring columns of the image are one column of n * I channels, and the kernel becomes a banded
-# one from n * I to n * O channels. The reshapes cost nothing.
+# Blocks: n neighbouring columns of the image are one column of n * I channels, and the kernel becomes a
+# banded one from n * I to n * O channels. The reshapes cost nothing.
 
 
 def block_width(window: Window, channels: int) -> int:
-    """Columns in a block: up to 4 for at most 32 channels and twice the arithmetic; 1 where blocks do not fit."""
+    """Columns in a block: up to 4 for at most 32 channels and twice the arithmetic; 1 where none fit."""
     if window.strides != (1, 1) or window.dilation != (1, 1):
         return 1
     kernel = window.kernel[1]

@@ -45,9 +45,7 @@ def etf_from(matrix: np.ndarray) -> np.ndarray:
     if classes < 2:
         raise UserError("A simplex ETF needs at least 2 classes.")
     if dim < classes:
-        raise UserError(
-            f"A simplex ETF of {classes} classes needs {classes} or more features, not {dim}: take a wider model."
-        )
+        raise UserError(f"A simplex ETF of {classes} classes needs {classes} or more features, not {dim}: widen it.")
     orthonormal, _ = np.linalg.qr(np.asarray(matrix, np.float64))
     centre = np.eye(classes) - 1 / classes
     return np.sqrt(classes / (classes - 1)) * orthonormal @ centre

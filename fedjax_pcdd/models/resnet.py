@@ -30,9 +30,7 @@ class BasicBlock(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
         def conv_norm(x, size, stride, name):
-            out = Conv(self.features, size, stride, size // 2, False, conv_init, name=f"conv{name}", **types)(
-                x
-            )
+            out = Conv(self.features, size, stride, size // 2, False, conv_init, name=f"conv{name}", **types)(x)
             return norm(self.norm)(name=f"norm{name}", **types)(out, train=train, mask=mask)
 
         y = nn.relu(conv_norm(x, 3, self.stride, "1"))

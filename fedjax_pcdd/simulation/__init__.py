@@ -1,0 +1,1 @@
+"""The engine: schedules, lanes, rounds, evaluation. It knows no method by name."""

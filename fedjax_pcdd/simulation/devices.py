@@ -34,7 +34,9 @@ def select_device(name: str) -> None:
         wanted = os.environ.get("JAX_PLATFORMS") or name
         raise UserError(f"JAX finds no {wanted} device here: install its extra or run with --device=cpu.") from None
     if name not in ("auto", *found):
-        raise UserError(f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop --device.")
+        raise UserError(
+            f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop --device."
+        )
 
 
 class CompileClock:

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.simulation.program import (
-    Data, Program, Samples, State, Tree, facts_of, lift, sum_over_samples, take,
+    Data,
+    Program,
+    Samples,
+    State,
+    Tree,
+    facts_of,
+    lift,
+    sum_over_samples,
+    take,
 )  # fmt: skip
 
 

@@ -11,11 +11,19 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.methods.method import Batch, Context, Message
+from fedjax_pcdd.methods.method import Batch, Context, Hyper, Message
 from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
-from fedjax_pcdd.simulation.optimiser import Hyper, make_optimiser
+from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.program import (
-    Data, Program, State, Tree, facts_of, lift, of_experiment, put, sum_over_samples, take,
+    Data,
+    Program,
+    State,
+    Tree,
+    facts_of,
+    lift,
+    of_experiment,
+    put,
+    take,
 )  # fmt: skip
 from fedjax_pcdd.simulation.schedule import Jobs, Plan
 
@@ -62,10 +70,13 @@ def method_and_server(program: Program, world: World, job):
 def context_of(program: Program, world: World, job, client: Tree, step) -> Context:
     """The context of one local step of a job."""
     method, server = method_and_server(program, world, job)
+    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
+    start = method.download(server, client)
     facts = facts_of(program, world.data, world.jobs.row[job])
     epoch = step // jnp.maximum(world.jobs.epoch_steps[job], 1)
     key = jax.random.fold_in(world.keys[job], step)
-    return Context(server, client, method.download(server, client), facts, epoch, step, world.round, key)
+    model, setting = program.model, program.setting
+    return Context(model, setting, hyper, server, client, start, facts, epoch, step, world.round, key)
 
 
 def _optimiser(program: Program, world: World, job):
@@ -101,17 +112,25 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
 
     def loss(params):
-        return method.loss(program.model, {**lane.variables, "params": params}, batch, context)
+        return method.loss({**lane.variables, "params": params}, batch, context)
 
     params = lane.variables["params"]
     (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
     gradients = method.correct(gradients, lane.variables, context)
-    updates, optimiser = _optimiser(program, world, lane.job).update(gradients, lane.optimiser, params)
+    moving = method.trainable(params, context)
+    update = _optimiser(program, world, lane.job).update
+    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params))
+    updates = _only(moving, method.adjust(updates, context))
     variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
     return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
 
 
-def summary_of(program: Program, world: World, lane: Lane, key) -> Tree:
+def _only(moving: Tree | None, tree: Tree) -> Tree:
+    """The tree with zeros where nothing is to move."""
+    return tree if moving is None else jax.tree.map(lambda m, x: jnp.where(m, x, jnp.zeros_like(x)), moving, tree)
+
+
+def summary_of(program: Program, world: World, lane: Lane, context: Context) -> Tree:
     """The method's pass over the client's training data under the trained variables; () without one."""
     method, _ = method_and_server(program, world, lane.job)
     augmented = method.summary_augmented
@@ -120,10 +139,10 @@ def summary_of(program: Program, world: World, lane: Lane, key) -> Tree:
     row, train = world.jobs.row[lane.job], world.data.train
 
     def summarise(index, mask):
-        position_key = jax.random.fold_in(key, index[0])
-        images = prepare(program.pipeline, train.images[index], position_key, train=augmented, dtype=program.dtype)
+        key = jax.random.fold_in(context.key, index[0])
+        images = prepare(program.pipeline, train.images[index], key, train=augmented, dtype=program.dtype)
         batch = Batch(images, train.labels[index], mask.astype(jnp.result_type(float)))
-        return method.summarise(program.model, lane.variables, batch)
+        return method.summarise(lane.variables, batch, context)
 
     return client_batches(summarise, program, train, row)
 
@@ -134,27 +153,34 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     row, steps = jobs.row[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
     context = context_of(program, world, job, lane.client, steps)
-    summary = summary_of(program, world, lane, jax.random.fold_in(context.key, 2))
+    summary = summary_of(program, world, lane, context)
     client, message = method.upload(lane.variables, summary, context)
 
     def predict(images):
         return method.predict_personal(program.model, server, client, context.facts, lane.variables, images)
 
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
-    experiment = 0 if program.experiments == 1 else jobs.experiment[job]
-    total = outcome.message
-    mean = jax.tree.map(lambda t, m: t + jobs.weight[job].astype(m.dtype) * m, take(total.mean, experiment), message.mean)
-    summed = jax.tree.map(jnp.add, take(total.total, experiment), message.total)
     statistics = outcome.statistics
     if program.local_statistics:
         statistics = put(statistics, row, {k: v for k, v in lane.variables.items() if k != "params"})
     return Outcome(
-        Message(put(total.mean, experiment, mean), put(total.total, experiment, summed), put(total.each, job, message.each)),
+        reduce(program, jobs, job, outcome.message, message),
         put(outcome.clients, row, client),
         statistics,
         outcome.loss.at[job].set(lane.loss / jnp.maximum(steps, 1)),
         outcome.correct.at[job].set(correct),
-    )  # fmt: skip
+    )
+
+
+def reduce(program: Program, jobs: Jobs, job, total: Message, message: Message) -> Message:
+    """Add one client's message to its experiment's sums."""
+    experiment = 0 if program.experiments == 1 else jobs.experiment[job]
+    weight = jobs.weight[job]
+    mean = jax.tree.map(lambda t, m: t[experiment] + weight.astype(m.dtype) * m, total.mean, message.mean)
+    summed = jax.tree.map(lambda t, m: t[experiment] + m, total.total, message.total)
+    return Message(
+        put(total.mean, experiment, mean), put(total.total, experiment, summed), put(total.each, job, message.each)
+    )
 
 
 def _zeros(tree: Tree, *leading: int) -> Tree:
@@ -169,7 +195,7 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
     def message(lane):
         method, _ = method_and_server(program, world, lane.job)
         context = context_of(program, world, lane.job, lane.client, 0)
-        return method.upload(lane.variables, summary_of(program, world, lane, context.key), context)[1]
+        return method.upload(lane.variables, summary_of(program, world, lane, context), context)[1]
 
     sent = jax.eval_shape(message, lane)
     reduced = Message(

@@ -1,22 +1,10 @@
 """The local optimiser, with the reference semantics of the papers' code; every number is traced."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import optax
 
-
-class Hyper(NamedTuple):
-    """Settings of local training; scalars, or [E] for E experiments."""
-
-    lr: jax.Array
-    momentum: jax.Array
-    weight_decay: jax.Array
-    clip: jax.Array  # global norm of the raw gradient; inf for no clipping
-
-
-OPTIMIZERS = ("sgd", "adam")
+from fedjax_pcdd.methods.method import Hyper
 
 
 def clip_by_norm(limit) -> optax.GradientTransformation:

@@ -20,13 +20,12 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.methods.method import Method, Setting
+from fedjax_pcdd.methods.method import Hyper, Method, Setting
 from fedjax_pcdd.models import uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
-from fedjax_pcdd.simulation.optimiser import Hyper
 from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift
 
 
@@ -42,6 +41,9 @@ class Local:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None  # global norm of the gradient
+    shuffle: bool = True  # a fresh permutation each epoch, else the stored order of each client
+    lr_steps: tuple[int, ...] = ()  # rounds from which on the learning rate is multiplied by lr_decay
+    lr_decay: float = 0.1
 
 
 class Experiment(NamedTuple):
@@ -140,9 +142,16 @@ class Simulation:
         federation, local = first.federation, first.local
         shape = federation.image_shape
         setting = Setting(
-            model.num_classes, feature_dim(model, shape), federation.num_clients, rounds, uses_batch_norm(model)
+            num_classes=model.num_classes,
+            feature_dim=feature_dim(model, shape),
+            num_clients=federation.num_clients,
+            rounds=rounds,
+            epochs=local.epochs,
+            batch_size=local.batch_size,
+            batch_norm=uses_batch_norm(model),
         )
-        self.experiments, self.local, self.cohort_size, self.param_dtype = experiments, local, cohort, param_dtype
+        self.local = replace(local, epochs=first.method.local_epochs(local.epochs))
+        self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
         self.methods = _stack([e.method.configure(setting) for e in experiments])
         self.hyper = _stack([_hyper(e.local) for e in experiments])
         self.data = self._load_data()
@@ -154,7 +163,7 @@ class Simulation:
             self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
         )  # fmt: skip
         self.keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments])
-        self.capacity = schedule.most_steps(self.steps * local.epochs, cohort, self.program.lanes)
+        self.capacity = schedule.most_steps(self.steps * self.local.epochs, cohort, self.program.lanes)
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
         self._evaluators = {}
@@ -221,6 +230,11 @@ class Simulation:
         variables.pop("params")
         return jax.tree.map(lambda x: jnp.repeat(x[None].astype(self.param_dtype), rows, 0), variables)
 
+    def hyper_at(self, round: int) -> Hyper:
+        """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""
+        fallen = sum(round >= step for step in self.local.lr_steps)
+        return self.hyper._replace(lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
+
     def clients_of(self, round: int) -> list[np.ndarray]:
         """The cohort of each experiment."""
         pairs = zip(self.experiments, self.sizes, strict=True)
@@ -239,7 +253,7 @@ class Simulation:
             lists = [experiment.federation.partition.train[k] for k in chosen]
             draw = partial(
                 schedule.job_batches, seed=experiment.seed, round=round, epochs=local.epochs, batch=local.batch_size,
-                rule=local.last_batch,
+                rule=local.last_batch, shuffle=local.shuffle,
             )  # fmt: skip
             batches += [draw(x, client=int(k)) for k, x in zip(chosen, lists, strict=True)]
             batches += [np.zeros((0, local.batch_size), np.int32)] * (size - len(chosen))
@@ -267,9 +281,7 @@ class Simulation:
           (State, Report); both are still being computed when this returns.
         """
         plan, jobs = self.plan(round) if plan is None else plan
-        return self.round(
-            self.methods, self.hyper, self.data, self.keys, state, plan, jobs, np.int32(round)
-        )  # fmt: skip
+        return self.round(self.methods, self.hyper_at(round), self.data, self.keys, state, plan, jobs, np.int32(round))
 
     @property
     def compilations(self) -> int:
@@ -288,7 +300,9 @@ class Simulation:
 
     def tuner(self, epochs: int) -> "Simulation":
         """A simulation in which every client fine-tunes the global model with plain cross-entropy for PA."""
-        plain = [e._replace(method=Method(), local=replace(e.local, epochs=epochs)) for e in self.experiments]
+        plain = [
+            e._replace(method=Method(), local=replace(e.local, epochs=epochs, lr_steps=())) for e in self.experiments
+        ]
         program = self.program
         return Simulation(
             program.model, plain, pipeline=program.pipeline, cohort=program.setting.num_clients, lanes=program.lanes,

@@ -1,8 +1,8 @@
 """Which client trains on which samples, when and in which lane: plain numpy arrays, a pure function of (seed, round).
 
 A *job* is one client of one experiment in one round. Jobs are packed into L lanes, longest first; each lane works
-through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has a
-shape that depends on the federation alone, so a changing cohort compiles nothing.
+through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has
+a shape that depends on the federation alone, so a changing cohort compiles nothing.
 
 Letters: J jobs, L lanes, T steps (an upper bound), B batch.
 """
@@ -88,10 +88,14 @@ def epoch_batches(order: np.ndarray, batch: int, rule: LastBatch) -> np.ndarray:
 
 
 def job_batches(
-    samples: np.ndarray, *, seed: int, round: int, client: int, epochs: int, batch: int, rule: LastBatch
-) -> np.ndarray:
-    """All batches of one job [epochs * steps, B]: every epoch a fresh uniform permutation of the client's samples."""
-    orders = (stream(seed, round, client, epoch).permutation(samples) for epoch in range(epochs))
+    samples: np.ndarray, *, seed: int, round: int, client: int, epochs: int, batch: int, rule: LastBatch,
+    shuffle: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """All batches of one job [epochs * steps, B]: every epoch a fresh uniform permutation of the client's samples.
+
+    Without `shuffle` every epoch has the samples in their stored order (FedRL).
+    """
+    orders = (stream(seed, round, client, e).permutation(samples) if shuffle else samples for e in range(epochs))
     return np.concatenate([epoch_batches(order, batch, rule) for order in orders])
 
 

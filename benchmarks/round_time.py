@@ -1,0 +1,132 @@
+"""Seconds a round of this simulator: host scheduling, training and aggregation; no evaluation.
+
+python -m benchmarks.round_time --workload=w1 --rounds=8 --lanes=auto
+"""
+
+import argparse
+import sys
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from benchmarks import workloads
+from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
+from fedjax_pcdd import models
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.models.classifier import Classifier, sizes
+from fedjax_pcdd.simulation.devices import choose_lanes
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+
+
+class Flatten(nn.Module):
+    """The backbone of logistic regression: [B, ...] to [B, D]."""
+
+    @nn.compact
+    def __call__(self, x, *, train: bool = False, mask=None):
+        """Flattens; train and mask change nothing."""
+        del train, mask
+        return x.reshape(x.shape[0], -1)
+
+
+def build(workload: Workload) -> Classifier:
+    """The model of a workload."""
+    if workload.model == "logistic_regression":
+        return Classifier(Flatten(), CLASSES)
+    return models.build(workload.model, num_classes=CLASSES, image_shape=workload.shape)
+
+
+def federation(workload: Workload) -> Federation:
+    """Random images, equal clients; one test sample in all, since a round tests every trained model."""
+    rng = np.random.default_rng(0)
+    train, test = (
+        (rng.integers(0, 256, (n, *workload.shape), np.uint8), rng.integers(0, CLASSES, n))
+        for n in (workload.samples, 1)
+    )
+    dataset = Dataset("random", *train, *test, CLASSES)
+    nothing = np.zeros(0, np.int64)
+    owned = tuple(np.arange(workload.samples).reshape(workload.clients, -1))
+    return Federation(dataset, Partition(owned, (np.zeros(1, np.int64), *[nothing] * (workload.clients - 1))))
+
+
+def simulation(workload: Workload, parts: Federation, lanes: int) -> Simulation:
+    """FedAvg as the workload describes it."""
+    local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
+    method = METHODS["fedavg"]()
+    return Simulation(
+        method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
+        cohort=workload.clients, lanes=lanes,
+    )  # fmt: skip
+
+
+def prepare(workload: Workload, lanes: str, rounds: int) -> Simulation:
+    """The simulation with the lanes asked for; "auto" chooses as a real run does."""
+    parts = federation(workload)
+    if lanes != "auto":
+        return simulation(workload, parts, int(lanes))
+    state = simulation(workload, parts, 1).start()
+    number = choose_lanes(lambda n: simulation(workload, parts, n), state, workload.clients, rounds)
+    return simulation(workload, parts, number)
+
+
+def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:
+    """The clocks before, between and after one round more than asked for."""
+    state = jax.block_until_ready(simulated.start())
+    marks = [workloads.clocks()]
+    for r in range(rounds + 1):
+        state, report = simulated.step(state, r)
+        jax.block_until_ready((state, report))
+        marks.append(workloads.clocks())
+    return marks
+
+
+def device_peak_mb(device) -> float | None:
+    """Peak memory of an accelerator, MiB; None where the backend does not count."""
+    stats = device.memory_stats() or {}
+    return round(stats["peak_bytes_in_use"] / 2**20, 1) if "peak_bytes_in_use" in stats else None
+
+
+def measure(name: str, workload: Workload, lanes: str, rounds: int) -> dict:
+    """The record that is printed."""
+    simulated = prepare(workload, lanes, rounds)
+    timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
+    device = jax.devices()[0]
+    return {
+        "bench": "round_time",
+        "workload": name,
+        **timed,
+        "peak_memory_mb": workloads.peak_memory_mb(),
+        "device_peak_memory_mb": device_peak_mb(device),
+        "data_mb": round(workload.data_bytes / 2**20, 1),
+        "lanes": simulated.program.lanes,
+        "clients": workload.clients,
+        "params": sizes(simulated.program.model, workload.shape).params,
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def _lanes(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is neither auto nor a positive number")
+    return text
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = workloads.parser(__doc__)
+    parser.add_argument("--lanes", type=_lanes, default="auto", help="auto or a number")
+    args = parser.parse_args(argv)
+    try:
+        record = measure(args.workload, workloads.chosen(args), args.lanes, args.rounds)
+    except UserError as error:
+        sys.exit(str(error))
+    workloads.report(record, quiet=args.json)
+
+
+if __name__ == "__main__":
+    main()

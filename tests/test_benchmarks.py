@@ -1,0 +1,73 @@
+"""The benchmarks start, and print what their tables read. No timing is asserted."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--workload=w4lr", "--rounds=2", "--clients=3", "--per-client=8", "--batch=4", "--json")
+SHARED = {
+    "bench",
+    "workload",
+    "median_s",
+    "min_s",
+    "cpu_s",
+    "samples_per_s",
+    "rounds",
+    "compile_s",
+    "peak_memory_mb",
+    "params",
+}
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def record(module):
+    done = run("-m", f"benchmarks.{module}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_round_time_prints_one_json_line():
+    found = record("round_time")
+    assert found.keys() >= SHARED | {"lanes", "clients", "backend", "device", "device_peak_memory_mb", "jax"}
+    assert (found["params"], found["clients"], found["rounds"]) == (7850, 3, 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is optional")
+def test_torch_loop_prints_one_json_line():
+    found = record("torch_loop")
+    assert found.keys() >= SHARED | {"torch"}
+    assert found["params"] == 7850
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
+def test_without_pytorch_torch_loop_says_what_to_install():
+    done = run("-m", "benchmarks.torch_loop", *SMALL)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "install torch" in done.stderr
+
+
+def test_torch_loop_and_table_do_not_import_jax():
+    code = """
+import sys, benchmarks.table
+try:
+    import benchmarks.torch_loop
+except SystemExit:
+    pass
+print(sorted({"jax", "fedjax_pcdd"} & set(sys.modules)))
+"""
+    assert run("-c", code).stdout == "[]\n"
+
+
+def test_batches_that_are_not_whole_are_refused():
+    code = "from benchmarks.workloads import *; chosen(parser(None).parse_args(['--workload=w1', '--batch=7']))"
+    assert "--batch=7 must divide --per-client=500" in run("-c", code).stderr
