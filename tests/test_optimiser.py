@@ -1,0 +1,42 @@
+"""The local optimiser against the reference framework's numbers, and its clipping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from golden_vectors import cases
+
+from fedjax_pcdd.methods.method import Hyper
+from fedjax_pcdd.simulation.optimiser import make_optimiser
+
+# key, optimiser, lr, momentum, decay, clip, anew in every step (the constants of tests/golden/README.md)
+SETTINGS = [
+    ("out_sgd", "sgd", 0.1, 0.9, 1e-2, None, False),
+    ("out_sgd_clip", "sgd", 0.1, 0.9, 1e-2, 0.5, False),
+    ("out_adam", "adam", 0.01, 0.0, 1e-2, None, False),
+    ("out_adam_reset_each_step", "adam", 0.01, 0.0, 0.0, None, True),
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("optimisers"))
+@pytest.mark.parametrize(("key", "name", "lr", "momentum", "decay", "clip", "anew"), SETTINGS)
+def test_steps_agree_with_the_reference(g, key, name, lr, momentum, decay, clip, anew):
+    hyper = Hyper(*(jnp.asarray(v) for v in (lr, momentum, decay, jnp.inf if clip is None else clip)))
+    optimiser = make_optimiser(name, hyper, clip=clip is not None)
+    w = jnp.asarray(g["in_w"])
+    state = optimiser.init(w)
+    for expected in g[key]:
+        state = optimiser.init(w) if anew else state
+        updates, state = optimiser.update(jnp.asarray(g["in_A"]) @ (w - g["in_b"]), state, w)
+        w = optax.apply_updates(w, updates)
+        np.testing.assert_allclose(w, expected, 1e-9)
+
+
+def test_clipping_at_infinity_changes_nothing():
+    hyper = Hyper(jnp.float32(0.1), jnp.float32(0.9), jnp.float32(0.0), jnp.float32(jnp.inf))
+    w, gradient = {"a": jnp.arange(3.0)}, {"a": jnp.array([1e15, -3.0, 0.0])}
+    steps = [make_optimiser("sgd", hyper, clip=clip) for clip in (False, True)]
+    free, clipped = (optimiser.update(gradient, optimiser.init(w), w)[0] for optimiser in steps)
+    jax.tree.map(np.testing.assert_array_equal, free, clipped)

@@ -1,0 +1,110 @@
+"""Schedules: every sample of a job exactly once an epoch, nothing lost or doubled, whatever the packing."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_pcdd.simulation import schedule
+
+sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+rules = st.sampled_from(["drop", "keep", "top_up", "strict"])
+
+
+def jobs_of(counts, batch, rule, epochs=2):
+    first = np.cumsum([0, *counts])
+    return [
+        schedule.job_batches(
+            np.arange(first[k], first[k + 1]), seed=0, round=1, client=k, epochs=epochs, batch=batch, rule=rule
+        )
+        for k in range(len(counts))
+    ]
+
+
+def replay(plan, lanes):
+    """The batches each job gets when the segments are followed as the lanes follow them."""
+    job_of, got = [None] * lanes, {}
+    for g in range(int(plan.num_segments)):
+        for i in range(plan.load_stop[g], plan.load_stop[g + 1]):
+            job_of[plan.load_lane[i]] = int(plan.load_job[i])
+            got[int(plan.load_job[i])] = []
+        for t in range(plan.step_stop[g], plan.step_stop[g + 1]):
+            for lane in range(lanes):
+                if job_of[lane] is not None:
+                    got[job_of[lane]].append(plan.indices[t, lane])
+        for i in range(plan.finish_stop[g], plan.finish_stop[g + 1]):
+            assert job_of[plan.finish_lane[i]] == plan.finish_job[i]
+            job_of[plan.finish_lane[i]] = None
+    assert job_of == [None] * lanes
+    return got
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes, st.integers(1, 9), rules, st.integers(1, 5))
+def test_lanes_replay_every_job_in_order(counts, batch, rule, lanes):
+    jobs = jobs_of(counts, batch, rule)
+    steps = schedule.most_steps([np.array([len(b) for b in jobs])], len(jobs), lanes)
+    got = replay(schedule.pack(jobs, lanes, steps=steps), lanes)
+    assert sorted(got) == [j for j, b in enumerate(jobs) if len(b)]
+    for j, batches in got.items():
+        np.testing.assert_array_equal(batches, jobs[j])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 60), st.integers(1, 9), rules)
+def test_an_epoch_has_each_sample_at_most_once_and_all_that_fit(count, batch, rule):
+    samples = np.arange(100, 100 + count)
+    (epoch,) = np.split(schedule.job_batches(samples, seed=3, round=0, client=0, epochs=1, batch=batch, rule=rule), 1)
+    drawn = epoch[epoch >= 0]
+    full = count // batch * batch
+    expected = {"keep": count, "strict": full, "drop": full or count, "top_up": -(-count // batch) * batch}[rule]
+    assert len(drawn) == expected
+    assert set(drawn) <= set(samples)
+    if rule != "top_up":
+        assert len(set(drawn)) == len(drawn)
+    elif count:
+        assert set(drawn) == set(samples)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=12), st.integers(1, 4), st.data())
+def test_capacity_holds_for_every_cohort(steps, lanes, data):
+    cohort = data.draw(st.integers(1, len(steps)))
+    chosen = data.draw(st.permutations(range(len(steps))))[:cohort]
+    capacity = schedule.most_steps([np.array(steps)], cohort, lanes)
+    plan = schedule.pack([np.zeros((steps[k], 3), np.int32) for k in chosen], lanes, steps=capacity)
+    assert plan.indices.shape == (capacity, lanes, 3)
+    assert plan.step_stop.max() <= capacity
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 20))
+def test_cohort_is_a_set_of_clients_with_samples(seed, round, size):
+    counts = np.array([0, 3, 1, 0, 9, 2, 8])
+    chosen = schedule.cohort(seed, round, counts, size)
+    assert len(set(chosen)) == len(chosen) == min(size, 5)
+    assert (counts[chosen] > 0).all()
+
+
+def test_cohorts_differ_between_rounds_and_seeds():
+    counts = np.ones(50)
+    draws = {tuple(schedule.cohort(s, r, counts, 10)) for s in range(3) for r in range(3)}
+    assert len(draws) == 9
+
+
+def test_streams_differ_in_every_coordinate():
+    places = np.vstack([np.zeros(4, int), np.eye(4, dtype=int)])
+    assert len({schedule.stream(*map(int, place)).integers(2**62) for place in places}) == 5
+
+
+def test_without_shuffling_every_epoch_has_the_stored_order():
+    samples = np.array([7, 3, 9, 1])
+    batches = schedule.job_batches(samples, seed=0, round=0, client=0, epochs=2, batch=2, rule="drop", shuffle=False)
+    np.testing.assert_array_equal(batches, [[7, 3], [9, 1]] * 2)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_packing_wastes_little_when_clients_outnumber_lanes(lanes):
+    steps = np.random.default_rng(0).integers(1, 50, 100)
+    plan = schedule.pack([np.zeros((n, 1), np.int32) for n in steps], lanes, steps=int(steps.sum()))
+    assert plan.step_stop.max() * lanes <= 1.05 * steps.sum()

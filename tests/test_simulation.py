@@ -1,0 +1,221 @@
+"""The engine on the toy federation: aggregation, batch norm, precision, sweeps, lanes, compilation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from fedjax_pcdd import models
+from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.simulation import devices, schedule
+from fedjax_pcdd.simulation.round import Experiment, Simulation
+
+
+def params(state):
+    return jax.tree.map(np.array, state.servers.variables["params"])
+
+
+def close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
+
+
+def narrow_resnet(norm="batch"):
+    """A residual network with batch norm that compiles fast."""
+    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
+    return plain.clone(backbone=ResNet((1,), width=4, norm=norm))
+
+
+def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
+    base = toy.simulation()
+    methods = methods or [Method()] * len(seeds)
+    experiments = [
+        Experiment(base.experiments[0].federation, m, base.local, s) for m, s in zip(methods, seeds, strict=True)
+    ]
+    return Simulation(
+        methods[0].build(model), experiments, pipeline=Pipeline(), cohort=cohort, lanes=lanes, rounds=3, **options
+    )
+
+
+def test_one_client_is_centralised_training():
+    simulated = toy.simulation(cohort=5, lanes=1)
+    k = 4
+    federation = simulated.experiments[0].federation
+    only = Federation(federation.dataset, Partition((federation.partition.train[k],), (federation.partition.test[k],)))
+    single = Simulation(
+        simulated.program.model, [Experiment(only, Method(), simulated.local, 0)], pipeline=Pipeline(), cohort=1
+    )
+    state = single.start()
+    variables = jax.tree.map(lambda x: x[0], state.servers.variables)
+    _, batches = single.jobs(0)
+    local = simulated.local
+    optimiser = optax.chain(optax.add_decayed_weights(local.weight_decay), optax.sgd(local.lr, local.momentum))
+    weights = variables["params"]
+    memory = optimiser.init(weights)
+
+    @jax.jit
+    def step(weights, memory, index):
+        images = prepare(Pipeline(), jnp.asarray(federation.dataset.x_train)[index], None, train=True)
+        labels = jnp.asarray(federation.dataset.y_train)[index]
+
+        def loss(weights):
+            outputs, _ = forward(simulated.program.model, {"params": weights}, images, train=True)
+            return cross_entropy(outputs.logits, labels)
+
+        updates, memory = optimiser.update(jax.grad(loss)(weights), memory, weights)
+        return optax.apply_updates(weights, updates), memory
+
+    for index in batches[0]:
+        weights, memory = step(weights, memory, index)
+    state, _ = single.step(state, 0)
+    close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
+
+
+@pytest.mark.parametrize("weights", ["method", "uniform", "batches"])
+def test_weights_are_those_asked_for(weights):
+    simulated = toy.simulation(weights=weights, cohort=5)
+    jobs, _ = simulated.jobs(0)
+    sizes = np.array(toy.SIZES)
+    raw = {"method": sizes, "uniform": np.ones(5), "batches": sizes // 8}[weights]
+    np.testing.assert_allclose(jobs.weight, raw / raw.sum(), 1e-6)
+
+
+def test_strict_rule_leaves_small_clients_out():
+    jobs, batches = toy.simulation(last_batch="strict", cohort=5).jobs(0)
+    assert len(batches[0]) == 0
+    assert jobs.weight[0] == 0
+    assert np.isclose(jobs.weight.sum(), 1)
+
+
+def test_cohort_does_not_depend_on_the_method():
+    cohorts = [[tuple(toy.simulation(name).clients_of(r)[0]) for r in range(3)] for name in ("fedavg", "fedgela")]
+    assert cohorts[0] == cohorts[1]
+
+
+def test_running_statistics_are_averaged_with_the_same_weights():
+    simulated = simulate(narrow_resnet())
+    state, _ = simulated.step(simulated.start(), 0)
+    single = [simulate(narrow_resnet(), cohort=5, lanes=1)]
+    jobs, batches = single[0].jobs(0)
+    total = None
+    for j in range(5):
+        alone = jobs._replace(weight=np.eye(5, dtype=np.float32)[j])
+        only = [b if i == j else b[:0] for i, b in enumerate(batches)]
+        plan = schedule.pack(only, 1, steps=single[0].capacity)
+        one, _ = single[0].step(single[0].start(), 0, (plan, alone))
+        scaled = jax.tree.map(lambda x, j=j: jobs.weight[j] * np.array(x), one.servers.variables)
+        total = scaled if total is None else jax.tree.map(np.add, total, scaled)
+    close(jax.tree.map(np.array, state.servers.variables), total)
+
+
+def test_local_statistics_stay_with_their_client():
+    simulated = simulate(narrow_resnet(), cohort=3, local_statistics=True)
+    before = jax.tree.leaves(jax.tree.map(np.array, simulated.start().statistics))
+    state, _ = simulated.step(simulated.start(), 0)
+    after = jax.tree.leaves(jax.tree.map(np.array, state.statistics))
+    moved = np.any([(a != b).reshape(5, -1).any(1) for a, b in zip(after, before, strict=True)], axis=0)
+    np.testing.assert_array_equal(np.flatnonzero(moved), simulated.clients_of(0)[0])
+
+
+def test_group_norm_has_no_running_statistics():
+    state = simulate(narrow_resnet(norm="group")).start()
+    assert set(state.servers.variables) == {"params"}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batch_norm_model_trains_without_nan(name):
+    simulated = simulate(narrow_resnet(), methods=[METHODS[name]()], cohort=5)
+    state, report = simulated.step(simulated.start(), 0)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.tree.map(np.array, state)))
+    assert np.isfinite(np.array(report.loss)).all()
+
+
+def test_bfloat16_keeps_float32_parameters_and_stays_close():
+    runs = []
+    for dtype in (None, jnp.bfloat16):
+        model = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1), dtype=dtype)
+        simulated = simulate(model, dtype=dtype or jnp.float32)
+        runs.append(simulated.step(simulated.start(), 0)[0])
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(runs[1].servers))
+    close(params(runs[0]), params(runs[1]), 2e-2)
+
+
+def test_a_sweep_gives_each_experiment_its_own_result():
+    model = toy.simulation().program.model
+    methods, seeds = [METHODS["fedprox"](mu=mu) for mu in (0.0, 1.0, 1.0)], (0, 0, 1)
+    together = simulate(model, methods=methods, seeds=seeds, cohort=3, lanes=2)
+    state = together.start()
+    for r in range(2):
+        state, _ = together.step(state, r)
+    for e, (method, seed) in enumerate(zip(methods, seeds, strict=True)):
+        alone = simulate(model, methods=[method], seeds=[seed], cohort=3, lanes=2)
+        single = alone.start()
+        for r in range(2):
+            single, _ = alone.step(single, r)
+        close(jax.tree.map(lambda x, e=e: x[e], params(state)), jax.tree.map(lambda x: x[0], params(single)))
+
+
+def test_evaluation_counts_every_test_sample_once():
+    simulated = toy.simulation(cohort=5)
+    state, report = toy.train(simulated, (0,))
+    federation = simulated.experiments[0].federation
+    variables = jax.tree.map(lambda x: x[0], state.servers.variables)
+    images = prepare(Pipeline(), federation.dataset.x_test, None, train=False)
+    guess = np.argmax(forward(simulated.program.model, variables, images, train=False)[0].logits, -1)
+    right = guess == federation.dataset.y_test
+    counts = simulated.evaluate(state, personal=True)
+    by_class = np.bincount(federation.dataset.y_test, weights=right, minlength=toy.CLASSES)
+    np.testing.assert_array_equal(counts.generic[0], by_class)
+    own = [right[x].sum() for x in federation.partition.test]
+    np.testing.assert_array_equal(np.array(counts.personal).sum(1), own)
+    assert np.array(report.correct).sum() > 0
+
+
+def test_fine_tuning_starts_from_the_given_model_and_moves_it():
+    simulated = toy.simulation(cohort=5)
+    tuner = simulated.tuner(epochs=3)
+    assert tuner.local.epochs == 3
+    assert (tuner.steps > 0).all()
+    assert type(tuner.experiments[0].method) is Method
+
+
+def test_auto_lanes_are_among_the_candidates():
+    base = toy.simulation()
+
+    def make(lanes):
+        return toy.simulation(lanes=lanes)
+
+    assert devices.choose_lanes(make, base.start(), 3, 10) in devices.candidates(3)
+
+
+def test_learning_rate_falls_at_the_given_rounds():
+    simulated = toy.simulation()
+    simulated.local = simulated.local.__class__(**(vars(simulated.local) | {"lr_steps": (2, 4), "lr_decay": 0.1}))
+    rates = [float(simulated.hyper_at(r).lr[0]) for r in range(6)]
+    simulated.local = simulated.local.__class__(**(vars(simulated.local) | {"lr_steps": ()}))
+    np.testing.assert_allclose(rates, [0.05, 0.05, 0.005, 0.005, 0.0005, 0.0005], 1e-6)
+
+
+def test_frozen_parameters_do_not_move_at_all():
+    model = toy.simulation().program.model
+    simulated = simulate(model, methods=[HeadOnly()], cohort=1)
+    before = params(simulated.start())
+    after = params(simulated.step(simulated.start(), 0)[0])
+    jax.tree.map(np.testing.assert_array_equal, before["backbone"], after["backbone"])
+    assert np.any(before["head"]["kernel"] != after["head"]["kernel"])
+
+
+class HeadOnly(Method):
+    def trainable(self, params, context):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key == "head", params)
+
+
+jax.tree_util.register_dataclass(HeadOnly, [], [])
