@@ -1,13 +1,14 @@
-"""Class prototypes: sums for building them, their merging on the server, FedMR's margin against them.
+"""Class prototypes: sums for building them, their merging on the server, margins and distances to them.
 
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
+FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 """
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.losses.classification import memberships
+from fedjax_pcdd.losses.classification import masked_mean, memberships
 
 STALE = ("carry", "drop")
 
@@ -64,6 +65,15 @@ def merge_prototypes(
     return prototypes, fresh | kept
 
 
+def equal_shares(sums: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A client's class sums [C, D] and counts [C], as if it had one sample of each of its classes, at their mean.
+
+    Summed over clients and merged, they give the unweighted mean of the local prototypes (FedProto).
+    """
+    owned = counts > 0
+    return sums / jnp.where(owned, counts, 1)[:, None], owned.astype(counts.dtype)
+
+
 def inter_class(
     features: jax.Array,
     labels: jax.Array,
@@ -102,6 +112,47 @@ def inter_class(
     sample_weights = anchors / jnp.maximum(counts, 1)
     weights = jnp.matmul(sample_weights, pairs, precision="highest")
     return jnp.sum(weights * jax.nn.relu(own - distances)) / jnp.maximum(jnp.sum(pairs), 1)
+
+
+def squared_distance_to_own(
+    features: jax.Array,
+    labels: jax.Array,
+    prototypes: jax.Array,
+    valid: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2, eq. 9. The prototypes are constants.
+
+    Args:
+      features: [B, D], not normalised.
+      labels: [B] integers in [0, C).
+      prototypes: [C, D].
+      valid: [C] bool; samples of other classes add nothing, but stay in B.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar >= 0; 0 with zero gradient when no sample's class is valid.
+    """
+    features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
+    targets = jax.lax.stop_gradient(prototypes).astype(features.dtype)[labels]
+    distances = jnp.mean(jnp.square(jnp.where(valid[labels].astype(bool)[:, None], features - targets, 0)), axis=-1)
+    return masked_mean(distances, mask)
+
+
+def nearest_prototype_scores(features: jax.Array, prototypes: jax.Array, valid: jax.Array) -> jax.Array:
+    """FedProto's prediction: the argmax over classes is the nearest prototype.
+
+    Args:
+      features: [B, D].
+      prototypes: [C, D].
+      valid: [C] bool, classes that may be predicted.
+
+    Returns:
+      [B, C], minus the mean over D of the squared distance; -inf for classes that are not valid.
+    """
+    distances = jnp.mean(jnp.square(features[:, None, :] - prototypes), axis=-1)
+    return jnp.where(valid.astype(bool), -distances, -jnp.inf)
 
 
 def random_subset(key: jax.Array, mask: jax.Array, n: jax.Array | int) -> jax.Array:
