@@ -90,6 +90,36 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, method):
     assert results(folder) == results(tmp_path / "whole")
 
 
+def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path):
+    folder = tmp_path / "run"
+    assert call("--method=fedgela", *SMALL, f"--run-dir={folder}")[0] == 0
+    whole = results(folder)
+    (folder / "summary.json").unlink()
+    newest = max((folder / "checkpoints").iterdir(), key=lambda p: int(p.name) if p.name.isdigit() else -1)
+    largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    code, _, err = call(f"--resume={folder}")
+    assert code == 0, err
+    assert "round 6 is damaged" in err
+    assert results(folder) == whole
+
+
+def test_taken_run_folder_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: fedavg\n")
+    code, _, err = call(f"--run-dir={tmp_path}")
+    assert code == 2
+    assert "--resume" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_resume_with_another_setting_names_it(tmp_path):
+    folder = tmp_path / "run"
+    assert call("--method=fedavg", *SMALL, "--fine-tune-epochs=0", f"--run-dir={folder}")[0] == 0
+    code, _, err = call(f"--resume={folder}", "--lr=0.5")
+    assert code == 2
+    assert "--lr" in err
+
+
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     code, _, err = call("--method=fedavg", "--lr=1e30", *SMALL, f"--run-dir={tmp_path / 'run'}")
     assert code == 2
@@ -97,6 +127,7 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert "round" in err
     assert "fedavg" in err
     assert "Traceback" not in err
+    assert not list((tmp_path / "run").glob("summary.json"))
 
 
 BAD = {

@@ -33,6 +33,7 @@ from fedjax_pcdd.harness.disk import for_user
 
 _REMOVED = "removed"
 _PARTS = ("server", "clients")
+_FILES = "files.json"
 _SMALL_FILES = 2**17
 
 
@@ -64,8 +65,8 @@ class Checkpoints:
           folder: where the checkpoints live; one process at a time.
           keep: checkpoints kept, the newest ones; the two newest full ones stay in any case.
           every: rounds between checkpoints.
-          clients_every: rounds between full checkpoints. A resume starts from a full one, so it repeats up to
-            `clients_every - 1` rounds (and up to `every - 1` more); each full one writes all clients' states.
+          clients_every: every n-th checkpoint is full. A resume starts from a full one, so it repeats up to
+            `every * clients_every - 1` rounds; each full one writes all clients' states.
           asynchronous: write in the background.
           say: told, in one sentence, about what a user should know.
 
@@ -101,8 +102,8 @@ class Checkpoints:
         Args:
           round: completed rounds.
           server: pytree of arrays.
-          clients: pytree of arrays, `()` where clients keep nothing; left out where
-            `round % clients_every != 0`, unless forced.
+          clients: pytree of arrays, `()` where clients keep nothing; left out where the checkpoint is not to be full,
+            unless forced.
           history: whatever JSON can hold; it comes back on `restore`.
           force: write now, and fully, whatever `every` and `clients_every` say.
 
@@ -115,7 +116,7 @@ class Checkpoints:
         if not force and round % self._every:
             return False
         self.wait()
-        full = force or round % self._clients_every == 0
+        full = force or round // self._every % self._clients_every == 0
         if round in self._manager.all_steps() and (round in self._full or not full):
             return False
         parts = {"server": snapshot.take("server", server)}
@@ -197,6 +198,7 @@ class Checkpoints:
         except BaseException:
             self._full.discard(round)
             raise
+        _list_files(self._folder / str(round))
         shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
 
     def _newest(self, like: dict[str, Any]) -> Restored | None:
@@ -204,6 +206,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for round in sorted(self._manager.all_steps(), reverse=True):
             try:
+                _check_files(self._folder / str(round))
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
@@ -262,6 +265,27 @@ class Checkpoints:
             self._manager.delete(newer)
             self._full.discard(newer)
         shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+
+
+def _list_files(checkpoint: Path) -> None:
+    """Write down the files of a finished checkpoint and their sizes."""
+    sizes = {str(f.relative_to(checkpoint)): f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()}
+    (checkpoint / _FILES).write_text(json.dumps(sizes))
+
+
+def _check_files(checkpoint: Path) -> None:
+    """ValueError where a file is missing or has another size.
+
+    TensorStore would notice too, but leaves reads behind that print tracebacks when they fail one by one. A process
+    killed before the list was written leaves a checkpoint without one, which is then only checked by its contents.
+    """
+    try:
+        sizes = json.loads((checkpoint / _FILES).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return
+    for name, size in sizes.items():
+        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
+            raise ValueError(f"the file {name} is missing or cut short")
 
 
 def required_bytes(server: Any, clients: Any) -> int:

@@ -106,7 +106,9 @@ class RunConfig:
     )
     resume: Path | None = run_option(None, "run", "folder of a run to continue, with the options it was started with")
     checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
-    checkpoint_clients_every: int = run_option(1, "run", "checkpoints between those that hold client states", low=1)
+    checkpoint_clients_every: int = run_option(
+        1, "run", "only every n-th checkpoint holds the client states; a resume goes back to such a one", low=1
+    )
     keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
