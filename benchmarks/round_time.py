@@ -41,16 +41,20 @@ def build(workload: Workload) -> Classifier:
 
 
 def federation(workload: Workload) -> Federation:
-    """Random images, equal clients; one test sample in all, since a round tests every trained model."""
+    """Random images, equal clients.
+
+    A round tests each trained model on its client's own test samples: there are two in all, the first client's
+    (one would be a constant of the program, and XLA would test it once a job).
+    """
     rng = np.random.default_rng(0)
     train, test = (
         (rng.integers(0, 256, (n, *workload.shape), np.uint8), rng.integers(0, CLASSES, n))
-        for n in (workload.samples, 1)
+        for n in (workload.samples, 2)
     )
     dataset = Dataset("random", *train, *test, CLASSES)
     nothing = np.zeros(0, np.int64)
     owned = tuple(np.arange(workload.samples).reshape(workload.clients, -1))
-    return Federation(dataset, Partition(owned, (np.zeros(1, np.int64), *[nothing] * (workload.clients - 1))))
+    return Federation(dataset, Partition(owned, (np.arange(2), *[nothing] * (workload.clients - 1))))
 
 
 def simulation(workload: Workload, parts: Federation, lanes: int) -> Simulation:

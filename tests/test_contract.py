@@ -14,9 +14,23 @@ from fedjax_pcdd.simulation.devices import CompileClock
 REDUCES = {
     "fedavg": {},
     "fedprox": {"mu": 0.0},
+    "fedgen": {"alpha": 0.0, "beta_kl": 0.0},
+    "fedrl": {"mu": 0.0},
+    "fedproc": {"mu": 0.0},
     "fedmr": {"mu1": 0.0, "mu2": 0.0},
     "fedgela": {"classifier": "learned", "phi": "none", "layers": 0},
+    "moon": {"mu": 0.0},
+    "fedproto": None,  # models are never aggregated
+    "fednova": None,  # only where all clients make equally many steps, see its tests
+    "feddyn": None,  # uniform weights, see its tests
+    "feddc": None,  # drifts are added whatever the coefficients
+    "scaffold": None,  # only in the first round, see its tests
     "solo": None,  # nothing is aggregated
+    "fedrs": {"alpha": 1.0, "bias": True},
+    "fedlc": {"tau": 0.0},
+    "fedrep": None,  # the head is never shared
+    "fedbabu": None,  # the head is never trained
+    "fedrod": {"prior_power": 0.0},
 }
 everyone = pytest.mark.parametrize("name", METHODS)
 

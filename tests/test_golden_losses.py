@@ -9,9 +9,15 @@ import pytest
 from golden_vectors import cases
 
 from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.losses.contrastive import model_contrast, prototype_contrast
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.losses.logit_adjustment import class_scales, scaled_logits
-from fedjax_pcdd.losses.prototypes import inter_class, merge_prototypes
+from fedjax_pcdd.losses.prototypes import (
+    inter_class,
+    merge_prototypes,
+    nearest_prototype_scores,
+    squared_distance_to_own,
+)
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -126,3 +132,55 @@ def test_rescaled_logits_and_their_loss_agree_with_fedgela(g, variant, precision
     assert_close(logits, g["out_logits_ge" if variant == "ge" else "out_logits_la"], precision.rtol)
     assert_close(value, g[f"out_loss_{variant}"], precision.rtol)
     assert_close(gradient, g[f"out_grad_{variant}"], precision.rtol)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("previous", [0, 1, 2])
+@pytest.mark.parametrize("g", cases("moon"))
+def test_model_contrast_agrees_with_moon(g, previous, slots, precision):
+    received, *past = (precision.array(g[f"in_f_{name}"]) for name in ("global", "prev", "prev2", "prev"))
+    mu, tau = precision.array(g["par_mu"]), precision.array(g["par_tau"])
+    negatives, valid = jnp.stack(past[:slots]), jnp.arange(slots) < previous
+
+    def loss(f):
+        return mu * model_contrast(f, received, negatives, valid, tau)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(precision.array(g["in_f"]))
+    assert_close(value, g[f"out_loss_p{previous}"], precision.rtol)
+    assert_close(gradient, g[f"out_grad_p{previous}"], precision.rtol)
+
+
+@pytest.mark.parametrize("prototypes", ["allvalid", "oneinvalid"])
+@pytest.mark.parametrize("tau", ["1.0", "0.5"])
+@pytest.mark.parametrize("g", cases("fedproc"))
+def test_prototype_contrast_agrees_with_fedproc(g, tau, prototypes, precision):
+    labels, valid = jnp.asarray(g["in_y"]), jnp.asarray(g[f"in_valid_{prototypes}"]) > 0
+    protos = precision.array(g["in_protos"])
+
+    def loss(f):
+        return prototype_contrast(f, labels, protos, valid, float(tau))
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(precision.array(g["in_f"]))
+    assert_close(value, g[f"out_loss_tau{tau}_{prototypes}"], precision.rtol)
+    assert_close(gradient, g[f"out_grad_tau{tau}_{prototypes}"], precision.rtol)
+
+
+@pytest.mark.parametrize("prototypes", ["allvalid", "oneinvalid"])
+@pytest.mark.parametrize("g", cases("fedproto"))
+def test_squared_distance_to_own_agrees_with_fedproto(g, prototypes, precision):
+    labels, valid = jnp.asarray(g["in_y"]), jnp.asarray(g[f"in_valid_{prototypes}"]) > 0
+    protos = precision.array(g["in_protos"])
+
+    def loss(f):
+        return squared_distance_to_own(f, labels, protos, valid)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(precision.array(g["in_f"]))
+    assert_close(value, g[f"out_loss_{prototypes}"], precision.rtol)
+    assert_close(gradient, g[f"out_grad_{prototypes}"], precision.rtol)
+
+
+@pytest.mark.parametrize("g", cases("fedproto"))
+def test_nearest_prototype_agrees_with_fedproto(g, precision):
+    protos = precision.array(g["in_protos"])
+    scores = nearest_prototype_scores(precision.array(g["in_f"]), protos, jnp.ones(len(protos), bool))
+    np.testing.assert_array_equal(jnp.argmax(scores, axis=1), g["out_pred_nearest"])

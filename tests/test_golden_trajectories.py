@@ -10,7 +10,18 @@ RTOL, ATOL = 1e-9, 1e-11
 
 SETTINGS = {
     "fedavg": ("fedavg", {}),
+    "fednova": ("fednova", {}),
+    "feddyn_alpha0.1": ("feddyn", {"alpha": 0.1}),
+    "feddc_alpha0.1": ("feddc", {"alpha": 0.1}),
+    "scaffold_rho0_wd0": ("scaffold", {"momentum": 0.0, "decay": 0.0}),
     "fedprox_mu0.1": ("fedprox", {"mu": 0.1}),
+    "fedrl_mu0.5": ("fedrl", {"mu": 0.5}),
+    "fedproc_additive_mu0.5_tau0.5": ("fedproc", {"mu": 0.5, "tau": 0.5}),
+    "moon_mu1_tau0.5": ("moon", {"mu": 1.0, "tau": 0.5}),
+    "fedrs_hard_alpha0.5": ("fedrs", {"alpha": 0.5}),
+    "fedlc_tau1": ("fedlc", {"tau": 1.0}),
+    "fedbabu": ("fedbabu", {}),
+    "fedrod": ("fedrod", {}),
     "fedgela_present_kappa10": ("fedgela", {"ew": 100.0, "layers": 0, "denominator": "present"}),
     "fedgela_all_kappa10": ("fedgela", {"ew": 100.0, "layers": 0, "denominator": "all"}),
     "fedgela_ge_kappa10": ("fedgela", {"ew": 10.0, "scale": "linear", "layers": 0, "phi": "none"}),

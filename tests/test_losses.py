@@ -9,9 +9,16 @@ import pytest
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import correct_per_class, cross_entropy, masked_mean
+from fedjax_pcdd.losses.contrastive import model_contrast, prototype_contrast
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.losses.logit_adjustment import class_scales, l2_normalise, scaled_logits
-from fedjax_pcdd.losses.prototypes import class_sums, inter_class, merge_prototypes, random_subset
+from fedjax_pcdd.losses.prototypes import (
+    class_sums,
+    inter_class,
+    merge_prototypes,
+    random_subset,
+    squared_distance_to_own,
+)
 
 C, D, B = 5, 4, 12
 FORMS = ["offdiag", "frobenius"]
@@ -43,7 +50,23 @@ def decorrelation(features, labels, mask=None, *, form):
     return intra_class(features, labels, C, form=form, mask=mask)
 
 
+def contrast_of_models(features, labels, mask=None):
+    past = jnp.stack([features[:, ::-1], 1 - features])
+    return model_contrast(features, 2 * features + 1, past, jnp.asarray([True, False]), 0.5, mask=mask)
+
+
+def contrast_of_prototypes(features, labels, mask=None):
+    return prototype_contrast(features, labels, PROTOTYPES, PRESENT, 0.5, mask=mask)
+
+
+def distance(features, labels, mask=None):
+    return squared_distance_to_own(features, labels, PROTOTYPES, PRESENT, mask=mask)
+
+
 LOSSES = {
+    "model_contrast": contrast_of_models,
+    "prototype_contrast": contrast_of_prototypes,
+    "squared_distance_to_own": distance,
     "cross_entropy": linear_cross_entropy,
     "rescaled": rescaled,
     "inter_class": margin,

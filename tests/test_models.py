@@ -24,7 +24,17 @@ from fedjax_pcdd.models.layers import BatchNorm, GroupNorm, conv_init, linear_in
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.resnet import ResNet
 
-SMALLEST = {"mlp": (4, 4, 1), "simple_cnn": (16, 16, 3), "mcmahan_cnn": (4, 4, 1), "resnet18": (8, 8, 3)}
+SMALLEST = {
+    "mlp": (4, 4, 1),
+    "simple_cnn": (16, 16, 3),
+    "mcmahan_cnn": (4, 4, 1),
+    "fedrl_cnn": (16, 16, 1),
+    "resnet18": (8, 8, 3),
+    "resnet50": (8, 8, 3),
+    "wrn28_10": (4, 4, 3),
+    "efficientnet_b0": (16, 16, 3),
+    "efficientnet_b0_isic": (32, 32, 3),
+}
 
 
 def images(shape, batch=6, seed=0):
@@ -49,6 +59,11 @@ def narrow_variables():
         ("resnet18", (32, 32, 3), 10, 11_173_962, 11_183_582, 512),
         ("resnet18", (28, 28, 1), 10, 11_172_810, 11_182_430, 512),
         ("resnet18", (32, 32, 3), 100, 11_220_132, 11_229_752, 512),
+        ("fedrl_cnn", (28, 28, 1), 10, 34_622, 34_622, 120),
+        ("resnet50", (32, 32, 3), 100, 23_705_252, 23_758_425, 2048),
+        ("wrn28_10", (32, 32, 3), 100, 36_546_980, 36_564_957, 640),
+        ("efficientnet_b0", (32, 32, 3), 10, 4_007_548 + 12_810, 4_049_613 + 12_810, 1280),
+        ("efficientnet_b0_isic", (200, 200, 3), 8, 4_832_516, 4_874_581, 640),
     ],
 )
 def test_sizes_are_the_published_ones(name, shape, classes, params, full, features):
@@ -81,7 +96,7 @@ def test_inputs_that_are_no_images_are_refused():
 
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(UserError, match="did you mean 'resnet18'"):
-        build("resnet", num_classes=3, image_shape=(32, 32, 3))
+        build("resnet1", num_classes=3, image_shape=(32, 32, 3))
     with pytest.raises(UserError, match="did you mean 'batch'"):
         build("mlp", num_classes=3, image_shape=(2,), norm="batchnorm")
 

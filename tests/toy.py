@@ -1,6 +1,7 @@
 """A small ragged federation for contract tests: absent classes, a one-sample client, made-up images."""
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods import METHODS, Context
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 CLASSES = 4
@@ -47,6 +48,12 @@ def simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=Pipeline(), cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics,
     )  # fmt: skip
+
+
+def context(**known: Any) -> Context:
+    """A context of which a test gives only what its hook looks at."""
+    fields: dict[str, Any] = dict.fromkeys(Context._fields)
+    return Context(**fields | known)
 
 
 def train(simulated, rounds=(0, 1, 2)):

@@ -26,7 +26,10 @@ class TwoLayers(nn.Module):
     def __call__(self, x, *, train, mask=None):
         x = x.reshape(len(x), -1)
         x = nn.relu(nn.Dense(self.hidden, param_dtype=x.dtype, name="first")(x))
-        return nn.Dense(self.features, param_dtype=x.dtype, name="second")(x)
+        self.sow("intermediates", "layers", x)
+        x = nn.Dense(self.features, param_dtype=x.dtype, name="second")(x)
+        self.sow("intermediates", "layers", x)
+        return x
 
 
 class Problem:
@@ -60,14 +63,16 @@ class Problem:
         return params
 
     def flatten(self, params):
-        """The inverse; a model without head gives the backbone's part alone."""
+        """The inverse; a model without head gives the backbone's part alone, one without bias has zeros there."""
         layers = [params["backbone"]["first"], params["backbone"]["second"]]
         layers += [params["head"]] if "head" in params else []
-        parts = [np.concatenate([np.asarray(p["kernel"]).T.ravel(), np.asarray(p["bias"])]) for p in layers]
+        pairs = [(np.asarray(p["kernel"]), p.get("bias")) for p in layers]
+        parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
         return np.concatenate(parts)
 
-    def simulation(self, method, *, lanes):
-        lr, momentum, decay = (float(v) for v in self.g["par_lr_rho_wd"])
+    def simulation(self, method, *, lanes, momentum=None, decay=None):
+        lr, rho, wd = (float(v) for v in self.g["par_lr_rho_wd"])
+        momentum, decay = rho if momentum is None else momentum, wd if decay is None else decay
         model = method.build(Classifier(TwoLayers(self.hidden, self.dim), self.classes, param_dtype=jnp.float64))
         local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, None)
         experiment = Experiment(self.federation, method, local, seed=0)
@@ -87,27 +92,24 @@ class Problem:
         batches += [np.zeros((0, self.batch), np.int32)] * (self.clients - len(chosen))
         clients, weight = np.zeros((1, self.clients), np.int32), np.zeros((1, self.clients))
         clients[0, : len(chosen)] = chosen
-        weight[0, : len(chosen)] = self.n[chosen] / self.n[chosen].sum()
+        raw = simulation.weights[0, chosen]
+        weight[0, : len(chosen)] = raw / raw.sum()
         jobs = simulation.table(clients, weight, batches)
         return schedule.pack(batches, simulation.program.lanes, steps=simulation.capacity), jobs
 
 
-def train(g, name, lanes, *, everyone=False, **hyper):
+def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, **hyper):
     """States after each round, as numpy, with the problem."""
     problem = Problem(g)
-    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes)
-    state = simulation.start()
-    params = problem.unflatten(g["in_p0"])
-    if "head" not in state.servers.variables["params"]:
+    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay)
+    model, params = simulation.program.model, problem.unflatten(g["in_p0"])
+    if not model.head:
         params.pop("head")
-    variables = {"params": jax.tree.map(lambda x: x[None], params)}
-    server = state.servers._replace(variables=variables)
-    if "etf" in server._fields:
-        server = server._replace(etf=jnp.asarray(g["in_etf_M"])[None])
-    state = state._replace(servers=server)
-    if name == "solo":
-        copies = jax.tree.map(lambda x: jnp.repeat(x, problem.clients, 0), variables)
-        state = state._replace(clients=copies)
+    elif not model.head_bias:
+        params["head"].pop("bias")
+    state = simulation.start({"params": jax.tree.map(lambda x: x[None], params)})
+    if "etf" in state.servers._fields:
+        state = state._replace(servers=state.servers._replace(etf=jnp.asarray(g["in_etf_M"])[None]))
     states = []
     for r, row in enumerate(problem.selected):
         chosen = np.arange(problem.clients) if everyone else np.flatnonzero(row)

@@ -120,7 +120,7 @@ class Federation:
         return len(self.partition.train)
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
+    def image_shape(self) -> tuple[int, int, int]:
         """(H, W, channels)."""
         return self.dataset.x_train.shape[1:]
 

@@ -1,6 +1,7 @@
 """One experiment from a configuration to its result: rounds, metrics, checkpoints, and the summary at the end."""
 
 import dataclasses
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from fedjax_pcdd.harness import display, records
 from fedjax_pcdd.harness.checkpoint import Checkpoints, required_bytes
 from fedjax_pcdd.harness.config import RunConfig, dump, run_folder
 from fedjax_pcdd.harness.disk import check_space
+from fedjax_pcdd.harness.fine_tuning import from_global, from_last
 from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
 from fedjax_pcdd.harness.writers import writers_for
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.methods.method import Server
 from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.simulation.program import State, Tree
 from fedjax_pcdd.simulation.round import Experiment, Local, Report, Simulation
@@ -33,14 +34,17 @@ class Progress(NamedTuple):
 
     round: int  # completed rounds
     state: State
-    best: Tree  # global variables [1, ...] of the best GA, () where PA needs no fine-tuning
+    best: Tree  # global variables [1, ...] of the best GA, () where no fine-tuning starts from them
     history: History
 
 
 def make_federation(config: RunConfig) -> Federation:
     """Load the data set and divide it among the clients."""
     dataset = sources.load(config.dataset, config.data_dir)
-    groups = None if dataset.groups_train is None else (dataset.groups_train, dataset.groups_test)
+    train, test = dataset.groups_train, dataset.groups_test
+    groups = None if train is None or test is None else (train, test)
+    if not len(dataset.y_test):
+        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
     parts = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes, clients=config.clients,
         seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client, retry=config.retry,
@@ -82,7 +86,7 @@ def make_simulation(config: RunConfig, method: Method, federation: Federation, l
 class Run:
     """Everything a running experiment needs; `run` below is the way in."""
 
-    def __init__(self, config: RunConfig, method: Method, say=print):
+    def __init__(self, config: RunConfig, method: Method):
         """Prepare the simulation and open or create the run folder; UserError before anything is written."""
         self.config, self.clock, self.started = config, CompileClock(), time.perf_counter()
         select_device(config.device)
@@ -95,6 +99,7 @@ class Run:
         self.simulation = make(1)
         self.method = jax.tree.map(lambda x: x[0], self.simulation.methods)
         self._check_cohort(jobs)
+        self._advise()
         state = self.simulation.start()
         self.folder, lanes = self._folder(config, method, state)
         if lanes is None:
@@ -102,10 +107,11 @@ class Run:
             self.folder.write_json("resolved.json", {"lanes": lanes, "hyperparameters": self._hyperparameters()})
         if lanes > 1:
             self.simulation = make(lanes)
-        self.keeps_best = self.method.fine_tune and config.fine_tune_epochs > 0
+        self.tunes = self.method.fine_tune and config.fine_tune_epochs > 0
+        self.keeps_best = self.tunes and self.method.global_model
         self.checkpoints = Checkpoints(
             self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
-            clients_every=config.checkpoint_clients_every, say=say,
+            clients_every=config.checkpoint_clients_every,
         )  # fmt: skip
         self.writers = writers_for(config.tensorboard, config.wandb, self.folder.path, dataclasses.asdict(config))
 
@@ -118,6 +124,18 @@ class Run:
             raise UserError(
                 "no client has enough samples for one batch: choose a smaller --batch-size or --last-batch=keep."
             )
+
+    def _advise(self) -> None:
+        """Say what the method thinks of these settings."""
+        if not self.config.quiet:
+            hyper = jax.tree.map(lambda x: x[0], self.simulation.hyper)
+            for sentence in self.method.advise(self.simulation.program.setting, hyper):
+                print(f"warning: {sentence}", file=sys.stderr)
+
+    def _generic(self, state: State) -> Tree:
+        """A copy of the global variables [1, ...] that GA is read from."""
+        variables = jax.vmap(lambda method, server: method.generic_variables(server))
+        return jax.tree.map(jnp.copy, variables(self.simulation.methods, state.servers))
 
     def _folder(self, config: RunConfig, method: Method, state: State) -> tuple[records.RunFolder, int | None]:
         """The run folder, and the number of lanes if the run had begun."""
@@ -141,7 +159,7 @@ class Run:
     def begin(self) -> Progress:
         """The start, or the newest intact checkpoint."""
         state = self.simulation.start()
-        best = jax.tree.map(jnp.copy, state.servers.variables) if self.keeps_best else ()
+        best = self._generic(state) if self.keeps_best else ()
         history = new_history(self.federation.num_clients)
         found = None
         if self.config.resume:
@@ -166,18 +184,18 @@ class Run:
         """Train from `progress` to the last round."""
         simulation, config = self.simulation, self.config
         done, state, best, history = progress
-        plan = simulation.plan(done) if done < config.rounds else None
+        plan = simulation.plan(min(done, config.rounds - 1))
         with display.progress(config.rounds, done, config.quiet) as bar:
             for r in range(done, config.rounds):
                 begun = time.perf_counter()
                 state, report = simulation.step(state, r, plan)
-                jobs, plan = plan[1], simulation.plan(r + 1) if r + 1 < config.rounds else None
+                jobs, plan = plan[1], simulation.plan(min(r + 1, config.rounds - 1))  # while the device computes
                 row = {"round": r + 1, "ga": None, "pa": None, "loss": self._loss(r, report, jobs, state)}
                 row["seconds"] = time.perf_counter() - begun
                 self._evaluate(row, state, report, jobs, history)
                 history.rows.append(row)
                 if self.keeps_best and history.is_best("ga"):
-                    best = jax.tree.map(jnp.copy, state.servers.variables)
+                    best = self._generic(state)
                 self._record(row, history)
                 parts = (state.servers, best), (state.clients, state.statistics)
                 self.checkpoints.save(r + 1, *parts, history.to_json(), force=r + 1 == config.rounds)
@@ -232,16 +250,12 @@ class Run:
         for writer in self.writers:
             writer.write(row)
 
-    def fine_tuned(self, variables: Tree) -> np.ndarray:
-        """PA [K] after every client has fine-tuned the global variables [1, ...] on its own data."""
-        tuner = self.simulation.tuner(self.config.fine_tune_epochs)
-        state = State(Server(variables), (), ())
-        before = np.array(tuner.evaluate(state, personal=True).personal)
-        plan, jobs = tuner.plan(self.config.rounds)
-        _, report = tuner.step(jax.tree.map(jnp.copy, state), self.config.rounds, (plan, jobs))
-        trained = jobs.steps > 0
-        before[jobs.row[trained]] = np.array(report.correct)[trained]
-        return accuracy(before.sum(1), self.federation.test_sizes)
+    def _fine_tuned(self, progress: Progress, result: dict[str, Any]) -> dict[str, Any]:
+        """What fine-tuning after the last round changes in the result."""
+        tuner, rounds = self.simulation.tuner(self.config.fine_tune_epochs), self.config.rounds
+        if not self.keeps_best:
+            return from_last(tuner, progress.state, rounds)
+        return from_global(tuner, progress.best, self._generic(progress.state), rounds, result)
 
     def summary(self, progress: Progress) -> dict[str, Any]:
         """The result: best and last of GA and PA, cost, and what it ran on."""
@@ -256,13 +270,8 @@ class Run:
         }  # fmt: skip
         if not self.method.global_model:
             result |= {"ga_best": history.without_global_model(), "ga_best_round": None}
-        if self.keeps_best:
-            best, last = self.fine_tuned(progress.best), self.fine_tuned(progress.state.servers.variables)
-            result |= {
-                "pa_protocol": f"global model fine-tuned for {config.fine_tune_epochs} epochs",
-                "pa_best": mean(best), "pa_last": mean(last), "pa_best_round": ga_round,
-                "pa_best_per_client": plain(best), "pa_local_best": pa_best, "pa_local_last": history.last("pa"),
-            }  # fmt: skip
+        if self.tunes:
+            result |= self._fine_tuned(progress, result)
         return result | self._cost(history)
 
     def _cost(self, history: History) -> dict[str, Any]:

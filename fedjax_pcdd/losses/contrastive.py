@@ -1,6 +1,7 @@
-"""Contrast between the representations of models: MOON, and the cosine that it shares with FedProc.
+"""Contrastive losses on cosines: between models (MOON) and between classes (FedProc).
 
-MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021, eq. 3.
+MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021.
+FedProc: Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 2023.
 """
 
 import jax
@@ -19,9 +20,18 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     """
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
-    lengths = safe_norm(a) * safe_norm(b)
-    product = jnp.sum(a * b, axis=-1)
-    return jnp.where(lengths > 0, product, 0) / jnp.maximum(lengths, _EPSILON)
+    return _ratio(jnp.sum(a * b, axis=-1), safe_norm(a) * safe_norm(b))
+
+
+def cosines(a: jax.Array, b: jax.Array) -> jax.Array:
+    """`cosine` of every row of a [M, D] with every row of b [N, D]: [M, N], without an array [M, N, D]."""
+    dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
+    a, b = a.astype(dtype), b.astype(dtype)
+    return _ratio(jnp.matmul(a, b.T, precision="highest"), safe_norm(a)[:, None] * safe_norm(b))
+
+
+def _ratio(products, lengths):
+    return jnp.where(lengths > 0, products, 0) / jnp.maximum(lengths, _EPSILON)
 
 
 def model_contrast(
@@ -80,6 +90,6 @@ def prototype_contrast(
     valid = valid.astype(bool)
     everyone = jnp.ones(labels.shape, bool) if mask is None else mask.astype(bool)
     counted = everyone & valid[labels]
-    similarities = cosine(features[:, None, :], jax.lax.stop_gradient(prototypes)) / tau
+    similarities = cosines(features, jax.lax.stop_gradient(prototypes)) / tau
     share = jnp.sum(counted) / jnp.maximum(jnp.sum(everyone), 1)
     return share * cross_entropy(similarities, labels, mask=counted, classes=valid)

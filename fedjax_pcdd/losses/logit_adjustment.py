@@ -1,13 +1,14 @@
 """Logits adjusted by the client's class distribution.
 
 FedGELA: Fan et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data",
-NeurIPS 2023.
+NeurIPS 2023. FedRS: Li and Zhan, KDD 2021. FedLC: Zhang et al., ICML 2022. Balanced softmax: Ren et al., NeurIPS 2020.
 """
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 FUNCTIONS = {"identity": lambda shares: shares, "sqrt": jnp.sqrt, "exp": jnp.exp}
 GAMMAS = ("class", "localgamma", "serverscaled")
@@ -66,6 +67,90 @@ def scaled_logits(features: jax.Array, directions: jax.Array, scales: jax.Array,
     return kappa * scales * cosines
 
 
+def restricted_scales(class_counts: jax.Array, alpha: jax.Array | float, *, form: str = "hard") -> jax.Array:
+    """FedRS's scales s_c of the classifier's rows (KDD 2021, restricted softmax).
+
+    Args:
+      class_counts: [C] training samples of the client, n_kc.
+      alpha: scale of a missing class, in [0, 1].
+      form: "hard", 1 for a class that the client has (the paper), or "soft",
+        (1 - alpha) n_kc / max_j n_kj + alpha (the published code).
+
+    Returns:
+      [C] scales.
+
+    Raises:
+      UserError: `form` is unknown.
+    """
+    _known(form, ("hard", "soft"), "form of the restricted softmax")
+    if form == "hard":
+        return jnp.where(class_counts > 0, 1.0, alpha)
+    return (1 - alpha) * _ratio(class_counts, jnp.max(class_counts)) + alpha
+
+
+def calibration_margins(class_counts: jax.Array, tau: jax.Array | float, *, missing: float | None = None) -> jax.Array:
+    """FedLC's margins m_c = tau * n_c^(-1/4), to be taken from the logits (ICML 2022).
+
+    Args:
+      class_counts: [C] training samples.
+      tau: strength, >= 0.
+      missing: count that stands in for 0; None gives the margin 0, for callers that take missing classes out.
+
+    Returns:
+      [C] margins.
+    """
+    present = class_counts > 0
+    margins = tau * jnp.where(present, class_counts, 1.0 if missing is None else missing) ** -0.25
+    return jnp.where(present, margins, 0) if missing is None else margins
+
+
+def pairwise_cross_entropy(
+    logits: jax.Array, labels: jax.Array, *, mask: jax.Array | None = None, classes: jax.Array | None = None
+) -> jax.Array:
+    """Mean of log sum_{c != y} exp(o_c) - o_y: the softmax loss whose denominator lacks the label; it may be negative.
+
+    Args:
+      logits: [B, C].
+      labels: [B] integers in [0, C).
+      mask: [B], samples that count; None for all.
+      classes: [C] bool, classes in the denominator; None for all.
+
+    Returns:
+      Scalar in float32 or better; samples without a rival class add 0 with zero gradient.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    rivals = jnp.arange(logits.shape[-1]) != labels[:, None]
+    rivals = rivals if classes is None else rivals & classes
+    target = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    losses = jax.nn.logsumexp(jnp.where(rivals, logits, jnp.finfo(logits.dtype).min), axis=-1) - target
+    return masked_mean(jnp.where(rivals.any(axis=-1), losses, 0), mask)
+
+
+def balanced_cross_entropy(
+    logits: jax.Array,
+    labels: jax.Array,
+    class_counts: jax.Array,
+    *,
+    power: jax.Array | float = 1.0,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Balanced softmax: mean cross-entropy of o_c + power * log n_c (NeurIPS 2020, eq. 4 with power 1).
+
+    Args:
+      logits: [B, C].
+      labels: [B] integers in [0, C).
+      class_counts: [C] training samples n_c; a class without any is not in the softmax.
+      power: exponent on the counts, >= 0; 0 is the plain softmax over all classes.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar.
+    """
+    present = class_counts > 0
+    prior = power * jnp.log(jnp.where(present, class_counts, 1))
+    return cross_entropy(logits + prior, labels, mask=mask, classes=present | (power == 0))
+
+
 def l2_normalise(vectors: jax.Array, epsilon: float = 1e-12) -> jax.Array:
     """v / max(||v||, epsilon) for [..., D] over the last axis; no gradient up to that norm."""
     squares = jnp.sum(jnp.square(vectors), axis=-1, keepdims=True)
@@ -75,12 +160,15 @@ def l2_normalise(vectors: jax.Array, epsilon: float = 1e-12) -> jax.Array:
 
 
 def _check(function, gamma):
-    if function not in FUNCTIONS:
-        raise UserError(f"Unknown function '{function}' of the class shares: {nearest(function, FUNCTIONS)}")
-    if gamma not in GAMMAS:
-        raise UserError(f"Unknown gamma '{gamma}' of the class scales: {nearest(gamma, GAMMAS)}")
+    _known(function, FUNCTIONS, "function of the class shares")
+    _known(gamma, GAMMAS, "gamma of the class scales")
     if gamma == "class" and function != "identity":
         raise UserError(f"With function '{function}' choose gamma 'serverscaled' or 'localgamma'.")
+
+
+def _known(name, names, what):
+    if name not in names:
+        raise UserError(f"Unknown {what} '{name}': {nearest(name, names)}")
 
 
 def _curve(counts, function):

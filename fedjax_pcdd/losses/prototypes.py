@@ -122,7 +122,7 @@ def squared_distance_to_own(
     *,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2, eq. 9. The prototypes are constants.
+    """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2. The prototypes are constants.
 
     Args:
       features: [B, D], not normalised.

@@ -2,18 +2,46 @@
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.fedavg import FedAvg
+from fedjax_pcdd.methods.fedbabu import FedBABU
+from fedjax_pcdd.methods.feddc import FedDC
+from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedgela import FedGELA
+from fedjax_pcdd.methods.fedgen import FedGen
+from fedjax_pcdd.methods.fedlc import FedLC
 from fedjax_pcdd.methods.fedmr import FedMR
+from fedjax_pcdd.methods.fednova import FedNova
+from fedjax_pcdd.methods.fedproc import FedProc
+from fedjax_pcdd.methods.fedproto import FedProto
 from fedjax_pcdd.methods.fedprox import FedProx
+from fedjax_pcdd.methods.fedrep import FedRep
+from fedjax_pcdd.methods.fedrl import FedRL
+from fedjax_pcdd.methods.fedrod import FedRoD
+from fedjax_pcdd.methods.fedrs import FedRS
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting
+from fedjax_pcdd.methods.moon import MOON
+from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "fedproc": FedProc,
     "fedmr": FedMR,
     "fedgela": FedGELA,
+    "moon": MOON,
+    "fedproto": FedProto,
+    "fednova": FedNova,
+    "feddyn": FedDyn,
+    "feddc": FedDC,
+    "scaffold": Scaffold,
     "solo": Solo,
+    "fedrs": FedRS,
+    "fedlc": FedLC,
+    "fedgen": FedGen,
+    "fedrl": FedRL,
+    "fedrep": FedRep,
+    "fedbabu": FedBABU,
+    "fedrod": FedRoD,
 }
 
 __all__ = ["METHODS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]

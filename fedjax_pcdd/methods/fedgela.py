@@ -7,7 +7,8 @@ is the printed equation. kappa = sqrt(E_W) = 100 suits a ResNet; small models wi
 1, 2, 5, 10 (20 to 50 rounds of an MLP on digits and a CNN on Fashion-MNIST) 1 and 2 gave the best GA.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ class FedGELA(Method):
                 f"{setting.feature_dim}: choose a wider --model."
             )
         ew = self.ew if self.ew is not None else (1e4 if setting.batch_norm else 4.0)
-        return self.replace(ew=ew, gamma=self.gamma or ("class" if self.phi == "identity" else "serverscaled"))
+        gamma = self.gamma or ("class" if self.phi == "identity" else "serverscaled")
+        return dataclasses.replace(self, ew=ew, gamma=gamma)
 
     def init_server(self, setting, variables, class_counts, key):
         """The ETF, from a seed that follows from the key."""
@@ -99,12 +101,13 @@ class FedGELA(Method):
         """Phi_k [C]; ones for FedGE."""
         if self.phi == "none":
             return jnp.ones(setting.num_classes)
-        return class_scales(facts.class_counts, facts.federation_counts, function=self.phi, gamma=self.gamma)
+        return class_scales(facts.class_counts, facts.federation_counts, function=self.phi, gamma=self.gamma or "class")
 
     def _scores(self, server, outputs, phi):
         if self.classifier == "learned":
             return phi * outputs.logits
-        kappa = jnp.sqrt(self.ew) if self.scale == "sqrt" else self.ew
+        ew: Any = self.ew
+        kappa = jnp.sqrt(ew) if self.scale == "sqrt" else ew
         if self.normalise == "batch":
             return kappa * phi * (outputs.features @ server.etf)
         return scaled_logits(outputs.features, server.etf, phi, kappa)

@@ -7,7 +7,8 @@ code has none; the other readings are options. Prototypes: mean feature of all l
 weights, in eval mode, not augmented.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ class FedMR(Method):
     def configure(self, setting):
         """The tabulated mu1 belongs to D >= 512 with batch norm; small models need less."""
         mu1 = self.mu1 if self.mu1 is not None else (0.1 if setting.feature_dim >= 256 else 0.01)
-        return self.replace(mu1=mu1)
+        return dataclasses.replace(self, mu1=mu1)
 
     @property
     def summary_augmented(self):
@@ -89,16 +90,21 @@ class FedMR(Method):
     def penalty(self, variables, outputs, batch, context):
         """mu1 * L_intra + mu2 * L_inter on the features of the batch, a scalar (section 3.3)."""
         classes = context.setting.num_classes
-        value = 0.0
+        value: Any = 0.0
+        mu1: Any = self.mu1
         if self.terms != "inter":
-            value += self.mu1 * intra_class(outputs.features, batch.labels, classes, form=self.form, mask=batch.mask)
+            value += mu1 * intra_class(outputs.features, batch.labels, classes, form=self.form, mask=batch.mask)
         if self.terms != "intra":
             value += self.mu2 * self._inter(outputs, batch, context)
         return value
 
     def _inter(self, outputs, batch, context):
         server, counts = context.server, context.facts.class_counts
-        mask = batch.mask if self.lite is None else random_subset(context.key, batch.mask, self.lite)
+        mask = (
+            batch.mask
+            if self.lite is None
+            else random_subset(jax.random.fold_in(context.key, 2), batch.mask, self.lite)
+        )
         rivals = counts > 0 if self.negatives == "local" else jnp.ones(counts.shape, bool)
         return inter_class(outputs.features, batch.labels, server.prototypes, server.valid, rivals, mask=mask)
 
@@ -119,5 +125,6 @@ class FedMR(Method):
         server = server._replace(variables=message.mean)
         if self.terms == "intra":
             return server
-        prototypes, valid = merge_prototypes(*message.total, server.prototypes, server.valid, stale=self.stale)
+        sums, counts = message.total
+        prototypes, valid = merge_prototypes(sums, counts, server.prototypes, server.valid, stale=self.stale)
         return server._replace(prototypes=prototypes, valid=valid)

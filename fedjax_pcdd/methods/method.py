@@ -89,7 +89,7 @@ class Server(NamedTuple):
     variables: Tree
 
 
-def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None, static: bool = False):
+def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None, above=None, static: bool = False):
     """A field of a method: traced (changing it recompiles nothing) unless `static`.
 
     Args:
@@ -97,9 +97,10 @@ def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None,
       help: meaning and unit, for the command line and the documentation.
       symbol: the paper's symbol.
       low, high: inclusive bounds, checked by the command line.
+      above: exclusive bound.
       static: True where another value is another program (a flag, a choice of formula).
     """
-    metadata = {"help": help, "symbol": symbol, "low": low, "high": high, "static": static}
+    metadata = {"help": help, "symbol": symbol, "low": low, "high": high, "above": above, "static": static}
     return struct.field(pytree_node=not static, default=default, metadata=metadata)
 
 
@@ -110,7 +111,7 @@ class Method:
     paper: ClassVar[str] = ""
     target: ClassVar[str] = "generic"  # generic, personal or both: which accuracy the paper optimises
     global_model: ClassVar[bool] = True  # False: GA is the mean of the local models on the global test set
-    fine_tune: ClassVar[bool] = True  # True: PA is that of the global model fine-tuned by each client
+    fine_tune: ClassVar[bool] = True  # True: PA is that of models fine-tuned by each client, see `tuner`
     grad_clip: ClassVar[float | None] = None  # default of --grad-clip
     personal_model: ClassVar[str] = "local"  # PA of the model just trained ("local") or of `personal_variables`
     summary_augmented: ClassVar[bool | None] = None  # None: no pass over the local data after training
@@ -123,9 +124,28 @@ class Method:
         """Fill in defaults that depend on the model; UserError for a setting that cannot work."""
         return self
 
+    def advise(self, setting: Setting, hyper: Hyper) -> list[str]:
+        """One sentence for each setting that runs but is unstable or pointless; said before training.
+
+        Args:
+          hyper: of the first round, with values, not traced.
+        """
+        return []
+
     def local_epochs(self, epochs: int) -> int:
         """Local epochs in a round, where a method has phases of its own beside the E asked for."""
         return epochs
+
+    def tuner(self, setting: Setting, epochs: int) -> "Method":
+        """The method by which every client fine-tunes for PA: plain cross-entropy on all parameters.
+
+        It starts from the best and the last global model, or from the last state as it is where this method has no
+        global model. If it has none itself, GA becomes the mean over clients of the fine-tuned models'.
+
+        Args:
+          epochs: as --fine-tune-epochs asks.
+        """
+        return Method()
 
     def init_server(self, setting: Setting, variables: Tree, class_counts: jax.Array, key: jax.Array) -> Tree:
         """Server state from the initial variables and everybody's class counts [K, C]."""
@@ -156,7 +176,15 @@ class Method:
         key = jax.random.fold_in(context.key, 1)
         outputs, state = forward(context.model, variables, batch.images, train=True, mask=batch.mask, key=key)
         value = self.classification(outputs, batch, context)
-        return value + self.penalty(variables, outputs, batch, context), state
+        seen = jax.lax.stop_gradient(self.observe(variables, outputs, batch, context))
+        return value + self.penalty(variables, outputs, batch, context), {**state, **seen}
+
+    def observe(self, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> dict[str, Tree]:
+        """Collections of the variables that a step updates without gradient, as sums over what was seen.
+
+        `download` adds them to the variables, `upload` takes them away again; the model ignores them.
+        """
+        return {}
 
     def correct(self, gradients: Tree, variables: Tree, context: Context) -> Tree:
         """Gradients of the trainable parameters, corrected before the optimiser sees them."""
@@ -205,6 +233,12 @@ class Method:
     ) -> jax.Array:
         """Logits [B, C] of a client's own model."""
         return self._logits(model, variables, images)
+
+    def predict_local(
+        self, model: Classifier, server: Tree, client: Tree, facts: Facts, variables: Tree, images: jax.Array
+    ) -> jax.Array:
+        """Logits [B, C] of a client's own model on everybody's data: GA of methods without a global model."""
+        return self.predict_personal(model, server, client, facts, variables, images)
 
     def _logits(self, model, variables, images):
         return forward(model, variables, images, train=False)[0].logits

@@ -17,10 +17,12 @@ from fedjax_pcdd.models.classifier import (
     initialise,
     sizes,
 )
-from fedjax_pcdd.models.cnn import mcmahan_cnn, simple_cnn
+from fedjax_pcdd.models.cnn import fedrl_cnn, mcmahan_cnn, simple_cnn
+from fedjax_pcdd.models.efficientnet import EfficientNet
 from fedjax_pcdd.models.etf import etf_from, simplex_etf
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.models.wide_resnet import WideResNet
 
 __all__ = [
     "MODELS",
@@ -56,10 +58,33 @@ _FAMILIES = {
     "mcmahan_cnn": _Family(
         lambda norm, **types: mcmahan_cnn(**types), 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)"
     ),
+    "fedrl_cnn": _Family(
+        lambda norm, **types: fedrl_cnn(**types),
+        16,
+        "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)",
+    ),
     "resnet18": _Family(
         lambda norm, **types: ResNet((2, 2, 2, 2), norm=norm, **types),
         8,
         "ResNet18 for 32x32 images (FedMR, FedGELA)",
+    ),
+    "resnet50": _Family(
+        lambda norm, **types: ResNet((3, 4, 6, 3), bottleneck=True, norm=norm, **types),
+        8,
+        "ResNet50 for 32x32 images (FedRL on CIFAR-100)",
+    ),
+    "wrn28_10": _Family(
+        lambda norm, **types: WideResNet(norm=norm, **types), 4, "WRN-28-10 with dropout 0.3 (FedMR on CIFAR-100)"
+    ),
+    "efficientnet_b0": _Family(
+        lambda norm, **types: EfficientNet(norm=norm, **types),
+        16,
+        "EfficientNet-B0 for 32x32 images (FCCL)",
+    ),
+    "efficientnet_b0_isic": _Family(
+        lambda norm, **types: EfficientNet(stem_stride=2, projection=640, norm=norm, **types),
+        32,
+        "EfficientNet-B0 for large images, with 640 features (FedMR on ISIC2019)",
     ),
 }
 

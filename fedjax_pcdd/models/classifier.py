@@ -25,7 +25,7 @@ class Outputs(NamedTuple):
     """
 
     features: jax.Array
-    logits: jax.Array | None
+    logits: Any
 
 
 class Sizes(NamedTuple):
@@ -45,14 +45,15 @@ class Sizes(NamedTuple):
 
 
 class Classifier(nn.Module):
-    """Backbone [B, D'], then `neck` linear layers of the same width, then a linear head.
+    """Backbone [B, D'], then `neck` linear layers, then a linear head.
 
     Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
 
     Attributes:
-      backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D].
+      backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D'].
       num_classes: C.
       neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
+      neck_width: D, outputs of the neck's last layer; None for as many as the backbone's.
       feature_norm: whether batch norm is applied to the features before the head.
       head: whether the model has a trained head.
       head_bias: whether that head has a bias.
@@ -63,6 +64,7 @@ class Classifier(nn.Module):
     backbone: nn.Module
     num_classes: int
     neck: int = 0
+    neck_width: int | None = None
     feature_norm: bool = False
     head: bool = True
     head_bias: bool = True
@@ -74,29 +76,34 @@ class Classifier(nn.Module):
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
         features = self.backbone(x, train=train, mask=mask)
         if self.neck:
-            features = Neck(self.neck, self.dtype, self.param_dtype, name="neck")(features)
+            features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
             features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
         if not self.head:
             return Outputs(features, None)
-        head = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")
-        return Outputs(features, head(features))
+        logits = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")(features)
+        self.sow("intermediates", "layers", logits)
+        return Outputs(features, logits)
 
 
 class Neck(nn.Module):
-    """Linear layers as wide as their input with ReLU between them: [B, D] to [B, D]."""
+    """Linear layers as wide as their input, but for the last one, with ReLU between them."""
 
     layers: int
+    width: int | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, D] to [B, D]."""
+        """[B, D] to [B, width], to [B, D] where the width is None."""
         for i in range(self.layers):
-            x = nn.relu(x) if i else x
-            x = Linear(x.shape[-1], dtype=self.dtype, param_dtype=self.param_dtype, name=f"fc{i + 1}")(x)
+            last = i == self.layers - 1
+            width = self.width if last and self.width else x.shape[-1]
+            x = Linear(width, dtype=self.dtype, param_dtype=self.param_dtype, name=f"fc{i + 1}")(x)
+            x = x if last else nn.relu(x)
+            self.sow("intermediates", "layers", x)
         return x
 
 
@@ -136,6 +143,39 @@ def forward(
     if train and "batch_stats" in variables:
         return model.apply(variables, x, train=True, mask=mask, rngs=rngs, mutable=["batch_stats"])  # pyright: ignore[reportReturnType]
     return model.apply(variables, x, train=train, mask=mask, rngs=rngs), {}  # pyright: ignore[reportReturnType]
+
+
+def layers(
+    model: Classifier,
+    variables: Variables,
+    x: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+) -> tuple[tuple[jax.Array, ...], Outputs, Variables]:
+    """Runs the model as `forward` does, and keeps what each layer gives.
+
+    A layer is a parametrised operation (in a residual network a stage) with its activation and the pooling that
+    directly follows. Backbones and necks offer them by `self.sow("intermediates", "layers", x)`, which is nothing
+    unless it is asked for here.
+
+    Returns:
+      The layers, each [B, ...], first to last, the logits being the last; and the two results of `forward`.
+    """
+    rngs = None if key is None else {"dropout": key}
+    mutable = ["intermediates", *(["batch_stats"] if train and "batch_stats" in variables else [])]
+    outputs, changed = model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=mutable)
+    state = dict(changed)
+    sown = state.pop("intermediates", {})
+    parts = (sown.get("backbone", {}), sown.get("neck", {}), sown)
+    return tuple(layer for part in parts for layer in part.get("layers", ())), outputs, state  # pyright: ignore[reportReturnType]
+
+
+def apply_head(params: Variables, features: jax.Array) -> jax.Array:
+    """Logits [B, C] of a head's parameters, {"kernel": [D, C]} and perhaps {"bias": [C]}, on features [B, D]."""
+    logits = features @ params["kernel"]
+    return logits + params["bias"] if "bias" in params else logits
 
 
 def feature_dim(model: Classifier, image_shape: tuple[int, ...]) -> int:

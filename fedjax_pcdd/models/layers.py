@@ -69,6 +69,7 @@ class Conv(nn.Module):
       stride: of both sides.
       padding: "SAME", "VALID" or the number of zeros at each edge.
       use_bias: bias initialised as `linear_bias_init`.
+      groups: of channels, each convolved by itself; as many as inputs for a depthwise convolution.
       kernel_init: `linear_init` or `conv_init`.
       dtype: of the computation; None promotes.
       param_dtype: of the parameters.
@@ -79,6 +80,7 @@ class Conv(nn.Module):
     stride: int = 1
     padding: str | int = "SAME"
     use_bias: bool = True
+    groups: int = 1
     kernel_init: Callable[..., jax.Array] = linear_init
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -86,13 +88,13 @@ class Conv(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, H, W, in] to [B, h, w, features]."""
-        shape = (self.kernel_size, self.kernel_size, x.shape[-1], self.features)
+        shape = (self.kernel_size, self.kernel_size, x.shape[-1] // self.groups, self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias_init = linear_bias_init(math.prod(shape[:-1]))
         bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         padding = self.padding if isinstance(self.padding, str) else ((self.padding, self.padding),) * 2
-        out = client_conv(x, kernel, (self.stride, self.stride), padding)
+        out = client_conv(x, kernel, (self.stride, self.stride), padding, feature_group_count=self.groups)
         return out if bias is None else out + bias
 
 

@@ -28,4 +28,5 @@ class MLP(nn.Module):
         x = x.reshape(x.shape[0], -1)
         for i, width in enumerate(self.hidden, 1):
             x = nn.relu(Linear(width, dtype=self.dtype, param_dtype=self.param_dtype, name=f"fc{i}")(x))
+            self.sow("intermediates", "layers", x)
         return x

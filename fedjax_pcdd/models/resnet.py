@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from fedjax_pcdd.models.layers import Conv, conv_init, norm
 
 
+def _conv(features: int, size: int, stride: int, name: str, types: dict[str, Any]) -> Conv:
+    return Conv(features, size, stride, size // 2, use_bias=False, kernel_init=conv_init, name=name, **types)
+
+
 class BasicBlock(nn.Module):
     """conv3x3 - norm - ReLU - conv3x3 - norm, plus shortcut, ReLU: [B, H, W, in] to [B, h, w, features].
 
@@ -30,7 +34,7 @@ class BasicBlock(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
         def conv_norm(x, size, stride, name):
-            out = Conv(self.features, size, stride, size // 2, False, conv_init, name=f"conv{name}", **types)(x)
+            out = _conv(self.features, size, stride, f"conv{name}", types)(x)
             return norm(self.norm)(name=f"norm{name}", **types)(out, train=train, mask=mask)
 
         y = nn.relu(conv_norm(x, 3, self.stride, "1"))
@@ -40,12 +44,44 @@ class BasicBlock(nn.Module):
         return nn.relu(y + x)
 
 
+class Bottleneck(nn.Module):
+    """conv1x1 - conv3x3 - conv1x1 with norms and ReLU between, plus shortcut, ReLU: to [B, h, w, 4 * features].
+
+    The stride is that of the 3x3 convolution. The shortcut is as in a basic block.
+    """
+
+    features: int
+    stride: int = 1
+    norm: str = "batch"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, *, train: bool, mask=None):
+        """Runs one block; mask [B] is 1 for samples that enter batch statistics."""
+        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+        def conv_norm(x, features, size, stride, name):
+            out = _conv(features, size, stride, f"conv{name}", types)(x)
+            return norm(self.norm)(name=f"norm{name}", **types)(out, train=train, mask=mask)
+
+        y = nn.relu(conv_norm(x, self.features, 1, 1, "1"))
+        y = nn.relu(conv_norm(y, self.features, 3, self.stride, "2"))
+        y = conv_norm(y, 4 * self.features, 1, 1, "3")
+        if x.shape != y.shape:
+            x = conv_norm(x, 4 * self.features, 1, self.stride, "_shortcut")
+        return nn.relu(y + x)
+
+
 class ResNet(nn.Module):
-    """[B, H, W, channels] to [B, width * 2 ** (len(blocks) - 1)], the global average in at least float32.
+    """[B, H, W, channels] to [B, D], the global average in at least float32.
+
+    D = width * 2 ** (len(blocks) - 1), four times that with bottlenecks.
 
     Attributes:
-      blocks: basic blocks of each stage; a stage after the first halves the sides and doubles the channels.
+      blocks: blocks of each stage; a stage after the first halves the sides and doubles the channels.
       width: channels of the first stage; 64 with blocks (2, 2, 2, 2) is ResNet18.
+      bottleneck: whether the blocks are bottlenecks; with blocks (3, 4, 6, 3) that is ResNet50.
       norm: "batch" or "group".
       dtype: of the computation; None promotes.
       param_dtype: of the parameters.
@@ -53,6 +89,7 @@ class ResNet(nn.Module):
 
     blocks: Sequence[int] = (2, 2, 2, 2)
     width: int = 64
+    bottleneck: bool = False
     norm: str = "batch"
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -61,12 +98,15 @@ class ResNet(nn.Module):
     def __call__(self, x, *, train: bool, mask=None):
         """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        x = Conv(self.width, 3, 1, 1, False, conv_init, name="stem", **types)(x)
+        block = Bottleneck if self.bottleneck else BasicBlock
+        x = _conv(self.width, 3, 1, "stem", types)(x)
         x = nn.relu(norm(self.norm)(name="stem_norm", **types)(x, train=train, mask=mask))
         for stage, count in enumerate(self.blocks):
+            self.sow("intermediates", "layers", x)
             for i in range(count):
                 stride = 2 if stage and i == 0 else 1
                 name = f"stage{stage + 1}_block{i + 1}"
-                block = BasicBlock(self.width * 2**stage, stride, self.norm, name=name, **types)
-                x = block(x, train=train, mask=mask)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean((1, 2))
+                x = block(self.width * 2**stage, stride, self.norm, name=name, **types)(x, train=train, mask=mask)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean((1, 2))
+        self.sow("intermediates", "layers", x)
+        return x

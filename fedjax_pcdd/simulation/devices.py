@@ -47,10 +47,10 @@ class CompileClock:
         self.count, self.seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **kwargs) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
 
 def candidates(jobs: int) -> list[int]:

@@ -78,7 +78,8 @@ def personal_correct(program: Program, methods, state: State, data: Data, *, own
             variables |= take(state.statistics, row)
 
         def predict(images):
-            return method.predict_personal(program.model, server, client, facts, variables, images)
+            logits = method.predict_personal if own else method.predict_local
+            return logits(program.model, server, client, facts, variables, images)
 
         if own:
             return client_batches(count_correct(predict, program, data.test), program, data.test, row)

@@ -162,7 +162,7 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
     statistics = outcome.statistics
     if program.local_statistics:
-        statistics = put(statistics, row, {k: v for k, v in lane.variables.items() if k != "params"})
+        statistics = put(statistics, row, {k: lane.variables[k] for k in statistics})
     return Outcome(
         reduce(program, jobs, job, outcome.message, message),
         put(outcome.clients, row, client),

@@ -10,9 +10,9 @@ from fedjax_pcdd.methods.method import Hyper
 def clip_by_norm(limit) -> optax.GradientTransformation:
     """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's."""
 
-    def update(gradients, state, params=None):
-        factor = jnp.minimum(1.0, limit / (optax.tree.norm(gradients) + 1e-6))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients), state
+    def update(updates, state, params=None):
+        factor = jnp.minimum(1.0, limit / (optax.tree.norm(updates) + 1e-6))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 

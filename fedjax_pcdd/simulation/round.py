@@ -26,7 +26,7 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
-from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift
+from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, take
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def _stack(trees: Sequence[Tree]) -> Tree:
 
 def _hyper(local: Local) -> Hyper:
     clip = np.inf if local.clip is None else local.clip
-    return Hyper(*(np.asarray(v, jnp.result_type(float)) for v in (local.lr, local.momentum, local.weight_decay, clip)))
+    return Hyper(
+        *(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, local.momentum, local.weight_decay, clip))
+    )
 
 
 def _samples(images, labels, lists: Sequence[np.ndarray]) -> Samples:
@@ -163,7 +165,7 @@ class Simulation:
             self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
         )  # fmt: skip
         self.keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments])
-        self.capacity = schedule.most_steps(self.steps * self.local.epochs, cohort, self.program.lanes)
+        self.capacity = schedule.most_steps(list(self.steps * self.local.epochs), cohort, self.program.lanes)
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
         self._evaluators = {}
@@ -201,17 +203,20 @@ class Simulation:
 
         return np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
 
-    def start(self) -> State:
-        """State before the first round; a function of the seeds."""
+    def start(self, variables: Tree = None) -> State:
+        """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         setting, program = self.program.setting, self.program
         servers, clients = [], []
         for e, (federation, _, _, seed) in enumerate(self.experiments):
             method = jax.tree.map(lambda x, e=e: x[e], self.methods)
             init, _, server_key, client_key = (jax.random.fold_in(jax.random.key(seed), i) for i in range(4))
-            variables = initialise(program.model, init, federation.image_shape)
-            variables = jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+            if variables is None:
+                first = initialise(program.model, init, federation.image_shape)
+                first = jax.tree.map(lambda x: x.astype(self.param_dtype), first)
+            else:
+                first = take(variables, e)
             rows = jnp.arange(setting.num_clients) + e * setting.num_clients
-            server = method.init_server(setting, variables, self.data.class_counts[rows], server_key)
+            server = method.init_server(setting, first, self.data.class_counts[rows], server_key)
             servers.append(server)
 
             def init_client(row, method=method, server=server, key=client_key):
@@ -280,13 +285,14 @@ class Simulation:
         Returns:
           (State, Report); both are still being computed when this returns.
         """
-        plan, jobs = self.plan(round) if plan is None else plan
-        return self.round(self.methods, self.hyper_at(round), self.data, self.keys, state, plan, jobs, np.int32(round))
+        arrays, jobs = plan or self.plan(round)
+        hyper = self.hyper_at(round)
+        return self.round(self.methods, hyper, self.data, self.keys, state, arrays, jobs, np.int32(round))
 
     @property
     def compilations(self) -> int:
         """How often the round was compiled; 1 after any number of rounds."""
-        return self.round._cache_size()
+        return self.round._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Count correct predictions.
@@ -299,11 +305,14 @@ class Simulation:
         return self._evaluators[personal](self.methods, state, self.data)
 
     def tuner(self, epochs: int) -> "Simulation":
-        """A simulation in which every client fine-tunes the global model with plain cross-entropy for PA."""
-        plain = [
-            e._replace(method=Method(), local=replace(e.local, epochs=epochs, lr_steps=())) for e in self.experiments
-        ]
+        """A simulation in which every client fine-tunes for PA, by the method's `tuner`."""
         program = self.program
+        plain = [
+            e._replace(
+                method=e.method.tuner(program.setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=())
+            )
+            for e in self.experiments
+        ]
         return Simulation(
             program.model, plain, pipeline=program.pipeline, cohort=program.setting.num_clients, lanes=program.lanes,
             eval_batch=program.eval_batch, dtype=program.dtype, param_dtype=self.param_dtype,

@@ -20,7 +20,7 @@ class Plan(NamedTuple):
     """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment."""
 
     indices: np.ndarray  # [T, L, B] int32, sample of the data set, -1 for padding
-    num_segments: np.ndarray  # scalar
+    num_segments: np.int32
     step_stop: np.ndarray  # steps done before each segment
     load_stop: np.ndarray  # jobs loaded before each segment; those of segment g are load_*[stop[g]:stop[g + 1]]
     load_job: np.ndarray  # [J]

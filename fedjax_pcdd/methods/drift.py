@@ -1,0 +1,98 @@
+"""What FedDyn and FedDC share: each client accumulates how far it moved, and the server adds the mean of that.
+
+w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k with v_k the sum of a client's w_k - w^t so far.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.trees import zeros_like
+
+
+class Server(NamedTuple):
+    """Cloud model, mean drift of all clients, and what some settings add (else ())."""
+
+    variables: Tree
+    drift: Tree  # as the parameters
+    latest: Tree  # mean of the latest models of all clients, where that is evaluated
+    state: Tree
+
+
+class Client(NamedTuple):
+    """The client's drift v_k, its last model, and what a method adds (else ())."""
+
+    drift: Tree
+    latest: Tree
+    state: Tree
+
+
+class Sent(NamedTuple):
+    """Changes of the server's fields."""
+
+    drift: Tree
+    latest: Tree
+    state: Tree
+
+
+def size_factor(context: Context) -> jax.Array:
+    """nu_k = N n_k / n, a scalar; 1 where all clients have equally many samples."""
+    facts = context.facts
+    return context.setting.num_clients * facts.num_samples / facts.federation_counts.sum()
+
+
+@struct.dataclass
+class Drifting(Method):
+    """The server's side of both methods; a client's objective is left to them."""
+
+    eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
+        "selected_mean",
+        help="model that GA is read from: mean of the cohort's models, mean of every client's latest one (the "
+        "original plots; clients keep it), or the server's",
+        static=True,
+    )
+
+    def weight(self, facts):
+        """The mean over the cohort is unweighted."""
+        return jnp.ones((), jnp.result_type(float))
+
+    def init_server(self, setting, variables, class_counts, key):
+        """Nobody has drifted; clients that never took part count with w^0."""
+        latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
+        return Server(variables, zeros_like(variables["params"]), latest, ())
+
+    def init_client(self, setting, server, facts, key):
+        """No drift yet."""
+        return Client(zeros_like(server.drift), server.latest, ())
+
+    def moved(self, variables: Tree, context: Context) -> Tree:
+        """w_k - w^t, what a client's drift grows by."""
+        return optax.tree.sub(variables["params"], context.start["params"])
+
+    def upload(self, variables, summary, context):
+        """The model, and this client's share of the changes."""
+        client, share = context.client, 1 / context.setting.num_clients
+        moved = self.moved(variables, context)
+        latest = variables if self.eval == "all_mean" else ()
+        newer = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
+        kept = client._replace(drift=optax.tree.add(client.drift, moved), latest=latest)
+        return kept, Message(mean=variables, total=Sent(optax.tree.scale(share, moved), newer, ()))
+
+    def aggregate(self, server, message, weights):
+        """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
+        drift = optax.tree.add(server.drift, message.total.drift)
+        params = optax.tree.add(message.mean["params"], drift)
+        latest = optax.tree.add(server.latest, message.total.latest)
+        return server._replace(variables={**message.mean, "params": params}, drift=drift, latest=latest)
+
+    def generic_variables(self, server):
+        """The model that `eval` names; the cohort's mean is the cloud model without the drift."""
+        if self.eval == "all_mean":
+            return server.latest
+        if self.eval == "cloud":
+            return server.variables
+        return {**server.variables, "params": optax.tree.sub(server.variables["params"], server.drift)}

@@ -1,0 +1,46 @@
+"""FedBABU: only the body is trained and averaged; the head stays as it was initialised until fine-tuning.
+
+Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
+Sent: the body each way; the random head once, before the first round. A client keeps nothing.
+Follows the paper but for the weights p_k: n_k as the other methods, where the published code averages uniformly
+(--weights=uniform). PA: every client fine-tunes the best global model for --fine-tune-epochs (published code 5, FedGELA
+protocol 10). GA: the global body under the initial head; the mean of the fine-tuned models is the other reading.
+"""
+
+from typing import ClassVar, Literal
+
+from flax import struct
+
+from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.parts import FineTune, Part, joined, moving, without
+
+
+@struct.dataclass
+class FedBABU(Method):
+    """FedAvg of the body under a fixed random head."""
+
+    paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    target: ClassVar[str] = "personal"
+
+    fine_tune_part: Part = hyperparameter("all", help="what fine-tuning for PA moves", static=True)
+    ga: Literal["global", "mean_best_local"] = hyperparameter(
+        "global",
+        help="GA of the global model, or the mean over clients of their fine-tuned ones, each of which is kept",
+        static=True,
+    )
+
+    def trainable(self, params, context):
+        """The body; the head takes no weight decay either."""
+        return moving(params, head=False, body=True)
+
+    def upload(self, variables, summary, context):
+        """The body."""
+        return (), Message(mean=without(variables, "head"))
+
+    def aggregate(self, server, message, weights):
+        """The mean body under the initial head, the same bits in every round."""
+        return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
+
+    def tuner(self, setting, epochs):
+        """Fine-tuning of head and body, or of one of them."""
+        return FineTune(part=self.fine_tune_part, keep=self.ga == "mean_best_local")

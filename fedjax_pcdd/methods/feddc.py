@@ -1,0 +1,90 @@
+"""FedDC: a client learns its local drift, decouples it from the global model, and corrects its gradient.
+
+Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR 2022.
+Sent: the model and the global state Delta down (2P), the model and the change of Delta_k up (2P). A client keeps its
+drift h_k and its last update state Delta_k (2P).
+Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s steps equal for all clients; its clipping
+at norm 10 is `--grad-clip=10`. The original trains without momentum; with it use `--step-normaliser=a_k`.
+"""
+
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.drift import Drifting, size_factor
+from fedjax_pcdd.methods.method import Context, hyperparameter
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.trees import zeros_like
+
+
+@struct.dataclass
+class FedDC(Drifting):
+    """L = CE + (alpha_k / 2) * ||w - (w^t - h_k)||^2 + <w, Delta / nu_k - Delta_k>."""
+
+    paper: ClassVar[str] = "Gao et al., CVPR 2022"
+
+    alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the drift's penalty", low=0.0)
+    alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
+        "inverse_size", symbol="nu", help="nu_k = 1, or N n_k / n on client k as in the published code", static=True
+    )
+    step_normaliser: Literal["steps", "a_k"] = hyperparameter(
+        "steps",
+        symbol="K_s",
+        help="divisor of a client's update: E ceil(n / (N B)) steps, or FedNova's a_k, which counts momentum",
+        static=True,
+    )
+
+    def advise(self, setting, hyper):
+        """The update state is too large with momentum."""
+        return momentum_advice("FedDC", hyper.momentum) if self.step_normaliser == "steps" else []
+
+    def init_server(self, setting, variables, class_counts, key):
+        """Delta starts at 0."""
+        server = super().init_server(setting, variables, class_counts, key)
+        return server._replace(state=zeros_like(server.drift))
+
+    def init_client(self, setting, server, facts, key):
+        """Delta_k starts at 0."""
+        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.state))
+
+    def _ratio(self, context: Context):
+        return size_factor(context) if self.alpha_scaling == "inverse_size" else 1.0
+
+    def _correction(self, context: Context):
+        """Delta / nu_k - Delta_k, as the parameters."""
+        ratio = self._ratio(context)
+        return jax.tree.map(lambda everyone, own: everyone / ratio - own, context.server.state, context.client.state)
+
+    def penalty(self, variables, outputs, batch, context):
+        """Penalised drift and gradient correction, a scalar."""
+        params = variables["params"]
+        moved = self.moved(variables, context)
+        drifted = optax.tree.norm(optax.tree.add(moved, context.client.drift), squared=True)
+        alpha = self.alpha / self._ratio(context)
+        return 0.5 * alpha * drifted + optax.tree.vdot(self._correction(context), params)
+
+    def _steps(self, context: Context):
+        """K_s, a scalar."""
+        if self.step_normaliser == "a_k":
+            return effective_steps(context.step, context.hyper.momentum)
+        setting, samples = context.setting, context.facts.federation_counts.sum()
+        return setting.epochs * jnp.ceil(samples / (setting.num_clients * setting.batch_size))
+
+    def upload(self, variables, summary, context):
+        """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""
+        client, message = super().upload(variables, summary, context)
+        rate = self._steps(context) * context.hyper.lr
+        correction, moved = self._correction(context), self.moved(variables, context)
+        state = jax.tree.map(lambda c, d: -c - d / rate, correction, moved)
+        share = self._ratio(context) / context.setting.num_clients
+        change = optax.tree.scale(share, optax.tree.sub(state, context.client.state))
+        total = message.total._replace(state=change)
+        return client._replace(state=state), message._replace(total=total)
+
+    def aggregate(self, server, message, weights):
+        """Delta grows by the mean over all N clients of their changes."""
+        server = super().aggregate(server, message, weights)
+        return server._replace(state=optax.tree.add(server.state, message.total.state))

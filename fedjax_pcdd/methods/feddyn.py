@@ -1,0 +1,70 @@
+"""FedDyn: each client's objective is tilted and tied, so that its stationary points become the federation's.
+
+Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, algorithm 1.
+Sent: as FedAvg. A client keeps its drift v_k (P); the paper's gradient memory is lambda_k = -alpha v_k, its server
+state h = -alpha * mean(v_k), so nothing is ever divided by alpha.
+Follows the paper's common alpha and plain mean; the published code's alpha_k = alpha / nu_k is an option, its clipping
+at norm 10 is `--grad-clip=10`. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights.
+"""
+
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.drift import Drifting, size_factor
+from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.trees import squared_distance
+
+
+@struct.dataclass
+class FedDyn(Drifting):
+    """L = CE - <lambda_k, w> + (alpha_k / 2) * ||w - w^t||^2."""
+
+    paper: ClassVar[str] = "Acar et al., ICLR 2021"
+
+    alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the regulariser; 0 is uniform FedAvg", low=0.0)
+    alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
+        "common", help="one alpha, or alpha / (N n_k / n) on client k as in the published code", static=True
+    )
+    weighted_statistics: bool = hyperparameter(
+        False, help="average running statistics by n_k, not equally", static=True
+    )
+
+    def advise(self, setting, hyper):
+        """alpha = 0 has no dynamic regularisation."""
+        if self.alpha > 0:
+            return []
+        return ["FedDyn with --alpha=0 is FedAvg with uniform weights: choose --alpha above 0 for FedDyn itself."]
+
+    def penalty(self, variables, outputs, batch, context):
+        """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""
+        alpha = self.alpha / size_factor(context) if self.alpha_scaling == "inverse_size" else self.alpha
+        params = variables["params"]
+        tied = 0.5 * squared_distance(params, context.start["params"])
+        return alpha * (optax.tree.vdot(context.client.drift, params) + tied)
+
+    def moved(self, variables, context):
+        """w_k - w^t; nothing accumulates at alpha = 0."""
+        return jax.tree.map(lambda x: jnp.where(self.alpha > 0, x, 0), super().moved(variables, context))
+
+    def upload(self, variables, summary, context):
+        """As with every drift, and the statistics times n_k where they are weighted."""
+        client, message = super().upload(variables, summary, context)
+        if self.weighted_statistics:
+            samples = context.facts.num_samples
+            statistics = {k: v for k, v in variables.items() if k != "params"}
+            state = optax.tree.scale(samples, statistics), samples
+            message = message._replace(total=message.total._replace(state=state))
+        return client, message
+
+    def aggregate(self, server, message, weights):
+        """w = mean(w_k) - h / alpha."""
+        server = super().aggregate(server, message, weights)
+        if self.weighted_statistics:
+            total, samples = message.total.state
+            statistics = jax.tree.map(lambda x: x / jnp.maximum(samples, 1), total)
+            server = server._replace(variables=server.variables | statistics)
+        return server

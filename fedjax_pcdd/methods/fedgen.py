@@ -1,0 +1,170 @@
+"""FedGen: the server trains a generator of features against the clients' heads; clients train on what it makes.
+
+Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021.
+Sent: as FedAvg, and the generator and the classes it knows [C] down, label counts [C] up. A client keeps nothing.
+The teachers' losses are weighted sample by sample as printed; the published code averages losses and weights apart
+(`broadcast`). Noise is uniform as in the code, which calls it Gaussian (`noise`). Labels are counted as owned; the code
+counts from 1 what a client sees while it trains (`label_counts`). Its adversarial student term has weight 0: left out.
+"""
+
+from dataclasses import replace
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.losses.classification import cross_entropy, memberships
+from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
+from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.models.classifier import apply_head
+from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator
+
+
+class Server(NamedTuple):
+    """Global model; generator, its optimiser, the classes it knows [C], a seed and how often it was trained."""
+
+    variables: Tree
+    generator: Tree
+    optimiser: Tree
+    known: jax.Array
+    seed: jax.Array
+    trained: jax.Array
+
+
+@struct.dataclass
+class FedGen(Method):
+    """L = CE + alpha_t * CE of generated features + beta_t * KL(head on generated features || prediction)."""
+
+    paper: ClassVar[str] = "Zhu et al., ICML 2021"
+
+    alpha: float = hyperparameter(10.0, symbol="alpha", help="weight of generated features for the head", low=0.0)
+    beta_kl: float = hyperparameter(10.0, symbol="beta", help="weight of the divergence from them", low=0.0)
+    decay: float = hyperparameter(0.98, help="factor a round on alpha and beta", low=0.0, high=1.0)
+    floor: float = hyperparameter(1e-4, help="least alpha and beta, unless they are 0", low=0.0)
+    synthetic_epochs: int = hyperparameter(20, help="local epochs with generated features, the first ones", low=0)
+    synthetic_batch: int | None = hyperparameter(
+        None, symbol="B_g", help="generated features a step; by default the batch size", low=1, static=True
+    )
+    diversity: float = hyperparameter(1.0, symbol="eta_d", help="weight of the generator's diversity loss", low=0.0)
+    generator_lr: float = hyperparameter(3e-4, help="learning rate of the generator's Adam", low=0.0)
+    generator_lr_decay: float = hyperparameter(0.98, help="factor a round on it", low=0.0, high=1.0)
+    generator_wd: float = hyperparameter(1e-2, help="weight decay of the generator, added to the gradient", low=0.0)
+    generator_steps: int = hyperparameter(50, help="steps of the generator a round", low=0, static=True)
+    hidden: int | None = hyperparameter(
+        None, help="width of the generator; by default 256, or 512 from 256 features on", low=1, static=True
+    )
+    noise_dim: int | None = hyperparameter(
+        None, help="dimensions of the noise; by default 32, or 64 from 256 features on", low=1, static=True
+    )
+    noise: Literal["uniform", "gaussian"] = hyperparameter("uniform", help="law of the noise", static=True)
+    broadcast: bool = hyperparameter(
+        False, help="average teachers' losses and weights apart, as the published code", static=True
+    )
+    label_counts: Literal["owned", "seen"] = hyperparameter(
+        "owned", help="label counts that weigh teachers: samples owned, or 1 and those seen in training", static=True
+    )
+    stale: Literal["carry", "drop"] = hyperparameter(
+        "carry", help="a class that no participant owns stays known to the generator, or is dropped", static=True
+    )
+
+    def configure(self, setting):
+        """The published sizes for small and for large models."""
+        large = setting.feature_dim >= 256
+        hidden, noise_dim = self.hidden or (512 if large else 256), self.noise_dim or (64 if large else 32)
+        batch = self.synthetic_batch or setting.batch_size
+        return replace(self, hidden=hidden, noise_dim=noise_dim, synthetic_batch=batch)
+
+    @property
+    def _size(self) -> int:
+        return self.synthetic_batch  # pyright: ignore[reportReturnType]
+
+    def _adam(self, trained):
+        lr = self.generator_lr * self.generator_lr_decay**trained
+        decay = optax.add_decayed_weights(self.generator_wd)
+        return optax.chain(decay, optax.scale_by_adam(), optax.scale_by_learning_rate(lr))
+
+    def init_server(self, setting, variables, class_counts, key):
+        """A fresh generator that knows no class yet."""
+        keys, classes = jax.random.split(key), setting.num_classes
+        inner: tuple = self.noise_dim, self.hidden
+        generator = initialise_generator(keys[0], classes, setting.feature_dim, *inner)
+        optimiser = self._adam(0).init(generator["params"])
+        known, trained = jnp.zeros(classes, bool), jnp.zeros((), jnp.int32)
+        return Server(variables, generator, optimiser, known, jax.random.bits(keys[1]), trained)
+
+    def _scheduled(self, weight, round):
+        return jnp.where(weight > 0, jnp.maximum(self.floor, weight * self.decay**round), 0.0)
+
+    def penalty(self, variables, outputs, batch, context):
+        """(B_g / B) alpha_t CE(phi(z(y')), y') + beta_t KL(phi(z(y)) || f(x)), a scalar; 0 while no class is known."""
+        server, setting, size = context.server, context.setting, self._size
+        keys = jax.random.split(jax.random.fold_in(context.key, 2))
+        labels = jnp.concatenate([draw_labels(keys[0], server.known, size), batch.labels])
+        _, features, _ = generate(server.generator, keys[1], labels, setting.num_classes, noise=self.noise)
+        generated = apply_head(variables["params"]["head"], features)
+        teaching = cross_entropy(generated[:size], labels[:size]) * size / setting.batch_size
+        valid = server.known[batch.labels]
+        divergence = latent_kl(generated[size:], outputs.logits, mask=batch.mask, valid=valid)  # pyright: ignore[reportArgumentType]
+        alpha, beta = (self._scheduled(weight, context.round) for weight in (self.alpha, self.beta_kl))
+        active = jnp.any(server.known) & (context.epoch < self.synthetic_epochs)
+        return jnp.where(active, alpha * teaching + beta * divergence, 0.0)
+
+    def download(self, server, client):
+        """The global model, and where they count the labels seen [C], of which there is one each."""
+        if self.label_counts == "owned":
+            return server.variables
+        return {**server.variables, "seen": {"labels": jnp.ones(server.known.shape)}}
+
+    def observe(self, variables, outputs, batch, context):
+        """The labels seen so far [C], where they count."""
+        if self.label_counts == "owned":
+            return {}
+        members = memberships(batch.labels, context.setting.num_classes, batch.mask)
+        return {"seen": {"labels": variables["seen"]["labels"] + jnp.sum(members, axis=0)}}
+
+    def upload(self, variables, summary, context):
+        """The model; its head once more, as a teacher, with the label counts [C]."""
+        model = {name: tree for name, tree in variables.items() if name != "seen"}
+        counts = context.facts.class_counts if self.label_counts == "owned" else variables["seen"]["labels"]
+        return context.client, Message(mean=model, each=(variables["params"]["head"], counts))
+
+    def aggregate(self, server, message, weights):
+        """Train the generator on the participants' heads, then average the models."""
+        heads, counts = message.each
+        present = weights > 0
+        counts = jnp.where(present[:, None], counts, 0)
+        unseen = 0 if self.label_counts == "owned" else jnp.sum(present)
+        owned = jnp.sum(counts, axis=0) - unseen > 1
+        old = server.generator, server.optimiser
+        new = self._train(server, heads, label_shares(counts), owned)
+        generator, optimiser = jax.tree.map(lambda a, b: jnp.where(jnp.any(owned), a, b), new, old)
+        known = owned | server.known if self.stale == "carry" else owned
+        trained = server.trained + jnp.any(owned)
+        return Server(message.mean, generator, optimiser, known, server.seed, trained)
+
+    def _train(self, server, heads, shares, owned):
+        """Generator and optimiser after this round's steps; labels are uniform over the classes `owned` [C]."""
+        key = jax.random.fold_in(jax.random.key(server.seed), server.trained)
+        update = self._adam(server.trained).update
+
+        def step(i, carry):
+            generator, optimiser = carry
+            label_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
+            labels = draw_labels(label_key, owned, self._size)
+
+            def loss(params):
+                current = {**generator, "params": params}
+                drawn = generate(current, noise_key, labels, len(owned), noise=self.noise, train=True)
+                noise, features, state = drawn
+                logits = jax.vmap(apply_head, (0, None))(heads, features)
+                teachers = ensemble_loss(logits, labels, shares, broadcast=self.broadcast)
+                return teachers + self.diversity * diversity(noise, features), state
+
+            params = generator["params"]
+            gradients, state = jax.grad(loss, has_aux=True)(params)
+            updates, optimiser = update(gradients, optimiser, params)
+            return {**state, "params": optax.apply_updates(params, updates)}, optimiser
+
+        return jax.lax.fori_loop(0, self.generator_steps, step, (server.generator, server.optimiser))

@@ -1,0 +1,44 @@
+"""FedLC: logits are calibrated by the client's class counts, so that rare classes get a margin.
+
+Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration", ICML 2022, section 4.
+Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it.
+The label stays in the denominator (`softmax`), as in the public implementations: the printed formula (`pairwise`) is
+unbounded below and unstable. Classes that a client lacks leave the denominator. tau = 0 is defined as no calibration.
+GA and fine-tuning use plain logits. A client with one class has the loss 0 and moves by weight decay alone.
+"""
+
+from typing import ClassVar, Literal
+
+from flax import struct
+
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.losses.logit_adjustment import calibration_margins, pairwise_cross_entropy
+from fedjax_pcdd.methods.method import Method, hyperparameter
+
+
+@struct.dataclass
+class FedLC(Method):
+    """Cross-entropy over o_c - tau * n_kc^(-1/4)."""
+
+    paper: ClassVar[str] = "Zhang et al., ICML 2022"
+
+    tau: float = hyperparameter(1.0, symbol="tau", help="strength of the calibration; 0 is FedAvg", low=0.0)
+    form: Literal["softmax", "pairwise"] = hyperparameter(
+        "softmax", help="denominator with the label, or without it as printed", static=True
+    )
+    missing: Literal["masked", "constant"] = hyperparameter(
+        "masked", help="missing classes leave the softmax, or count as 1e-8 samples (margin 100 tau)", static=True
+    )
+    counted: Literal["local", "global"] = hyperparameter(
+        "local", help="class counts: the client's, or those of all clients together, as in one library", static=True
+    )
+
+    def classification(self, outputs, batch, context):
+        """The calibrated cross-entropy, a scalar."""
+        facts = context.facts
+        counts = facts.class_counts if self.counted == "local" else facts.federation_counts.sum(axis=0)
+        masked = self.missing == "masked"
+        margins = calibration_margins(counts, self.tau, missing=None if masked else 1e-8)
+        classes = (counts > 0) | (self.tau == 0) if masked else None
+        function = cross_entropy if self.form == "softmax" else pairwise_cross_entropy
+        return function(outputs.logits - margins, batch.labels, mask=batch.mask, classes=classes)

@@ -1,0 +1,64 @@
+"""FedNova: clients that made more steps do not pull the mean towards themselves (normalised averaging).
+
+Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020.
+Sent: as FedAvg, and the scalar a_k up. Clients keep nothing.
+Follows the formula of the benchmark code, which is also the paper's: a_k counts momentum. Running statistics are
+averaged as in FedAvg; the benchmark code normalises them like parameters (option). Weight decay is part of the gradient
+and not corrected for. a_k is that of SGD: with Adam it is only a count of steps.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.steps import effective_steps
+from fedjax_pcdd.trees import squared_distance
+
+
+class Sent(NamedTuple):
+    """d_k = (w^t - w_k) / a_k, what is averaged plainly, and the client's share of the server's step."""
+
+    direction: Tree
+    plain: Tree
+    steps: jax.Array
+
+
+@struct.dataclass
+class FedNova(Method):
+    """w <- w - (sum_k p_k a_k) * (sum_k p_k d_k)."""
+
+    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+
+    mu: float = hyperparameter(0.0, symbol="mu", help="weight of a proximal term, which a_k accounts for", low=0.0)
+    tau_eff: Literal["a_k", "steps"] = hyperparameter(
+        "a_k",
+        symbol="tau_eff",
+        help="length of the server's step: the mean of a_k, or of the steps made (the paper's with a proximal term)",
+        static=True,
+    )
+    normalise_statistics: bool = hyperparameter(
+        False, help="treat running statistics like parameters, as the benchmark code does", static=True
+    )
+
+    def penalty(self, variables, outputs, batch, context):
+        """(mu / 2) * ||w - w^t||^2, a scalar."""
+        return 0.5 * self.mu * squared_distance(variables["params"], context.start["params"])
+
+    def upload(self, variables, summary, context):
+        """d_k, a_k and the statistics; a client without steps sends nothing and has no weight."""
+        hyper = context.hyper
+        a = effective_steps(context.step, hyper.momentum, hyper.lr * self.mu)
+        names = variables if self.normalise_statistics else ("params",)
+        direction = {k: jax.tree.map(lambda x, y: (x - y) / a, context.start[k], variables[k]) for k in names}
+        plain = {k: v for k, v in variables.items() if k not in direction}
+        steps = a if self.tau_eff == "a_k" else jnp.asarray(context.step, a.dtype)
+        return context.client, Message(mean=Sent(direction, plain, steps))
+
+    def aggregate(self, server, message, weights):
+        """w - (sum p a) (sum p d); the statistics are a plain mean."""
+        direction, plain, steps = message.mean
+        moved = {k: jax.tree.map(lambda x, d: x - steps * d, server.variables[k], d) for k, d in direction.items()}
+        return server._replace(variables={**plain, **moved})

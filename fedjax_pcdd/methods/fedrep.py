@@ -1,0 +1,86 @@
+"""FedRep: a shared body under a head of each client's own; first the head is trained, then the body.
+
+Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, algorithm 1.
+Sent: the body each way. A client keeps its head, at first the common initial one.
+Follows the paper. What is frozen in a phase stands still (no decay, no momentum), whereas the published code's head may
+drift on; epochs have the published ratio (E for the head, 1 for the body), and its fine-tuning of all heads after the
+last round is an option. GA is the mean over clients of their best models on the global test set.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.parts import joined, moving, without
+
+
+@struct.dataclass
+class FedRep(Method):
+    """Cross-entropy: E_h epochs on the own head, then E_theta epochs on the shared body."""
+
+    paper: ClassVar[str] = "Collins et al., ICML 2021"
+    target: ClassVar[str] = "personal"
+    global_model: ClassVar[bool] = False
+    personal_model: ClassVar[str] = "server"
+
+    head_epochs: int | None = hyperparameter(
+        None, symbol="E_h", help="epochs on the head in a round; by default --local-epochs", low=0, static=True
+    )
+    body_epochs: int = hyperparameter(
+        1, symbol="E_theta", help="epochs on the body in a round, after those on the head", low=0, static=True
+    )
+    fine_tune_heads: bool = hyperparameter(
+        False,
+        help="after the last round every client trains its head for E_h epochs, at least --fine-tune-epochs",
+        static=True,
+    )
+
+    @property
+    def fine_tune(self):
+        """Whether heads are trained after the last round."""
+        return self.fine_tune_heads
+
+    def _head_epochs(self, epochs):
+        return epochs if self.head_epochs is None else self.head_epochs
+
+    def local_epochs(self, epochs):
+        """E_h + E_theta."""
+        return self._head_epochs(epochs) + self.body_epochs
+
+    def configure(self, setting):
+        """There must be something to train."""
+        if not self.local_epochs(setting.epochs):
+            raise UserError("FedRep has no epochs to train: make --head-epochs or --body-epochs at least 1.")
+        return self
+
+    def init_client(self, setting, server, facts, key):
+        """The common initial head."""
+        return server.variables["params"]["head"]
+
+    def download(self, server, client):
+        """The shared body under the own head."""
+        return joined(server.variables, "head", client)
+
+    def trainable(self, params, context):
+        """The head in the first E_h epochs, then the body."""
+        first = context.epoch < self._head_epochs(context.setting.epochs)
+        return moving(params, head=first, body=~first)
+
+    def upload(self, variables, summary, context):
+        """Keep the head, send the body."""
+        return variables["params"]["head"], Message(mean=without(variables, "head"))
+
+    def aggregate(self, server, message, weights):
+        """The mean body; the server's head stays the initial one, which nobody uses again."""
+        return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
+
+    def personal_variables(self, server, client):
+        """The shared body of this round under the own head."""
+        return joined(server.variables, "head", client)
+
+    def tuner(self, setting, epochs):
+        """Heads alone, for max(epochs, E_h) epochs."""
+        return dataclasses.replace(self, head_epochs=max(epochs, self._head_epochs(setting.epochs)), body_epochs=0)

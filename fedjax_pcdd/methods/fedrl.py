@@ -1,0 +1,51 @@
+"""FedRL: while a client trains, it reviews one layer after another against the received model.
+
+"Review learning", methods sheet 2.13 (no code is published). A batch adds the distance between the local and the
+received model's output of one layer; the next batch takes the next layer, and each local training begins anew.
+Sent: as FedAvg. A client keeps nothing between rounds (it holds the received model while it trains).
+Follows the paper's algorithm where its text differs (the layer advances with batches, `cycle`); cross-entropy and
+review are batch means. The paper trains without shuffling and with momentum 1e-4: --shuffle=false --momentum=1e-4.
+"""
+
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+from flax import struct
+
+from fedjax_pcdd.losses.review import review_distance
+from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.models.classifier import layers
+
+
+@struct.dataclass
+class FedRL(Method):
+    """L = CE + (mu / 2) * R_m, with layer m = step mod M."""
+
+    paper: ClassVar[str] = "FedRL (review learning)"
+
+    mu: float = hyperparameter(0.001, symbol="mu", help="weight of the review term", low=0.0)
+    distance: Literal["per_sample", "batch_norm"] = hyperparameter(
+        "per_sample",
+        symbol="R_m",
+        help="mean over the samples of their norms, or the Frobenius norm of the whole batch",
+        static=True,
+    )
+    cycle: Literal["batch", "round"] = hyperparameter(
+        "batch", help="the layer advances with each batch (algorithm) or with each round (text)", static=True
+    )
+    received_mode: Literal["eval", "train"] = hyperparameter(
+        "eval", help="batch norm of the received model: running or batch statistics", static=True
+    )
+
+    def loss(self, variables, batch, context):
+        """CE + (mu / 2) * R_m, a scalar, and the new running statistics."""
+        key = jax.random.fold_in(context.key, 1)
+        run = partial(layers, context.model, x=batch.images, mask=batch.mask, key=key)
+        local, outputs, state = run(variables, train=True)
+        received, _, _ = run(context.start, train=self.received_mode == "train")
+        pairs = zip(local, received, strict=True)
+        reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
+        turn = context.step if self.cycle == "batch" else context.round
+        review = jax.lax.switch(turn % len(reviews), reviews)
+        return self.classification(outputs, batch, context) + 0.5 * self.mu * review, state

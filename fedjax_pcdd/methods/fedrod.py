@@ -1,0 +1,85 @@
+"""FedRoD: a generic head trained with the balanced softmax, and a personal head for what it leaves over.
+
+Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
+Sent: as FedAvg, body and generic head. A client keeps its personal head, linear with a bias.
+Follows the paper (the official repository holds no code): logits of both heads are summed, and gradients of the
+personal loss stop at the features and at the generic logits. A benchmark's personal head that predicts alone and trains
+the body too is an option, as is a library's start from the generic head. Clipping, if any, sees both heads together.
+"""
+
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
+from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.models.classifier import forward
+
+
+@struct.dataclass
+class FedRoD(Method):
+    """L = CE(g(z) + gamma log n_k, y) + CE(sg[g(z)] + p_k(sg[z]), y), with heads g and p_k."""
+
+    paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
+    target: ClassVar[str] = "both"
+    fine_tune: ClassVar[bool] = False
+
+    prior_power: float = hyperparameter(
+        1.0, symbol="gamma", help="exponent on the class counts of the balanced softmax; 0 is plain", low=0.0
+    )
+    personal_start: Literal["zeros", "generic"] = hyperparameter(
+        "zeros", help="first personal head: zeros, or a copy of the generic one", static=True
+    )
+    personal_logits: Literal["sum", "alone"] = hyperparameter(
+        "sum", help="personal logits g + p_k as in the paper, or p_k alone with gradients into the body", static=True
+    )
+    pa_model: Literal["local", "server"] = hyperparameter(
+        "server", help="PA with the aggregated body and generic head, or with those just trained", static=True
+    )
+
+    @property
+    def personal_model(self):
+        """Which body PA is read from."""
+        return self.pa_model
+
+    def init_client(self, setting, server, facts, key):
+        """The personal head: kernel [D, C] and bias [C]."""
+        head = server.variables["params"]["head"]
+        return jax.tree.map(jnp.zeros_like, head) if self.personal_start == "zeros" else head
+
+    def download(self, server, client):
+        """The global model and the personal head beside it."""
+        return joined(server.variables, "personal", client)
+
+    def classification(self, outputs, batch, context):
+        """L_g, the balanced softmax of the generic head, a scalar."""
+        counts = context.facts.class_counts
+        return balanced_cross_entropy(outputs.logits, batch.labels, counts, power=self.prior_power, mask=batch.mask)
+
+    def penalty(self, variables, outputs, batch, context):
+        """L_p, a scalar; it trains the personal head alone unless that predicts alone."""
+        if self.personal_logits == "sum":
+            outputs = jax.lax.stop_gradient(outputs)
+        return cross_entropy(self._personal(variables, outputs), batch.labels, mask=batch.mask)
+
+    def _personal(self, variables, outputs):
+        head = variables["params"]["personal"]
+        logits = outputs.features @ head["kernel"] + head["bias"]
+        return logits + outputs.logits if self.personal_logits == "sum" else logits
+
+    def upload(self, variables, summary, context):
+        """Keep the personal head, send the rest."""
+        return variables["params"]["personal"], Message(mean=without(variables, "personal"))
+
+    def personal_variables(self, server, client):
+        """The aggregated model and the personal head."""
+        return self.download(server, client)
+
+    def predict_personal(self, model, server, client, facts, variables, images):
+        """Logits [B, C] of both heads, or of the personal one, without the prior."""
+        outputs, _ = forward(model, variables, images, train=False)
+        return self._personal(variables, outputs)

@@ -1,0 +1,58 @@
+"""Parts of a model's parameters: the head and the body (all but the head), and what a client keeps of them.
+
+A part is a top-level entry of variables["params"], as "head"; the model ignores entries that it does not know.
+"""
+
+from typing import Any, Literal
+
+import jax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+
+Part = Literal["all", "head", "body"]
+
+
+def without(variables: Tree, part: str) -> Tree:
+    """The variables without one part of their parameters."""
+    return {**variables, "params": {name: tree for name, tree in variables["params"].items() if name != part}}
+
+
+def joined(variables: Tree, part: str, value: Tree) -> Tree:
+    """The variables with `value` as one part of their parameters, in the place of what was there."""
+    return {**variables, "params": {**variables["params"], part: value}}
+
+
+def moving(params: Tree, *, head: Any, body: Any) -> Tree:
+    """What `Method.trainable` returns where head and body each move or stand still; flags may be traced."""
+    flags = {part: head if part == "head" else body for part in params}
+    return {part: jax.tree.map(lambda _, part=part: flags[part], tree) for part, tree in params.items()}
+
+
+@struct.dataclass
+class FineTune(Method):
+    """Plain cross-entropy on a part of the received model: how clients fine-tune after the last round."""
+
+    part: Part = hyperparameter("all", help="parameters that move", static=True)
+    keep: bool = hyperparameter(False, help="each client keeps its model, to be tested on all classes", static=True)
+
+    @property
+    def global_model(self):
+        """The clients' own models are what is tested, where they are kept."""
+        return not self.keep
+
+    def init_client(self, setting, server, facts, key):
+        """The received model, if it is to be kept."""
+        return server.variables if self.keep else ()
+
+    def trainable(self, params, context):
+        """The chosen part."""
+        return None if self.part == "all" else moving(params, head=self.part == "head", body=self.part == "body")
+
+    def upload(self, variables, summary, context):
+        """As FedAvg; the model stays with the client, if it is to be kept."""
+        return variables if self.keep else (), Message(mean=variables)
+
+    def personal_variables(self, server, client):
+        """The fine-tuned model, or the received one."""
+        return client if self.keep else server.variables

@@ -1,0 +1,109 @@
+"""SCAFFOLD: control variates take the client's own direction out of its gradients and put the federation's in.
+
+Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, algorithm 1.
+Sent: the model and the control c down (2P), the model and the change of c_k up (2P). A client keeps c_k (P).
+Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
+corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
+algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.trees import zeros_like
+
+
+class Server(NamedTuple):
+    """Global model, and the mean of all clients' controls, as the parameters."""
+
+    variables: Tree
+    control: Tree
+
+
+@struct.dataclass
+class Scaffold(Method):
+    """w <- w - eta * (grad - c_k + c) in each local step."""
+
+    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+
+    eta_g: float = hyperparameter(1.0, symbol="eta_g", help="learning rate of the server", low=0.0)
+    control: Literal["II", "I"] = hyperparameter(
+        "II",
+        help="control c_k: from the local update (II), or the gradient at w^t over all local data (I)",
+        static=True,
+    )
+    correction: Literal["gradient", "post_step"] = hyperparameter(
+        "gradient", help="c - c_k joins the gradient before momentum, or the step after it", static=True
+    )
+    step_normaliser: Literal["steps", "a_k"] = hyperparameter(
+        "steps",
+        symbol="K_s",
+        help="divisor of the local update in option II: tau_k steps, or FedNova's a_k, which counts momentum",
+        static=True,
+    )
+
+    @property
+    def summary_augmented(self):
+        """Option I reads the gradient off a pass over the local data, not augmented."""
+        return False if self.control == "I" else None
+
+    def advise(self, setting, hyper):
+        """Momentum amplifies what joins the gradient, unless the control is the mean gradient of the same steps."""
+        if self.correction == "post_step" or (self.control == "II" and self.step_normaliser == "a_k"):
+            return []
+        remedy = "--step-normaliser=a_k" if self.control == "II" else "--control=II --step-normaliser=a_k"
+        return momentum_advice("SCAFFOLD", hyper.momentum, remedy)
+
+    def init_server(self, setting, variables, class_counts, key):
+        """c = 0."""
+        return Server(variables, zeros_like(variables["params"]))
+
+    def init_client(self, setting, server, facts, key):
+        """c_k = 0."""
+        return zeros_like(server.control)
+
+    def _correction(self, context: Context) -> Tree:
+        return optax.tree.sub(context.server.control, context.client)
+
+    def correct(self, gradients, variables, context):
+        """grad - c_k + c."""
+        return optax.tree.add(gradients, self._correction(context)) if self.correction == "gradient" else gradients
+
+    def adjust(self, updates, context):
+        """w <- w - eta (c - c_k) beside the optimiser's own step."""
+        if self.correction == "gradient":
+            return updates
+        return optax.tree.add_scale(updates, -context.hyper.lr, self._correction(context))
+
+    def summarise(self, variables, batch, context):
+        """Sum over the batch of the loss's gradients at w^t, as the parameters."""
+
+        def total(params):
+            return batch.mask.sum() * self.loss({**context.start, "params": params}, batch, context)[0]
+
+        return jax.grad(total)(context.start["params"])
+
+    def upload(self, variables, summary, context):
+        """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t."""
+        if self.control == "I":
+            control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
+        else:
+            plain = self.step_normaliser == "steps"
+            steps = context.step if plain else effective_steps(context.step, context.hyper.momentum)
+            moved = optax.tree.sub(context.start["params"], variables["params"])
+            scaled = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
+            control = optax.tree.sub(scaled, self._correction(context))
+        change = optax.tree.sub(control, context.client)
+        return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, change))
+
+    def aggregate(self, server, message, weights):
+        """w + eta_g * sum_k p_k (w_k - w), and c + (1 / N) * sum of the changes; statistics are a plain mean."""
+        rest = 1 - self.eta_g
+        params = jax.tree.map(lambda w, m: m + rest * (w - m), server.variables["params"], message.mean["params"])
+        control = optax.tree.add(server.control, message.total)
+        return Server({**message.mean, "params": params}, control)

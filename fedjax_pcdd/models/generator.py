@@ -1,0 +1,73 @@
+"""A generator of features for a class: what FedGen trains on the server.
+
+Letters: B batch, C classes, D features, N dimensions of the noise.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.models.layers import BatchNorm, Linear
+
+
+class Generator(nn.Module):
+    """Linear - batch norm - ReLU - Linear on noise [B, N] and one-hot classes [B, C]: to [B, features].
+
+    Attributes:
+      hidden: width between the two linear layers.
+      features: D, of the model whose head reads them.
+      param_dtype: of the parameters.
+    """
+
+    hidden: int
+    features: int
+    param_dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, noise: jax.Array, classes: jax.Array, *, train: bool) -> jax.Array:
+        """[B, N] and [B, C] to [B, features]."""
+        types = {"param_dtype": self.param_dtype}
+        x = Linear(self.hidden, name="fc1", **types)(jnp.concatenate([noise, classes], axis=-1))
+        x = nn.relu(BatchNorm(name="norm", **types)(x, train=train))
+        return Linear(self.features, name="fc2", **types)(x)
+
+
+def initialise_generator(key: jax.Array, num_classes: int, features: int, noise_dim: int, hidden: int) -> Any:
+    """Fresh variables, "params" and "batch_stats", in the default float type."""
+    dtype = jnp.result_type(float)
+    inputs = jnp.zeros((1, noise_dim), dtype), jnp.zeros((1, num_classes), dtype)
+    return Generator(hidden, features, dtype).init(key, *inputs, train=False)
+
+
+def generate(
+    variables: Any, key: jax.Array, labels: jax.Array, num_classes: int, *, noise: str = "uniform", train: bool = False
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Features for classes.
+
+    Args:
+      variables: as `initialise_generator` gives them.
+      key: consumed for the noise.
+      labels: [B] integers in [0, C).
+      num_classes: C.
+      noise: "uniform" on [0, 1), or "gaussian" (standard normal).
+      train: whether batch norm uses the batch's statistics.
+
+    Returns:
+      Noise [B, N], features [B, D], and the new {"batch_stats": ...}, {} unless it trains.
+    """
+    first, last = variables["params"]["fc1"]["kernel"], variables["params"]["fc2"]["bias"]
+    draw = jax.random.uniform if noise == "uniform" else jax.random.normal
+    values = draw(key, (len(labels), len(first) - num_classes), last.dtype)
+    model = Generator(first.shape[1], len(last), last.dtype)
+    classes = jax.nn.one_hot(labels, num_classes, dtype=last.dtype)
+    if train:
+        features, state = model.apply(variables, values, classes, train=True, mutable=["batch_stats"])
+        return values, features, state  # pyright: ignore[reportReturnType]
+    return values, model.apply(variables, values, classes, train=False), {}  # pyright: ignore[reportReturnType]
+
+
+def draw_labels(key: jax.Array, allowed: jax.Array, size: int) -> jax.Array:
+    """`size` labels, uniform over the classes that are allowed [C]; class 0 where none is."""
+    return jax.random.categorical(key, jnp.where(allowed, 0.0, -jnp.inf), shape=(size,))

@@ -1,0 +1,53 @@
+"""The client's and the server's hooks without a simulation: contexts made by hand, messages reduced in numpy's way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.methods.method import Context, Facts, Hyper, Message, Setting
+
+
+def setting(clients, *, epochs=1, batch=1):
+    return Setting(num_classes=1, feature_dim=1, num_clients=clients, rounds=1, epochs=epochs, batch_size=batch,
+                   batch_norm=False)  # fmt: skip
+
+
+def hyper(lr=0.1, momentum=0.0):
+    return Hyper(lr, momentum, 0.0, np.inf)
+
+
+def params(values, **collections):
+    """Variables whose only parameter is one array."""
+    return {"params": {"w": jnp.asarray(values)}, **collections}
+
+
+def facts(sizes, k):
+    counts = jnp.asarray(sizes, jnp.result_type(float))[:, None]
+    return Facts(k, counts[k], jnp.asarray(sizes[k], jnp.int32), counts)
+
+
+def context(method, server, client, *, sizes=(1,), k=0, steps=1, epochs=1, batch=1, **local):
+    """What client k of a federation with these sizes sees after some steps."""
+    start = method.download(server, client)
+    fixed = setting(len(sizes), epochs=epochs, batch=batch)
+    key = jax.random.key(0)
+    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, steps, 0, key)
+
+
+def reduce(messages, weights):
+    """One message from those of a cohort; the weights are normalised here."""
+    weights = np.asarray(weights, float) / np.sum(weights)
+
+    def total(scale, trees):
+        return jax.tree.map(lambda *x: sum(s * v for s, v in zip(scale, x, strict=True)), *trees)
+
+    mean = total(weights, [m.mean for m in messages])
+    return Message(mean=mean, total=total(np.ones(len(weights)), [m.total for m in messages]))
+
+
+def start(method, values, sizes, **collections):
+    """Server and all clients before the first round."""
+    counts = jnp.asarray(sizes)[:, None]
+    fixed, key = setting(len(sizes)), jax.random.key(0)
+    server = method.init_server(fixed, params(values, **collections), counts, key)
+    return server, [method.init_client(fixed, server, facts(sizes, k), key) for k in range(len(sizes))]

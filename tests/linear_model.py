@@ -1,0 +1,56 @@
+"""A model whose features are its inputs, for tests of one method's loss on given features and a given head."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.methods.method import Batch, Context, Facts, Hyper, Setting
+from fedjax_pcdd.models.classifier import Classifier
+
+
+class Inputs(nn.Module):
+    """Features [B, D] are the inputs [B, D]."""
+
+    @nn.compact
+    def __call__(self, x, *, train, mask=None):
+        return x
+
+
+def dense(weights, bias=None):
+    """A layer from weights [C, D] and a bias [C]."""
+    layer = {"kernel": jnp.asarray(np.transpose(weights))}
+    return layer if bias is None else layer | {"bias": jnp.asarray(bias)}
+
+
+def context(method, counts, *, features, epochs=2, epoch=0, everyone=None):
+    """What the hooks of a client with class counts [C] see; `everyone` are the counts [K, C]."""
+    counts = jnp.asarray(counts, jnp.result_type(float))
+    everyone = counts[None] if everyone is None else jnp.asarray(everyone, counts.dtype)
+    model = method.build(Classifier(Inputs(), len(counts), param_dtype=counts.dtype))
+    setting = Setting(len(counts), features, 1, 3, epochs, 4, False)
+    facts = Facts(jnp.zeros((), int), counts, counts.sum(), everyone)
+    scalars = jnp.asarray(0.1), jnp.asarray(0.9), jnp.asarray(0.0), jnp.asarray(jnp.inf)
+    step = jnp.zeros((), int)
+    key = jax.random.key(0)
+    return Context(model, setting, Hyper(*scalars), (), (), (), facts, jnp.asarray(epoch), step, step, key)
+
+
+def loss(method, layers, features, labels, counts, **facts):
+    """The method's local objective of a batch.
+
+    Args:
+      layers: the parameters, as {"head": dense(...)}.
+    """
+    labels = jnp.asarray(labels, jnp.int32)
+    batch = Batch(features, labels, jnp.ones(labels.shape))
+    return method.loss({"params": layers}, batch, context(method, counts, features=features.shape[-1], **facts))[0]
+
+
+def loss_and_gradients(method, layers, features, labels, counts, **facts):
+    """The objective with its gradients for (layers, features)."""
+
+    def objective(layers, features):
+        return loss(method, layers, features, labels, counts, **facts)
+
+    return jax.value_and_grad(objective, argnums=(0, 1))(layers, jnp.asarray(features))

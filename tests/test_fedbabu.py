@@ -1,0 +1,86 @@
+"""FedBABU: the body is trained under a head that never moves; and fine-tuning of its parts."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.harness.fine_tuning import fine_tuned
+from fedjax_pcdd.harness.runner import run
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedbabu import FedBABU
+
+
+def arrays(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def moved(before, after, part):
+    """Which clients' parameters [K, ...] of a part differ from the variables [1, ...]."""
+    pairs = zip(arrays(before["params"][part]), arrays(after["params"][part]), strict=True)
+    return np.any([(a != b).any(axis=tuple(range(1, a.ndim))) for a, b in pairs], axis=0)
+
+
+def test_head_keeps_its_bits_in_all_rounds():
+    simulated = toy.simulation("fedbabu")
+    first = simulated.start().servers.variables
+    state, _ = toy.train(simulated)
+    assert not moved(first, state.servers.variables, "head").any()
+    assert moved(first, state.servers.variables, "backbone").all()
+
+
+@pytest.mark.parametrize(("part", "moving"), [("all", (True, True)), ("head", (True, False)), ("body", (False, True))])
+def test_fine_tuning_moves_the_part_asked_for(part, moving):
+    simulated = toy.simulation("fedbabu", fine_tune_part=part, ga="mean_best_local")
+    tuner = simulated.tuner(1)
+    first = jax.tree.map(jnp.copy, simulated.start().servers.variables)
+    state, _ = tuner.step(tuner.start(first), 0)
+    clients = state.clients
+    assert (moved(first, clients, "head").all(), moved(first, clients, "backbone").all()) == moving
+    assert (moved(first, clients, "head").any(), moved(first, clients, "backbone").any()) == moving
+
+
+@pytest.mark.parametrize("ga", ["global", "mean_best_local"])
+def test_fine_tuned_models_are_kept_only_for_their_accuracy_on_all_classes(ga):
+    simulated = toy.simulation("fedbabu", ga=ga)
+    tuner = simulated.tuner(1)
+    pa, local = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
+    assert np.all((pa >= 0) & (pa <= 1))
+    assert (local is None) == (ga == "global")
+
+
+def test_accuracy_of_kept_models_is_that_of_the_models_just_trained():
+    method = FedBABU(ga="mean_best_local")
+    simulated = toy.simulation(method=method, cohort=5)
+    tuner = simulated.tuner(2)
+    state, report = tuner.step(tuner.start(simulated.start().servers.variables), 0)
+    np.testing.assert_array_equal(tuner.evaluate(state, personal=True).personal, report.correct)
+
+
+def small_run(folder, method, **hyper):
+    config = RunConfig(
+        method=method, rounds=2, local_epochs=1, fine_tune_epochs=2, clients=4, lanes=1, batch_size=50, beta=1.0,
+        run_dir=folder, quiet=True,
+    )  # fmt: skip
+    return run(config, METHODS[method](**hyper))
+
+
+def last_row(folder):
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_ga_of_a_run_is_that_of_the_fine_tuned_models_where_asked_for(tmp_path):
+    summary = small_run(tmp_path / "run", "fedbabu", ga="mean_best_local")
+    assert summary["ga_global_last"] == last_row(tmp_path / "run")["ga"]
+    assert 0 <= summary["ga_last"] != summary["ga_global_last"]
+
+
+def test_run_reports_heads_fine_tuned_after_the_last_round_beside_the_others(tmp_path):
+    summary = small_run(tmp_path / "run", "fedrep", fine_tune_heads=True)
+    assert summary["pa_last"] == last_row(tmp_path / "run")["pa"]
+    assert summary["pa_tuned"] > summary["pa_last"]
+    assert 0 <= summary["ga_tuned"] <= 1

@@ -1,0 +1,161 @@
+"""FedDyn: vectors, what the drift form keeps of the paper's states, and each option."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from hooks import context, hyper, params, reduce, setting, start
+from trajectories import train
+
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.methods.feddyn import FedDyn
+from fedjax_pcdd.methods.method import Method
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def round_of(method, server, clients, models, sizes=None, chosen=None):
+    """Server and clients after a round in which client k ends at models[k] (an array, or variables)."""
+    sizes = sizes or (1,) * len(clients)
+    chosen = range(len(clients)) if chosen is None else chosen
+    clients, messages = list(clients), []
+    for k in chosen:
+        sent = models[k] if isinstance(models[k], dict) else params(models[k])
+        at = context(method, server, clients[k], sizes=sizes, k=k)
+        clients[k], message = method.upload(sent, (), at)
+        messages.append(message)
+    weights = [float(method.weight(context(method, server, clients[k], sizes=sizes, k=k).facts)) for k in chosen]
+    return method.aggregate(server, reduce(messages, weights), np.asarray(weights)), clients
+
+
+def w(variables):
+    return np.asarray(variables["params"]["w"])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("feddyn"))
+def test_regulariser_agrees_with_the_vectors(g):
+    method = FedDyn(alpha=float(g["par_alpha"]))
+    server, clients = start(method, g["in_w_global"], (1,))
+    client = clients[0]._replace(drift={"w": jnp.asarray(-g["in_grad_state"] / g["par_alpha"])})
+    at = context(method, server, client)
+    value, gradient = jax.value_and_grad(lambda v: method.penalty(v, None, None, at))(params(g["in_w"]))
+    np.testing.assert_allclose(value, g["out_reg"], **EXACT)
+    np.testing.assert_allclose(w(gradient), g["out_grad"], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("feddyn"))
+def test_rounds_agree_with_the_vectors(g):
+    alpha, models, picked = float(g["par_alpha"]), g["in_round_wk"], g["in_round_selected"] > 0
+    method = FedDyn(alpha=alpha)
+    server, clients = start(method, g["in_w0"], (1,) * picked.shape[1])
+    for r, chosen in enumerate(picked):
+        server, clients = round_of(method, server, clients, models[r], chosen=np.flatnonzero(chosen))
+        np.testing.assert_allclose(w(server.variables), g["out_round_w_global"][r], **EXACT)
+        np.testing.assert_allclose(-alpha * server.drift["w"], g["out_round_h"][r], **EXACT)
+        memory = [-alpha * c.drift["w"] for c in clients]
+        np.testing.assert_allclose(memory, g["out_round_grad_state"][r], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("trajectories"))
+def test_state_and_evaluated_model_agree_with_the_reference(g):
+    problem, states = train(g, "feddyn", 3, alpha=0.1)
+    for r, state in enumerate(states):
+        server = jax.tree.map(lambda x: x[0], state.servers)
+        np.testing.assert_allclose(-0.1 * problem.flatten(server.drift), g["out_feddyn_alpha0.1__h"][r], **EXACT)
+        evaluated = problem.flatten(FedDyn().generic_variables(server)["params"])
+        np.testing.assert_allclose(evaluated, g["out_feddyn_alpha0.1__selected_mean"][r], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_sheets_example():
+    method = FedDyn(alpha=1.0)
+    server, clients = round_of(method, *start(method, np.zeros(1), (1, 1)), np.array([[1.0], [3.0]]))
+    assert [float(-c.drift["w"][0]) for c in clients] == [-1, -3]
+    assert float(-server.drift["w"][0]) == -2
+    assert float(w(server.variables)[0]) == 4
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_server_holds_the_mean_of_all_drifts():
+    method, rng = FedDyn(alpha=0.1), np.random.default_rng(0)
+    server, clients = start(method, rng.normal(size=3), (1,) * 4)
+    for chosen in ((0, 2), (1,), (2, 3)):
+        server, clients = round_of(method, server, clients, rng.normal(size=(4, 3)), chosen=chosen)
+    np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_nothing_moves_where_no_client_moved():
+    method, start_at = FedDyn(alpha=0.1), np.array([1.0, -2.0])
+    server, _ = round_of(method, *start(method, start_at, (1, 1)), np.stack([start_at] * 2))
+    np.testing.assert_array_equal(w(server.variables), start_at)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_mean_is_unweighted():
+    method = FedDyn(alpha=1.0)
+    begun = start(method, np.zeros(1), (1, 9))
+    server, _ = round_of(method, *begun, np.array([[1.0], [3.0]]), sizes=(1, 9))
+    assert float(w(server.variables)[0]) == 4
+
+
+def test_alpha_zero_is_uniform_fedavg():
+    dynamic, _ = toy.train(toy.simulation("feddyn", alpha=0.0))
+    plain, _ = toy.train(toy.simulation(method=Method(), weights="uniform"))
+    for a, b in zip(*map(jax.tree.leaves, (dynamic.servers.variables, plain.servers.variables)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_alpha_zero_is_said():
+    assert len(FedDyn(alpha=0.0).advise(setting(2), hyper())) == 1
+    assert FedDyn(alpha=0.1).advise(setting(2), hyper(momentum=0.9)) == []
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("scaling", "factor"), [("common", 1.0), ("inverse_size", 1 / 0.5)])
+def test_alpha_may_fall_with_the_clients_size(scaling, factor):
+    method = FedDyn(alpha=0.1, alpha_scaling=scaling)
+    server, clients = start(method, np.zeros(1), (10, 30))
+    at = context(method, server, clients[0], sizes=(10, 30))
+    value = method.penalty(params(np.array([2.0])), None, None, at)
+    np.testing.assert_allclose(value, 0.5 * 0.1 * factor * 4, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("choice", "expected"), [("cloud", [3, 5.5]), ("selected_mean", [2, 4]), ("all_mean", [1, 3])])
+def test_three_models_can_be_evaluated(choice, expected):
+    method = FedDyn(alpha=1.0, eval=choice)
+    server, clients = start(method, np.zeros(1), (1, 1))
+    seen = []
+    for end, chosen in ((2.0, 0), (4.0, 1)):  # drifts 2 and 4 - 3, so the cloud is 2 + 2 / 2, then 4 + (2 + 1) / 2
+        server, clients = round_of(method, server, clients, np.full((2, 1), end), chosen=(chosen,))
+        seen.append(float(w(method.generic_variables(server))[0]))
+    assert seen == expected
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("weighted", "expected"), [(False, 2.0), (True, 2.8)])
+def test_running_statistics_are_averaged_equally_or_by_size(weighted, expected):
+    method, sizes = FedDyn(alpha=1.0, weighted_statistics=weighted), (1, 9)
+    models = [params(np.ones(1), batch_stats=jnp.asarray(s)) for s in (1.0, 3.0)]
+    server, _ = round_of(method, *start(method, np.zeros(1), sizes, batch_stats=jnp.zeros(())), models, sizes=sizes)
+    np.testing.assert_allclose(server.variables["batch_stats"], expected, **EXACT)
+    np.testing.assert_allclose(w(server.variables), 2.0, **EXACT)
+
+
+def test_a_run_keeps_the_model_that_was_evaluated_as_its_best(tmp_path):
+    config, method = build({"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 1, "run_dir": tmp_path / "r"})
+    work = Run(config, method)
+    progress = work.rounds(work.begin())
+    work.checkpoints.close()
+    server = progress.state.servers
+    evaluated = jax.tree.map(lambda x, v: np.asarray(x - v), server.variables["params"], server.drift)
+    for a, b in zip(*map(jax.tree.leaves, (progress.best["params"], evaluated)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-6, 1e-7)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(server.drift)) > 1e-4

@@ -1,0 +1,311 @@
+"""FedGen: the generator's losses, its training on the server, its use by clients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import linear_model
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+
+from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
+from fedjax_pcdd.methods import Batch, Message, Setting
+from fedjax_pcdd.methods.fedgen import FedGen
+from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator
+
+CLASSES, DIM, BATCH = 4, 5, 6
+SETTING = Setting(CLASSES, DIM, num_clients=3, rounds=3, epochs=2, batch_size=BATCH, batch_norm=False)
+COUNTS = jnp.array([[4.0, 1, 0, 0], [2, 0, 0, 0], [0, 5, 1, 0]])  # one sample of class 2, none of class 3
+OWNED = [True, True, False, False]
+WEIGHTS = jnp.array([0.4, 0.2, 0.4])
+SMALL = {"hidden": 8, "noise_dim": 3, "generator_steps": 4, "generator_lr": 0.01}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("fedgen"))
+def test_diversity_agrees_with_the_vectors(g):
+    noise, layer = jnp.asarray(g["in_noise"]), jnp.asarray(g["in_layer"])
+    value, gradient = jax.value_and_grad(lambda x: diversity(noise, x))(layer)
+    np.testing.assert_allclose(value, g["out_diversity"], 1e-9)
+    np.testing.assert_allclose(gradient, g["out_grad_layer"], 1e-9, 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("g", cases("fedgen"))
+def test_teachers_loss_agrees_with_the_vectors(g, broadcast):
+    logits, labels, shares = (jnp.asarray(g[k]) for k in ("in_user_logits", "in_y", "in_label_weights"))
+    value = ensemble_loss(logits, labels, shares.T, broadcast=broadcast)
+    np.testing.assert_allclose(value, g["out_teacher_loss" + "_broadcast" * broadcast], 1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("fedgen"))
+def test_divergence_agrees_with_the_vectors(g):
+    generated, logits = jnp.asarray(g["in_logits_gen"]), jnp.asarray(g["in_logits"])
+    value, gradient = jax.value_and_grad(lambda x: latent_kl(generated, x))(logits)
+    np.testing.assert_allclose(value, g["out_latent_kl"], 1e-9)
+    np.testing.assert_allclose(gradient, g["out_grad_logits"], 1e-9, 1e-12)
+
+
+def test_diversity_has_the_sheets_value():
+    value = diversity(jnp.array([[0.0], [1.0]]), jnp.array([[0.0], [2.0]]))
+    np.testing.assert_allclose(value, np.exp(-1), 1e-6)
+
+
+def test_diversity_is_1_for_identical_latents_and_less_for_others():
+    noise = jax.random.uniform(jax.random.key(0), (6, 3))
+    assert diversity(noise, jnp.ones((6, 2))) == 1
+    assert 0 < diversity(noise, 9 * noise) < 1
+
+
+def test_the_generated_side_of_the_divergence_is_constant():
+    gradient = jax.grad(lambda x: latent_kl(x, jnp.ones((2, 3))))(jnp.eye(2, 3))
+    assert not gradient.any()
+
+
+def test_samples_of_unknown_labels_add_nothing_but_stay_in_the_divisor():
+    generated, logits = jnp.array([[2.0, 0.0], [0.0, 9.0]]), jnp.zeros((2, 2))
+    part = latent_kl(generated, logits, valid=jnp.array([True, False]))
+    np.testing.assert_allclose(part, latent_kl(generated[:1], logits[:1]) / 2, 1e-6)
+
+
+def test_shares_of_an_owned_class_add_up_to_1():
+    np.testing.assert_allclose(label_shares(COUNTS).sum(0), [1, 1, 1, 0])
+
+
+def test_labels_are_drawn_from_all_allowed_classes_alone():
+    labels = draw_labels(jax.random.key(0), jnp.array([False, True, False, True]), 100)
+    assert set(labels.tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize(("noise", "low", "mean"), [("uniform", 0.0, 0.5), ("gaussian", -9.0, 0.0)])
+def test_noise_has_its_law(noise, low, mean):
+    generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 50, 3)
+    drawn, _, _ = generate(generator, jax.random.key(1), jnp.zeros(200, int), CLASSES, noise=noise)
+    assert drawn.shape == (200, 50)
+    assert drawn.min() >= low
+    np.testing.assert_allclose(drawn.mean(), mean, atol=0.02)
+
+
+def test_a_generator_in_training_moves_its_statistics_and_in_use_does_not():
+    generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 2, 3)
+    arguments = generator, jax.random.key(1), jnp.arange(CLASSES), CLASSES
+    _, _, trained = generate(*arguments, train=True)
+    assert (trained["batch_stats"]["norm"]["mean"] != generator["batch_stats"]["norm"]["mean"]).any()
+    assert generate(*arguments)[2] == {}
+
+
+def small(**options):
+    return FedGen(**{**SMALL, **options}).configure(SETTING)
+
+
+def head(seed=0):
+    keys = jax.random.split(jax.random.key(seed))
+    return {"kernel": jax.random.normal(keys[0], (DIM, CLASSES)), "bias": jax.random.normal(keys[1], (CLASSES,))}
+
+
+@functools.cache
+def heads():
+    return jax.tree.map(lambda *x: jnp.stack(x), *[head(k) for k in range(3)])
+
+
+def fresh(method, **changed):
+    variables = {"params": {"head": head()}}
+    return method.init_server(SETTING, variables, COUNTS, jax.random.key(0))._replace(**changed)
+
+
+def message(counts=COUNTS):
+    return Message(mean={"params": {"head": head()}}, each=(heads(), counts))
+
+
+@jax.jit
+def _aggregate(method, server, message, weights):
+    return method.aggregate(server, message, weights)
+
+
+def aggregated(method, server, message, weights=WEIGHTS):
+    return _aggregate(method, server, message, weights)
+
+
+def generator_after(counts=COUNTS, trained=0, **options):
+    method = small(**options)
+    server = aggregated(method, fresh(method, trained=jnp.array(trained)), message(counts))
+    return server.generator["params"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"diversity": 50.0},
+        {"generator_lr": 0.02},
+        {"generator_lr_decay": 0.5},
+        {"generator_wd": 0.5},
+        {"generator_steps": 5},
+        {"noise": "gaussian"},
+        {"broadcast": True},
+        {"synthetic_batch": 4},
+        {"label_counts": "seen"},
+    ],
+    ids=str,
+)
+def test_options_of_the_generator_change_it(options):
+    counts = COUNTS + 1
+    default, other = (generator_after(counts, trained=1, **o)["fc2"]["kernel"] for o in ({}, options))
+    assert jnp.abs(default - other).max() > 1e-6
+
+
+def test_the_generator_learns_what_the_heads_teach():
+    method = small(generator_lr=0.02, diversity=0.0)
+    server = trained = fresh(method)
+    for _ in range(40):
+        trained = aggregated(method, trained, message())
+
+    def loss(generator):
+        labels = jnp.arange(40) % 2
+        _, features, _ = generate(generator, jax.random.key(3), labels, CLASSES)
+        logits = features @ heads()["kernel"] + heads()["bias"][:, None]
+        return ensemble_loss(logits, labels, label_shares(COUNTS))
+
+    assert loss(trained.generator) < 0.3 * loss(server.generator)
+
+
+def test_the_generator_knows_classes_with_more_than_one_sample():
+    method = small()
+    np.testing.assert_array_equal(aggregated(method, fresh(method), message()).known, OWNED)
+
+
+def test_counts_of_seen_labels_make_no_missing_class_known():
+    method = small(label_counts="seen")
+    np.testing.assert_array_equal(aggregated(method, fresh(method), message(COUNTS + 1)).known, OWNED)
+
+
+def test_clients_without_weight_teach_nothing():
+    method, weights = small(), jnp.array([0.5, 0.5, 0.0])
+    known = aggregated(method, fresh(method), message(), weights).known
+    np.testing.assert_array_equal(known, [True, False, False, False])
+
+
+@pytest.mark.parametrize(("stale", "expected"), [("carry", [True, True, False, True]), ("drop", OWNED)])
+def test_a_class_without_participants_is_carried_or_dropped(stale, expected):
+    method = small(stale=stale)
+    server = fresh(method, known=jnp.array([False, False, False, True]))
+    np.testing.assert_array_equal(aggregated(method, server, message()).known, expected)
+
+
+def test_without_any_label_the_generator_stays():
+    method = small()
+    server = fresh(method)
+    after = aggregated(method, server, message(0 * COUNTS))
+    parts = ("generator", "optimiser", "trained")
+    for part in parts:
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(server, part))
+
+
+def test_every_training_of_the_generator_draws_anew():
+    first, second = (generator_after(trained=t, generator_lr_decay=1.0)["fc2"]["kernel"] for t in (0, 1))
+    assert jnp.abs(first - second).max() > 1e-6
+
+
+def test_the_server_holds_plain_numbers_alone():
+    leaves = jax.tree.leaves(fresh(small()))
+    assert {str(x.dtype) for x in leaves} <= {"float32", "int32", "uint32", "bool"}
+
+
+@pytest.mark.parametrize(("dim", "hidden", "noise"), [(84, 256, 32), (512, 512, 64)])
+def test_sizes_follow_the_model_by_default(dim, hidden, noise):
+    method = FedGen().configure(SETTING._replace(feature_dim=dim))
+    assert (method.hidden, method.noise_dim, method.synthetic_batch) == (hidden, noise, BATCH)
+
+
+@jax.jit
+def _penalty(method, params, features, server, batch, round, epoch):
+    context = linear_model.context(method, [1] * CLASSES, features=DIM)
+    context = context._replace(setting=SETTING, server=server, round=round, epoch=epoch)
+    outputs = type("Outputs", (), {"logits": features @ params["kernel"] + params["bias"]})
+    return method.penalty({"params": {"head": params}}, outputs, batch, context)
+
+
+def penalty(known=OWNED, round=1, epoch=0, labels=(0, 1, 0, 1, 0, 1), gradient=False, **options):
+    """The client's generated terms; with `gradient` their gradient for (head, features)."""
+    method = small(**options)
+    features = jax.random.normal(jax.random.key(5), (BATCH, DIM))
+    batch = Batch(features, jnp.array(labels), jnp.ones(BATCH))
+    server = fresh(method, known=jnp.array(known))
+
+    def value(params, features):
+        return _penalty(method, params, features, server, batch, round, epoch)
+
+    return jax.grad(value, (0, 1))(head(), features) if gradient else float(value(head(), features))
+
+
+def test_no_term_counts_before_the_generator_knows_a_class():
+    assert penalty(known=[False] * CLASSES) == 0
+    assert not any(x.any() for x in jax.tree.leaves(penalty(known=[False] * CLASSES, gradient=True)))
+
+
+def test_generated_features_train_the_head_alone():
+    of_head, of_features = penalty(beta_kl=0.0, gradient=True)
+    assert jnp.abs(of_head["kernel"]).max() > 1e-3
+    assert not of_features.any()
+
+
+def test_the_divergence_trains_the_features():
+    assert jnp.abs(penalty(alpha=0.0, gradient=True)[1]).max() > 1e-3
+
+
+def test_the_divergence_leaves_unknown_labels_out():
+    assert penalty(alpha=0.0, labels=[3] * BATCH) == 0
+
+
+def test_coefficients_of_zero_leave_nothing():
+    assert penalty(alpha=0.0, beta_kl=0.0) == 0
+
+
+@pytest.mark.parametrize("off", ["alpha", "beta_kl"])
+def test_coefficients_decay_with_the_rounds(off):
+    first, third = (penalty(round=r, decay=0.5, **{off: 0.0}) for r in (0, 2))
+    np.testing.assert_allclose(third, first / 4, 1e-5)
+
+
+def test_coefficients_stay_above_the_floor():
+    np.testing.assert_allclose(penalty(round=900, floor=10.0), penalty(round=0), 1e-5)
+
+
+def test_generated_terms_end_after_their_epochs():
+    assert penalty(epoch=19) > 0
+    assert penalty(epoch=20) == 0
+    assert penalty(epoch=2, synthetic_epochs=2) == 0
+
+
+def test_more_generated_features_weigh_more():
+    few, many = (penalty(beta_kl=0.0, synthetic_batch=size) for size in (500, 1000))
+    np.testing.assert_allclose(many / few, 2, 0.1)
+
+
+def seen_after_two_batches():
+    method = small(label_counts="seen")
+    context = linear_model.context(method, [1] * CLASSES, features=DIM)
+    variables = method.download(fresh(method), ())
+    batch = Batch(jnp.zeros(()), jnp.array([0, 0, 2]), jnp.array([1.0, 1.0, 0.0]))
+    for _ in range(2):
+        variables = {**variables, **method.observe(variables, None, batch, context)}
+    return method.upload(variables, (), context)[1]
+
+
+def test_seen_labels_are_counted_from_1():
+    np.testing.assert_array_equal(seen_after_two_batches().each[1], [5, 1, 1, 1])
+
+
+def test_a_round_that_counts_seen_labels_teaches_the_classes_seen():
+    simulated = toy.simulation("fedgen", label_counts="seen", generator_steps=2)
+    state, _ = simulated.step(simulated.start(), 0)
+    chosen = simulated.clients_of(0)[0]
+    owned = {label for k in chosen for label in toy.OWNED[k] if toy.SIZES[k] > 1}
+    assert set(np.flatnonzero(state.servers.known[0])) == owned
+
+
+def test_counts_are_no_part_of_the_model_sent():
+    assert set(seen_after_two_batches().mean) == {"params"}

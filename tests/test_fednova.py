@@ -1,0 +1,135 @@
+"""FedNova: vectors, the count of steps, and each option."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from hooks import context, params, reduce, start
+
+from fedjax_pcdd.methods.fednova import FedNova
+from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.steps import effective_steps
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def averaged(method, x0, models, sizes, steps, statistics=None, **local):
+    """The server after one round in which client k sends models[k] after steps[k] steps."""
+    given = {} if statistics is None else {"batch_stats": 0.0 * statistics[0]}
+    server, clients = start(method, x0, sizes, **given)
+    messages = []
+    for k, model in enumerate(models):
+        sent = params(model, **({} if statistics is None else {"batch_stats": statistics[k]}))
+        at = context(method, server, clients[k], sizes=sizes, k=k, steps=int(steps[k]), **local)
+        messages.append(method.upload(sent, (), at)[1])
+    return method.aggregate(server, reduce(messages, sizes), np.asarray(sizes) / np.sum(sizes))
+
+
+def weights_of(server):
+    return server.variables["params"]["w"]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("fednova"))
+def test_steps_with_momentum_agree_with_the_vectors(g):
+    a = [effective_steps(int(tau), g["par_momentum"]) for tau in g["in_tau"]]
+    np.testing.assert_allclose(a, g["out_a"], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("fednova"))
+def test_the_round_agrees_with_the_vectors(g):
+    rates = {"lr": g["par_lr"], "momentum": g["par_momentum"]}
+    server = averaged(FedNova(), g["in_x0"], g["out_local"], g["in_n"], g["in_tau"], **rates)
+    np.testing.assert_allclose(weights_of(server), g["out_x"], **EXACT)
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0), (1, 1), (5, 13.1441), (10, 41.38106), (100, 910.00239)])
+def test_the_sheets_counts(steps, expected):
+    np.testing.assert_allclose(effective_steps(steps, 0.9), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+def test_without_momentum_a_step_counts_once(steps):
+    np.testing.assert_allclose(effective_steps(steps, 0.0), steps, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_count_is_continuous_where_momentum_vanishes():
+    np.testing.assert_allclose(effective_steps(50, 1e-9), effective_steps(50, 0.0), rtol=1e-7)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("momentum", "mu"), [(0.0, 0.5), (0.9, 0.0), (0.9, 0.5)])
+def test_the_count_is_the_move_under_constant_gradients(momentum, mu):
+    lr, moved, buffer = 0.1, 0.0, 0.0
+    for _ in range(13):
+        buffer = momentum * buffer + 1 - lr * mu * moved
+        moved += buffer
+    np.testing.assert_allclose(effective_steps(13, momentum, lr * mu), moved, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_proximal_recursion_is_the_sheets():
+    a = 0.0
+    for _ in range(9):
+        a = (1 - 0.05) * a + 1
+    np.testing.assert_allclose(effective_steps(9, 0.0, 0.05), a, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_effective_weights_are_those_of_the_sheet():
+    sizes, steps, models = np.array([10.0, 30.0]), np.array([2, 5]), np.array([[1.0], [2.0]])
+    p = sizes / sizes.sum()
+    q = p * (p * steps).sum() / steps
+    server = averaged(FedNova(), np.zeros(1), models, sizes, steps)
+    np.testing.assert_allclose(weights_of(server), q @ models, **EXACT)
+
+
+def test_equal_steps_are_fedavg():
+    nova, _ = toy.train(toy.simulation("fednova", batch_size=32))
+    plain, _ = toy.train(toy.simulation(method=Method(), batch_size=32))
+    for a, b in zip(*map(jax.tree.leaves, (nova.servers.variables, plain.servers.variables)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_unequal_steps_are_not_fedavg():
+    nova, _ = toy.train(toy.simulation("fednova"), (0,))
+    plain, _ = toy.train(toy.simulation(method=Method()), (0,))
+    head = [s.servers.variables["params"]["head"]["kernel"] for s in (nova, plain)]
+    assert np.abs(np.array(head[0]) - np.array(head[1])).max() > 1e-4
+
+
+@pytest.mark.usefixtures("x64")
+def test_mu_pulls_towards_the_received_weights():
+    method = FedNova(mu=0.5)
+    server, clients = start(method, np.zeros(2), (1,))
+    at = context(method, server, clients[0])
+    gradient = jax.grad(lambda w: method.penalty(w, None, None, at))(params(np.array([1.0, 2.0])))
+    np.testing.assert_allclose(gradient["params"]["w"], [0.5, 1.0], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_mu_enters_the_count():
+    models, steps = np.array([[1.0], [2.0]]), [1, 8]
+    plain, pulled = (averaged(FedNova(mu=mu), np.zeros(1), models, (1, 1), steps) for mu in (0.0, 2.0))
+    a = (1 - 0.8**8) / 0.2
+    np.testing.assert_allclose(weights_of(plain), (1 + 8) / 2 * (1 + 2 / 8) / 2, **EXACT)
+    np.testing.assert_allclose(weights_of(pulled), (1 + a) / 2 * (1 + 2 / a) / 2, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_tau_eff_may_be_the_steps_made():
+    models, steps, a = np.array([[1.0], [2.0]]), [1, 2], np.array([1, 2.9])
+    server = averaged(FedNova(tau_eff="steps"), np.zeros(1), models, (1, 1), steps, momentum=0.9)
+    np.testing.assert_allclose(weights_of(server), 1.5 * (models[:, 0] / a).mean(), **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("normalise", "expected"), [(False, 3.0), (True, 1.5 * (2 / 1 + 4 / 2) / 2)])
+def test_running_statistics_are_averaged_or_normalised(normalise, expected):
+    statistics = np.array([2.0, 4.0])
+    method = FedNova(normalise_statistics=normalise)
+    server = averaged(method, np.zeros(1), np.ones((2, 1)), (1, 1), (1, 2), statistics)
+    np.testing.assert_allclose(server.variables["batch_stats"], expected, **EXACT)

@@ -1,0 +1,131 @@
+"""FedRL: the review of one layer after another."""
+
+import jax
+import jax.numpy as jnp
+import linear_model
+import numpy as np
+import pytest
+from golden_vectors import cases
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.review import review_distance
+from fedjax_pcdd.methods import Batch
+from fedjax_pcdd.methods.fedrl import FedRL
+from fedjax_pcdd.models.classifier import Classifier, initialise
+from fedjax_pcdd.models.mlp import MLP
+from fedjax_pcdd.models.resnet import ResNet
+
+KEYS = {"per_sample": "persample_mean", "batch_norm": "batch_norm"}
+LAYERS = [("backbone", "fc1"), ("backbone", "fc2"), ("head",)]
+MLP2 = Classifier(MLP((6, 5)), num_classes=3)
+RESNET = Classifier(ResNet((1,), width=4), num_classes=3)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("distance", KEYS)
+@pytest.mark.parametrize("g", cases("fedrl"))
+def test_distance_and_gradient_agree_with_the_vectors(g, distance):
+    layer, received = jnp.asarray(g["in_kr"]), jnp.asarray(g["in_kr_global"])
+    value, gradient = jax.value_and_grad(lambda x: review_distance(x, received, distance=distance))(layer)
+    np.testing.assert_allclose(value, g[f"out_{KEYS[distance]}"], 1e-9)
+    np.testing.assert_allclose(gradient, g[f"out_grad_{KEYS[distance]}"], 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize(("distance", "expected"), [("per_sample", 2.5), ("batch_norm", 5.0)])
+def test_distance_has_the_sheets_value(distance, expected):
+    layer = jnp.array([[3.0, 4.0], [0.0, 0.0]])
+    np.testing.assert_allclose(review_distance(layer, jnp.zeros((2, 2)), distance=distance), expected)
+
+
+@pytest.mark.parametrize("distance", KEYS)
+def test_equal_layers_have_distance_and_gradient_zero(distance):
+    layer = jnp.ones((4, 2, 3))
+    value, gradient = jax.value_and_grad(lambda x: review_distance(x, layer, distance=distance))(layer)
+    assert value == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("distance", KEYS)
+def test_masked_samples_do_not_count(distance):
+    layer = jnp.array([[3.0, 4.0], [7.0, 7.0]])
+    masked = review_distance(layer, jnp.zeros((2, 2)), distance=distance, mask=jnp.array([1.0, 0.0]))
+    np.testing.assert_allclose(masked, 5.0)
+
+
+def test_unknown_distances_are_refused():
+    with pytest.raises(UserError, match="did you mean 'per_sample'"):
+        review_distance(jnp.ones((1, 1)), jnp.ones((1, 1)), distance="persample")
+
+
+def case(model, shape, moved):
+    """Variables that have moved away from where training started, these, and a batch."""
+    start = initialise(model, jax.random.key(0), shape)
+    variables = {**start, "params": jax.tree.map(lambda x: x + moved, start["params"])}
+    images = jax.random.normal(jax.random.key(1), (8, *shape))
+    return variables, start, Batch(images, jnp.arange(8) % 3, jnp.ones(8))
+
+
+@jax.jit
+def gradients_of(method, variables, start, batch, step, round):
+    context = linear_model.context(method, [1, 1, 1], features=5)
+    context = context._replace(model=MLP2, start=start, step=step, round=round)
+    return jax.grad(lambda params: method.loss({"params": params}, batch, context)[0])(variables["params"])
+
+
+def reviewed(step=0, round=0, **options):
+    """The gradient of the review term alone."""
+    arguments = *case(MLP2, (4,), 0.1), step, round
+    with_review, without = (gradients_of(FedRL(mu=mu, **options), *arguments) for mu in (1.0, 0.0))
+    return jax.tree.map(jnp.subtract, with_review, without)
+
+
+def norms(gradients):
+    """Largest gradient of each layer."""
+    leaves = [gradients[path[0]] if len(path) == 1 else gradients[path[0]][path[1]] for path in LAYERS]
+    return np.array([jnp.abs(layer["kernel"]).max() for layer in leaves])
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_the_review_of_a_layer_reaches_it_and_those_before_alone(layer):
+    moved = norms(reviewed(step=layer)) > 1e-6
+    np.testing.assert_array_equal(moved, np.arange(3) <= layer)
+
+
+def test_after_the_last_layer_comes_the_first():
+    jax.tree.map(np.testing.assert_array_equal, reviewed(step=4), reviewed(step=1))
+
+
+def test_the_layer_may_advance_with_rounds():
+    expected = reviewed(step=1)
+    actual = reviewed(step=0, round=4, cycle="round")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), actual, expected)
+
+
+def test_batches_do_not_move_the_layer_that_advances_with_rounds():
+    actual, expected = reviewed(step=2, round=1, cycle="round"), reviewed(step=0, round=1, cycle="round")
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_the_norm_of_the_whole_batch_changes_the_loss():
+    assert jnp.abs(norms(reviewed()) - norms(reviewed(distance="batch_norm"))).max() > 1e-4
+
+
+def review_of_received(mode):
+    """The review term where the weights have not moved, for a model with batch norm."""
+    variables, start, batch = case(RESNET, (4, 4, 1), 0.0)
+
+    @jax.jit
+    def loss(method):
+        context = linear_model.context(method, [1, 1, 1], features=4)
+        context = context._replace(model=RESNET, start=start)
+        return method.loss(variables, batch, context)[0]
+
+    return float(loss(FedRL(mu=1.0, received_mode=mode)) - loss(FedRL(mu=0.0, received_mode=mode)))
+
+
+def test_a_received_model_in_train_mode_gives_no_review_at_the_first_step():
+    assert abs(review_of_received("train")) < 1e-6
+
+
+def test_a_received_model_in_eval_mode_differs_by_its_statistics():
+    assert review_of_received("eval") > 0.01

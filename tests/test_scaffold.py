@@ -1,0 +1,187 @@
+"""SCAFFOLD: vectors, the sheet's invariants, and each option."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from hooks import context, hyper, params, reduce, setting, start
+from trajectories import Problem, train
+
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.scaffold import Scaffold
+from fedjax_pcdd.models.classifier import forward
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def w(variables):
+    return np.asarray(variables["params"]["w"])
+
+
+def trained(method, at, gradient, steps, *, momentum=0.0):
+    """The parameter after some steps of heavy-ball SGD with the method's corrections."""
+    x, buffer, lr = at.start["params"]["w"], 0.0, at.hyper.lr
+    for _ in range(steps):
+        buffer = momentum * buffer + method.correct({"w": gradient(x)}, params(x), at)["w"]
+        x = x + method.adjust({"w": -lr * buffer}, at)["w"]
+    return params(x)
+
+
+def uploaded(method, models, sizes, **at):
+    """Server and clients after a round in which client k ends at models[k]."""
+    server, clients = start(method, np.zeros(models.shape[1]), sizes)
+    kept, messages = [], []
+    for k, model in enumerate(models):
+        client, message = method.upload(params(model), (), context(method, server, clients[k], sizes=sizes, k=k, **at))
+        kept.append(client)
+        messages.append(message)
+    return method.aggregate(server, reduce(messages, sizes), np.asarray(sizes)), kept
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("scaffold"))
+def test_rounds_on_quadratics_agree_with_the_vectors(g):
+    method, sizes, lr = Scaffold(), g["in_n"], float(g["par_lr"])
+    server, clients = start(method, g["in_x0"], sizes)
+    for r, chosen in enumerate(np.flatnonzero(row > 0) for row in g["in_selected"]):
+        messages = []
+        for k in chosen:
+            steps = int(g["in_steps"][k])
+            at = context(method, server, clients[k], sizes=sizes, k=k, steps=steps, lr=lr)
+            model = trained(method, at, lambda x, k=k: g["in_A"][k] @ (x - g["in_b"][k]), steps)
+            clients[k], message = method.upload(model, (), at)
+            messages.append(message)
+        server = method.aggregate(server, reduce(messages, sizes[chosen]), sizes[chosen])
+        np.testing.assert_allclose(w(server.variables), g["out_x"][r], **EXACT)
+        np.testing.assert_allclose(server.control["w"], g["out_c"][r], **EXACT)
+        np.testing.assert_allclose([c["w"] for c in clients], g["out_ck"][r], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("trajectories"))
+def test_control_agrees_with_the_reference(g):
+    problem, states = train(g, "scaffold", 3, momentum=0.0, decay=0.0)
+    for state, expected in zip(states, g["out_scaffold_rho0_wd0__c"], strict=True):
+        control = jax.tree.map(lambda x: x[0], state.servers.control)
+        np.testing.assert_allclose(problem.flatten(control), expected, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("trajectories")[:1])
+def test_without_momentum_the_correction_may_follow_the_step(g):
+    problem, states = train(g, "scaffold", 3, momentum=0.0, decay=0.0, correction="post_step")
+    params = jax.tree.map(lambda x: x[0], states[-1].servers.variables["params"])
+    np.testing.assert_allclose(problem.flatten(params), g["out_scaffold_rho0_wd0"][-1], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_sheets_example():
+    method = Scaffold()
+    server, clients = start(method, np.zeros(1), (1,))
+    at = context(method, server, clients[0], steps=2, lr=0.1)
+    model = trained(method, at, lambda x: x - 1, 2)
+    control, _ = method.upload(model, (), at)
+    np.testing.assert_allclose([w(model)[0], control["w"][0]], [0.19, -0.95], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_servers_control_is_the_mean_of_all_clients():
+    server, clients = uploaded(Scaffold(), np.array([[1.0], [2.0], [-5.0]]), (10, 30, 20))
+    np.testing.assert_allclose(server.control["w"], np.mean([c["w"] for c in clients], 0), **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_equal_hessians_converge_to_the_optimum_of_the_mean():
+    method, optima = Scaffold(), [np.array([1.0, 0.0]), np.array([-2.0, 4.0])]
+    server, clients = start(method, np.full(2, 5.0), (1, 1))
+    for _ in range(60):
+        messages = []
+        for k in (0, 1):
+            at = context(method, server, clients[k], sizes=(1, 1), k=k, steps=5 + 3 * k, lr=0.1)
+            model = trained(method, at, lambda x, k=k: x - optima[k], 5 + 3 * k)
+            clients[k], message = method.upload(model, (), at)
+            messages.append(message)
+        server = method.aggregate(server, reduce(messages, (1, 1)), np.ones(2))
+    np.testing.assert_allclose(w(server.variables), np.mean(optima, 0), rtol=1e-6, atol=1e-6)
+
+
+def test_the_first_round_is_fedavg():
+    controlled, _ = toy.train(toy.simulation("scaffold"), (0,))
+    plain, _ = toy.train(toy.simulation(method=Method()), (0,))
+    for a, b in zip(*map(jax.tree.leaves, (controlled.servers.variables, plain.servers.variables)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_eta_g_scales_the_servers_step():
+    server, _ = uploaded(Scaffold(eta_g=0.5), np.array([[1.0], [2.0]]), (10, 30))
+    np.testing.assert_allclose(w(server.variables), 0.875, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("normaliser", "steps"), [("steps", 5), ("a_k", 13.1441)])
+def test_the_update_is_divided_by_its_steps_or_by_what_momentum_makes_of_them(normaliser, steps):
+    method = Scaffold(step_normaliser=normaliser)
+    _, clients = uploaded(method, np.array([[1.0]]), (1,), steps=5, momentum=0.9, lr=0.1)
+    np.testing.assert_allclose(clients[0]["w"], -1 / (steps * 0.1), **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_k_makes_the_control_the_gradient():
+    method = Scaffold(step_normaliser="a_k")
+    server, clients = start(method, np.zeros(1), (1,))
+    server = server._replace(control={"w": jnp.full(1, 0.3)})
+    at = context(method, server, clients[0], steps=7, momentum=0.9)
+    model = trained(method, at, lambda x: jnp.full(1, 2.0), 7, momentum=0.9)
+    np.testing.assert_allclose(method.upload(model, (), at)[0]["w"], 2.0, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("correction", "steps"), [("gradient", 13.1441), ("post_step", 5)])
+def test_momentum_amplifies_a_correction_of_the_gradient_alone(correction, steps):
+    method = Scaffold(correction=correction)
+    server, clients = start(method, np.zeros(1), (1,))
+    at = context(method, server._replace(control={"w": jnp.ones(1)}), clients[0], lr=0.1)
+    model = trained(method, at, lambda x: 0 * x, 5, momentum=0.9)
+    np.testing.assert_allclose(w(model), -0.1 * steps, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("trajectories")[:1])
+def test_option_one_is_the_gradient_at_the_received_weights(g):
+    problem = Problem(g)
+    simulation = problem.simulation(METHODS["scaffold"](control="I"), lanes=2)
+    state = simulation.start()
+    start_at = jax.tree.map(lambda x: jnp.array(x[0]), state.servers.variables)
+    chosen = np.arange(problem.clients)
+    state, _ = simulation.step(state, 0, problem.plan(simulation, 0, chosen))
+    for k in chosen:
+        images = jnp.asarray(g[f"in_x{k}"])[:, None, None, :]
+
+        def loss(params, images=images, k=k):
+            logits = forward(simulation.program.model, {"params": params}, images, train=False)[0].logits
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(g[f"in_y{k}"])[:, None], 1).mean()
+
+        expected = problem.flatten(jax.grad(loss)(start_at["params"]))
+        actual = problem.flatten(jax.tree.map(lambda x, k=k: x[k], state.clients))
+        np.testing.assert_allclose(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("control", "remedy"), [("II", "set --step-normaliser=a_k,"), ("I", "set --control=II --step-normaliser=a_k,")]
+)
+def test_momentum_is_warned_of_with_the_options_that_help(control, remedy):
+    (sentence,) = Scaffold(control=control).advise(setting(2), hyper(momentum=0.9))
+    assert remedy in sentence
+
+
+@pytest.mark.parametrize("option", [{"step_normaliser": "a_k"}, {"correction": "post_step"}])
+def test_no_warning_where_momentum_does_not_amplify(option):
+    assert Scaffold(**option).advise(setting(2), hyper(momentum=0.9)) == []
+
+
+def test_no_warning_without_momentum():
+    assert Scaffold().advise(setting(2), hyper(momentum=0.0)) == []
