@@ -340,7 +340,7 @@ def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
             "--seed was 3 in this run, not 4, --mu1 was 0.2 in this run, not 0.1: resume without",
         ),
         (["--method=fedavg"], "--method was fedmr in this run, not fedavg: resume without it"),
-        (["--mu=1"], "--mu belongs to fedprox, not to fedmr: drop it or use --method=fedprox."),
+        (["--ew=1"], "--ew belongs to fedgela, not to fedmr: drop it or use --method=fedgela."),
         (["--run-dir=x"], "--resume continues a run as it was started: drop --run-dir."),
     ],
 )

@@ -53,10 +53,15 @@ class CompileClock:
             self.seconds += duration_secs
 
 
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def candidates(jobs: int) -> list[int]:
     """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere."""
     if jax.default_backend() == "cpu":
-        values = {1, os.cpu_count() or 1}
+        values = {1, _cores()}
     else:
         values = {2**i for i in range(2, 10)} | {math.ceil(jobs / d) for d in (1, 2, 4)}
     return sorted(v for v in values if v <= jobs) or [1]

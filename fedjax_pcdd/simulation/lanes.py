@@ -54,7 +54,7 @@ class Lane(NamedTuple):
 class Outcome(NamedTuple):
     """What finished jobs leave behind."""
 
-    message: Message  # mean and total [E, ...], each [J, ...]
+    message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
     clients: Tree  # [R, ...]
     statistics: Tree  # [R, ...] or ()
     loss: jax.Array  # [J] mean over the local steps
@@ -174,13 +174,13 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
 
 def reduce(program: Program, jobs: Jobs, job, total: Message, message: Message) -> Message:
     """Add one client's message to its experiment's sums."""
-    experiment = 0 if program.experiments == 1 else jobs.experiment[job]
-    weight = jobs.weight[job]
-    mean = jax.tree.map(lambda t, m: t[experiment] + weight.astype(m.dtype) * m, total.mean, message.mean)
-    summed = jax.tree.map(lambda t, m: t[experiment] + m, total.total, message.total)
-    return Message(
-        put(total.mean, experiment, mean), put(total.total, experiment, summed), put(total.each, job, message.each)
-    )
+    experiment, weight, alone = jobs.experiment[job], jobs.weight[job], program.experiments == 1
+    sums = (total.mean, total.total)
+    old_mean, old_total = sums if alone else take(sums, experiment)
+    mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * m, old_mean, message.mean)
+    summed = jax.tree.map(jnp.add, old_total, message.total)
+    mean, summed = (mean, summed) if alone else put(sums, experiment, (mean, summed))
+    return Message(mean, summed, put(total.each, job, message.each))
 
 
 def _zeros(tree: Tree, *leading: int) -> Tree:
@@ -198,9 +198,8 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
         return method.upload(lane.variables, summary_of(program, world, lane, context), context)[1]
 
     sent = jax.eval_shape(message, lane)
-    reduced = Message(
-        _zeros(sent.mean, program.experiments), _zeros(sent.total, program.experiments), _zeros(sent.each, jobs)
-    )
+    stacked = () if program.experiments == 1 else (program.experiments,)
+    reduced = Message(_zeros(sent.mean, *stacked), _zeros(sent.total, *stacked), _zeros(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
     return _zeros(lane, program.lanes), Outcome(reduced, state.clients, state.statistics, loss, correct)
@@ -208,6 +207,8 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
 
 def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
     """Train all jobs of a round."""
+    if program.lanes == 1:
+        return _run_one_lane(program, world, state, plan)
 
     def segment(g, carry):
         lanes, outcome = carry
@@ -230,3 +231,18 @@ def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outco
         return lanes, outcome
 
     return jax.lax.fori_loop(0, plan.num_segments, segment, _empty(program, world, state))[1]
+
+
+def _run_one_lane(program: Program, world: World, state: State, plan: Plan) -> Outcome:
+    """One job after another, each a segment; a lane without an axis is one that XLA updates in place on a CPU."""
+
+    def run(g, outcome):
+        start, stop = plan.step_stop[g], plan.step_stop[g + 1]
+        lane = load(program, world, outcome.clients, outcome.statistics, plan.load_job[g], start)
+
+        def train(step, lane):
+            return train_step(program, world, lane, plan.indices[step, 0], step)
+
+        return finish(program, world, jax.lax.fori_loop(start, stop, train, lane), outcome)
+
+    return jax.lax.fori_loop(0, plan.num_segments, run, _empty(program, world, state)[1])

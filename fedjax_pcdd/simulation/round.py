@@ -20,7 +20,7 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.methods.method import Hyper, Method, Setting
+from fedjax_pcdd.methods.method import Hyper, Message, Method, Setting
 from fedjax_pcdd.models import uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
@@ -88,7 +88,10 @@ def _round(program: Program, methods, hyper, data, keys, state: State, plan, job
         trained = weights.sum() > 0
         return jax.tree.map(lambda a, b: jnp.where(trained, a, b), new, server)
 
-    servers = lift(aggregate, program.experiments)(methods, state.servers, message._replace(each=each), weights)
+    sums = (message.mean, message.total)
+    if program.experiments == 1:
+        sums = jax.tree.map(lambda x: x[None], sums)
+    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(*sums, each), weights)
     return State(servers, outcome.clients, outcome.statistics), Report(outcome.loss, outcome.correct)
 
 
