@@ -1,4 +1,4 @@
-"""FedDC: vectors, the sheet's invariants, and each option."""
+"""FedDC: vectors, invariants, and each option."""
 
 import jax
 import jax.numpy as jnp

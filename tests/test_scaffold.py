@@ -1,4 +1,4 @@
-"""SCAFFOLD: vectors, the sheet's invariants, and each option."""
+"""SCAFFOLD: vectors, invariants, and each option."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ def test_squared_distance_of_empty_trees_is_zero():
     assert trees.squared_distance({}, {}) == 0
 
 
-def test_proximal_term_has_the_sheets_value_and_gradient():
+def test_proximal_term_has_its_value_and_gradient():
     start = {"w": jnp.zeros(2)}
     penalty = lambda tree: 0.5 * 0.1 * trees.squared_distance(tree, start)  # noqa: E731
     value, gradient = jax.value_and_grad(penalty)({"w": jnp.asarray([1.0, 2.0])})
@@ -52,38 +52,13 @@ def test_proximal_descent_ends_between_optimum_and_start(mu):
     np.testing.assert_allclose(descend(mu), (2.0 * 1.5 + mu * -1.0) / (2.0 + mu), rtol=1e-5)
 
 
-def test_weighted_mean_has_the_sheets_value():
-    stacked = {"w": jnp.asarray([1.0, 2.0])}
-    weights = jnp.asarray([10.0, 30.0])
-    assert trees.weighted_mean(stacked, weights / 40)["w"] == 1.75
-
-
-def test_weighted_mean_does_not_normalise():
-    stacked, weights = model(leading=(3,)), jnp.asarray([0.5, 0.2, 0.3])
-    assert_trees_close(
-        trees.weighted_mean(stacked, 4 * weights),
-        jax.tree.map(lambda x: 4 * x, trees.weighted_mean(stacked, weights)),
-    )
-
-
-def test_weighted_mean_ignores_the_order_of_clients():
-    stacked, weights = model(leading=(4,)), jnp.asarray([0.1, 0.2, 0.3, 0.4])
-    order = jnp.asarray([2, 0, 3, 1])
-    shuffled = trees.weighted_mean(trees.select(stacked, order), weights[order])
-    assert_trees_close(shuffled, trees.weighted_mean(stacked, weights))
-
-
-def test_weighted_mean_of_equal_clients_is_any_of_them():
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), model())
-    assert_trees_close(trees.weighted_mean(stacked, jnp.asarray([0.2, 0.3, 0.5])), model())
-
-
 def test_adding_scaled_rows_one_by_one_is_the_weighted_mean():
     stacked, weights = model(leading=(3,)), jnp.asarray([0.5, 0.2, 0.3])
     total = trees.zeros_like(trees.select(stacked, 0))
     for row in range(3):
         total = trees.add_scaled(total, trees.select(stacked, row), weights[row])
-    assert_trees_close(total, trees.weighted_mean(stacked, weights))
+    expected = jax.tree.map(lambda leaf: np.tensordot(weights, leaf, 1), stacked)
+    assert_trees_close(total, expected)
 
 
 def test_add_scaled_keeps_the_dtype_of_the_total():
@@ -104,13 +79,3 @@ def test_where_takes_one_whole_tree(flag):
 def test_zeros_like_accepts_shapes_alone():
     zeros = trees.zeros_like(jax.eval_shape(model))
     assert_trees_close(zeros, jax.tree.map(lambda leaf: 0 * leaf, model()))
-
-
-def test_path_mask_names_dict_keys_and_positions():
-    tree = {"head": [jnp.zeros(1), jnp.zeros(2)], "body": jnp.zeros(3)}
-    mask = trees.path_mask(tree, lambda path: path == ("head", "1"))
-    assert mask == {"head": [False, True], "body": False}
-
-
-def test_num_scalars_counts_every_entry():
-    assert trees.num_scalars(jax.eval_shape(model)) == 3 * 2 + 2 + 2 * 4

@@ -1,10 +1,10 @@
 """FedRL: while a client trains, it reviews one layer after another against the received model.
 
-"Review learning", methods sheet 2.13 (no code is published). A batch adds the distance between the local and the
+"Review learning" (no code is published). A batch adds the distance between the local and the
 received model's output of one layer; the next batch takes the next layer, and each local training begins anew.
 Sent: as FedAvg. A client keeps nothing between rounds (it holds the received model while it trains).
 Follows the paper's algorithm where its text differs (the layer advances with batches, `cycle`); cross-entropy and
-review are batch means. The paper trains without shuffling and with momentum 1e-4: --shuffle=false --momentum=1e-4.
+review are batch means. The paper trains without shuffling and with momentum 1e-4: --no-shuffle --momentum=1e-4.
 """
 
 from functools import partial

@@ -42,7 +42,7 @@ class CNN(nn.Module):
 
 
 def simple_cnn(**types: Any) -> CNN:
-    """The CNN of MOON and FedRL (methods sheet, section 4): 62 006 parameters on 32x32x3 with 10 classes."""
+    """The CNN of MOON and FedRL: 62 006 parameters on 32x32x3 with 10 classes."""
     return CNN((6, 16), (120, 84), "VALID", **types)
 
 

@@ -102,7 +102,7 @@ class BatchNorm(nn.Module):
     """Batch norm of the reference framework.
 
     Training normalises by the biased variance of the batch; the running variance takes the unbiased one, and
-    new = 0.9 old + 0.1 batch (methods sheet, section 4). The statistics, at least float32, are the collection
+    new = 0.9 old + 0.1 batch. The statistics, at least float32, are the collection
     "batch_stats" with `mean` and `var` [C]. Masked samples do not enter them; a batch without a valid sample
     leaves the running ones alone.
 

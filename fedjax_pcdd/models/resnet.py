@@ -1,6 +1,6 @@
 """Residual networks for images of about 32x32: a 3x3 stem of stride 1, no max-pool.
 
-He et al., "Deep Residual Learning for Image Recognition", CVPR 2016; methods sheet, section 4.
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form of the FedMR and FedGELA papers' code.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Wide residual networks with pre-activation blocks and dropout, for images of about 32x32.
 
-Zagoruyko and Komodakis, "Wide Residual Networks", BMVC 2016, in the form of the FedMR paper's code (methods sheet,
-section 4): every convolution has a bias, the second one of a block has the stride, and the last batch norm follows
-the batch nine times faster than the others.
+Zagoruyko and Komodakis, "Wide Residual Networks", BMVC 2016, in the form of the FedMR paper's code: every
+convolution has a bias, the second one of a block has the stride, and the last batch norm follows the batch nine times
+faster than the others.
 """
 
 from typing import Any

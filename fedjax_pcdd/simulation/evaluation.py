@@ -10,17 +10,8 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.losses.classification import correct_per_class
-from fedjax_pcdd.simulation.program import (
-    Data,
-    Program,
-    Samples,
-    State,
-    Tree,
-    facts_of,
-    lift,
-    sum_over_samples,
-    take,
-)  # fmt: skip
+from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, sum_over_samples
+from fedjax_pcdd.trees import select
 
 
 def client_batches(function: Callable, program: Program, samples: Samples, row) -> Tree:
@@ -71,11 +62,11 @@ def personal_correct(program: Program, methods, state: State, data: Data, *, own
 
     def one(row):
         experiment = row // program.setting.num_clients
-        method, server = take((methods, state.servers), experiment)
-        client, facts = take(state.clients, row), facts_of(program, data, row)
+        method, server = select((methods, state.servers), experiment)
+        client, facts = select(state.clients, row), facts_of(program, data, row)
         variables = dict(method.personal_variables(server, client))
         if program.local_statistics:
-            variables |= take(state.statistics, row)
+            variables |= select(state.statistics, row)
 
         def predict(images):
             logits = method.predict_personal if own else method.predict_local

@@ -14,18 +14,9 @@ from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.methods.method import Batch, Context, Hyper, Message
 from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
 from fedjax_pcdd.simulation.optimiser import make_optimiser
-from fedjax_pcdd.simulation.program import (
-    Data,
-    Program,
-    State,
-    Tree,
-    facts_of,
-    lift,
-    of_experiment,
-    put,
-    take,
-)  # fmt: skip
+from fedjax_pcdd.simulation.program import Data, Program, State, Tree, facts_of, lift, of_experiment, put
 from fedjax_pcdd.simulation.schedule import Jobs, Plan
+from fedjax_pcdd.trees import select
 
 
 class World(NamedTuple):
@@ -88,10 +79,10 @@ def load(program: Program, world: World, clients: Tree, statistics: Tree, job, s
     """A lane at the start of a job: the downloaded variables and a fresh optimiser."""
     method, server = method_and_server(program, world, job)
     row = world.jobs.row[job]
-    client = take(clients, row)
+    client = select(clients, row)
     variables = dict(method.download(server, client))
     if program.local_statistics:
-        variables |= take(statistics, row)
+        variables |= select(statistics, row)
     optimiser = _optimiser(program, world, job).init(variables["params"])
     loss = jnp.zeros((), jnp.result_type(float))
     return Lane(jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32), variables, optimiser, client, loss)
@@ -176,7 +167,7 @@ def reduce(program: Program, jobs: Jobs, job, total: Message, message: Message) 
     """Add one client's message to its experiment's sums."""
     experiment, weight, alone = jobs.experiment[job], jobs.weight[job], program.experiments == 1
     sums = (total.mean, total.total)
-    old_mean, old_total = sums if alone else take(sums, experiment)
+    old_mean, old_total = sums if alone else select(sums, experiment)
     mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * m, old_mean, message.mean)
     summed = jax.tree.map(jnp.add, old_total, message.total)
     mean, summed = (mean, summed) if alone else put(sums, experiment, (mean, summed))
@@ -222,7 +213,7 @@ def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outco
             return one(lanes, plan.indices[step])
 
         def finish_one(i, outcome):
-            return finish(program, world, take(lanes, plan.finish_lane[i]), outcome)
+            return finish(program, world, select(lanes, plan.finish_lane[i]), outcome)
 
         loop = jax.lax.fori_loop
         lanes = loop(plan.load_stop[g], plan.load_stop[g + 1], load_one, lanes)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.methods.method import Facts, Setting
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.trees import select, zeros_like
 
 Tree = Any
 
@@ -61,11 +62,6 @@ class State(NamedTuple):
     statistics: Tree  # [R, ...] running statistics of each client, () unless they are local
 
 
-def take(tree: Tree, row) -> Tree:
-    """Row of every leaf's leading axis."""
-    return jax.tree.map(lambda x: x[row], tree)
-
-
 def put(tree: Tree, row, value: Tree) -> Tree:
     """The tree with one row of every leaf's leading axis replaced."""
     return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0), tree, value)
@@ -73,7 +69,7 @@ def put(tree: Tree, row, value: Tree) -> Tree:
 
 def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
     """Row of a tree with leading axis [E]; no gather where there is one experiment."""
-    return take(tree, 0 if program.experiments == 1 else experiment)
+    return select(tree, 0 if program.experiments == 1 else experiment)
 
 
 def lift(function: Callable, size: int) -> Callable:
@@ -82,7 +78,7 @@ def lift(function: Callable, size: int) -> Callable:
         return jax.vmap(function)
 
     def one(*args):
-        return jax.tree.map(lambda x: x[None], function(*take(args, 0)))
+        return jax.tree.map(lambda x: x[None], function(*select(args, 0)))
 
     return one
 
@@ -106,5 +102,4 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, batch: i
         index = samples.order[start + jnp.minimum(position, size - 1)]
         return jax.tree.map(jnp.add, total, function(index, position < size))
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), template)
-    return jax.lax.fori_loop(0, (size + batch - 1) // batch, body, zeros)
+    return jax.lax.fori_loop(0, (size + batch - 1) // batch, body, zeros_like(template))

@@ -26,7 +26,8 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
-from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, take
+from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift
+from fedjax_pcdd.trees import select, where
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,12 @@ def _round(program: Program, methods, hyper, data, keys, state: State, plan, job
     each = jax.tree.map(lambda x: x.reshape(*weights.shape, *x.shape[1:]), message.each)
 
     def aggregate(method, server, message, weights):
-        new = method.aggregate(server, message, weights)
-        trained = weights.sum() > 0
-        return jax.tree.map(lambda a, b: jnp.where(trained, a, b), new, server)
+        return where(weights.sum() > 0, method.aggregate(server, message, weights), server)
 
-    sums = (message.mean, message.total)
+    mean, total = message.mean, message.total
     if program.experiments == 1:
-        sums = jax.tree.map(lambda x: x[None], sums)
-    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(*sums, each), weights)
+        mean, total = jax.tree.map(lambda x: x[None], (mean, total))
+    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights)
     return State(servers, outcome.clients, outcome.statistics), Report(outcome.loss, outcome.correct)
 
 
@@ -217,7 +216,7 @@ class Simulation:
                 first = initialise(program.model, init, federation.image_shape)
                 first = jax.tree.map(lambda x: x.astype(self.param_dtype), first)
             else:
-                first = take(variables, e)
+                first = select(variables, e)
             rows = jnp.arange(setting.num_clients) + e * setting.num_clients
             server = method.init_server(setting, first, self.data.class_counts[rows], server_key)
             servers.append(server)
