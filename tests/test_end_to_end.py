@@ -143,6 +143,7 @@ BAD = {
     "cohort larger than clients": (["--cohort=11"], "--cohort"),
     "no space for so many clients": (["--clients=400"], "--min-samples"),
     "resume of nothing": (["--resume=nowhere"], "nowhere"),
+    "tracker that is not installed": (["--wandb"], "fedjax-pcdd[wandb]"),
     "gpu asked for and absent": (["--device=gpu"], "gpu"),
 }
 

@@ -23,7 +23,7 @@ def check_space(folder: Path, required: int) -> None:
     free = shutil.disk_usage(place).free
     if free < required:
         raise UserError(
-            f"{folder} needs {required / 1e6:.0f} MB for checkpoints, its disk has {free / 1e6:.0f} MB left: "
+            f"{folder} needs {required / 1e6:.2f} MB for checkpoints, its disk has {free / 1e6:.2f} MB left: "
             "free some space, choose another --run-dir or keep fewer checkpoints."
         )
 

@@ -20,7 +20,7 @@ from fedjax_pcdd.harness.config import RunConfig, dump, run_folder
 from fedjax_pcdd.harness.disk import check_space
 from fedjax_pcdd.harness.fine_tuning import from_global, from_last
 from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
-from fedjax_pcdd.harness.writers import writers_for
+from fedjax_pcdd.harness.writers import require, writers_for
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.simulation.program import State, Tree
@@ -90,6 +90,7 @@ class Run:
         """Prepare the simulation and open or create the run folder; UserError before anything is written."""
         self.config, self.clock, self.started = config, CompileClock(), time.perf_counter()
         select_device(config.device)
+        require(config.tensorboard, config.wandb)
         self.federation = make_federation(config)
         jobs = config.cohort or self.federation.num_clients
 

@@ -76,6 +76,14 @@ def writers_for(tensorboard: bool, wandb: bool, folder: Path, config: Mapping[st
     return writers
 
 
+def require(tensorboard: bool, wandb: bool) -> None:
+    """UserError where a tracker's package is missing; asked before a run folder is made."""
+    if tensorboard:
+        _load("tensorboardX", "tensorboard")
+    if wandb:
+        _load("wandb", "wandb")
+
+
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """The entries that can be plotted over rounds.
 
