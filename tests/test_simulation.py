@@ -130,7 +130,10 @@ def test_group_norm_has_no_running_statistics():
     assert set(state.servers.variables) == {"params"}
 
 
-@pytest.mark.parametrize("name", METHODS)
+QUICK = ("fedavg", "fedmr", "fedgela", "moon", "solo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METHODS])
 def test_batch_norm_model_trains_without_nan(name):
     simulated = simulate(narrow_resnet(), methods=[METHODS[name]()], cohort=5)
     state, report = simulated.step(simulated.start(), 0)
