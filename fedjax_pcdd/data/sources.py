@@ -180,7 +180,8 @@ def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     known = {*parts, "x_train_delta", "x_test_delta", "classes", *_GROUPS, "x"}
     try:
         with open(file, "rb") as stream:
-            if not zipfile.is_zipfile(stream):
+            single_array = stream.read(6) == b"\x93NUMPY"
+            if not (single_array or zipfile.is_zipfile(stream)):
                 raise ValueError("it is another kind of file, or cut short")
             stream.seek(0)
             archive = np.load(stream, allow_pickle=False)
