@@ -9,7 +9,7 @@ from fedjax_pcdd.methods.method import Context, Facts, Hyper, Message, Setting
 
 def setting(clients, *, epochs=1, batch=1):
     return Setting(num_classes=1, feature_dim=1, num_clients=clients, rounds=1, epochs=epochs, batch_size=batch,
-                   batch_norm=False)  # fmt: skip
+                   normalised=False)  # fmt: skip
 
 
 def hyper(lr=0.1, momentum=0.0):

@@ -23,6 +23,11 @@ def test_momentum_is_advised_against_before_training(tmp_path, capsys, method):
     assert text.count("\n") == 1
 
 
+@pytest.mark.parametrize("method", ["scaffold", "feddc"])
+def test_adam_has_no_momentum_to_advise_against(tmp_path, capsys, method):
+    assert said(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9) == ""
+
+
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
     assert said(tmp_path, capsys, method="scaffold", momentum=0.9, quiet=True) == ""
 

@@ -65,11 +65,23 @@ def test_lanes_do_not_change_results(name):
 
 
 @everyone
+def test_client_state_on_the_host_does_not_change_results(name):
+    device, host = toy.simulation(name), toy.simulation(name, client_state="host")
+    state, report = toy.train(device)
+    other, other_report = toy.train(host)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(other.clients))
+    assert_close((state, report), (other, other_report), 1e-6)
+    assert_close(device.evaluate(state, personal=True), host.evaluate(other, personal=True), 0)
+
+
+@everyone
 def test_order_of_clients_does_not_change_results(name):
     simulated = toy.simulation(name)
     jobs, batches = simulated.jobs(0)
     order = np.array([2, 0, 1])
-    shuffled = jobs._replace(**{k: getattr(jobs, k)[order] for k in ("row", "weight", "steps", "epoch_steps")})
+    shuffled = jobs._replace(
+        **{k: getattr(jobs, k)[order] for k in ("row", "number", "slot", "weight", "steps", "epoch_steps")}
+    )
     plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
     expected, _ = simulated.step(simulated.start(), 0)
     state, _ = simulated.step(simulated.start(), 0, (plan, shuffled))

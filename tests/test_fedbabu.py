@@ -10,7 +10,7 @@ import toy
 
 from fedjax_pcdd.harness.config import RunConfig
 from fedjax_pcdd.harness.fine_tuning import fine_tuned
-from fedjax_pcdd.harness.runner import run
+from fedjax_pcdd.harness.launch import run
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedbabu import FedBABU
 

@@ -109,6 +109,14 @@ def test_steps_are_those_of_a_client_of_mean_size():
         np.testing.assert_allclose(delta, -1 / (2 * 3 * 0.1), **EXACT)
 
 
+def test_compiled_steps_of_full_batches_alone_are_not_one_too_many():
+    sizes = (150,) * 5  # 750 samples are 3 batches of 50 on each client
+    server, clients = start(FedDC(), np.zeros(1), sizes)
+    at = context(FedDC(), server, clients[0], sizes=sizes, epochs=2, batch=50)
+    kept, _ = jax.jit(lambda facts: FedDC().upload(params(np.ones(1)), (), at._replace(facts=facts)))(at.facts)
+    np.testing.assert_allclose(kept.state["w"], -1 / (2 * 3 * 0.1), 1e-6)
+
+
 @pytest.mark.usefixtures("x64")
 def test_the_update_may_be_divided_by_what_momentum_makes_of_its_steps():
     delta = uploaded(FedDC(step_normaliser="a_k"), steps=5, momentum=0.9, lr=0.1)
@@ -135,3 +143,7 @@ def test_momentum_is_warned_of_with_the_option_that_helps():
 def test_no_warning_without_momentum_or_with_its_count():
     assert FedDC().advise(setting(2), hyper(momentum=0.0)) == []
     assert FedDC(step_normaliser="a_k").advise(setting(2), hyper(momentum=0.9)) == []
+
+
+def test_no_warning_of_a_momentum_that_amplifies_nothing():
+    assert FedDC().advise(setting(2), hyper(momentum=1e-4)) == []

@@ -9,10 +9,12 @@ from golden_vectors import cases
 from hooks import context, hyper, params, reduce, setting, start
 from trajectories import train
 
+from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.harness.config import build
 from fedjax_pcdd.harness.runner import Run
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.models.classifier import forward
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -149,11 +151,54 @@ def test_running_statistics_are_averaged_equally_or_by_size(weighted, expected):
     np.testing.assert_allclose(w(server.variables), 2.0, **EXACT)
 
 
-def test_a_run_keeps_the_model_that_was_evaluated_as_its_best(tmp_path):
-    config, method = build({"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 1, "run_dir": tmp_path / "r"})
+def correct(simulated, variables):
+    """Correct predictions per class [C] of a model on the whole test set, counted by hand."""
+    dataset = simulated.experiments[0].federation.dataset
+    images = prepare(Pipeline(), dataset.x_test, None, train=False)
+    guess = np.argmax(forward(simulated.program.model, variables, images, train=False)[0].logits, -1)
+    return np.bincount(dataset.y_test, weights=guess == dataset.y_test, minlength=toy.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("choice", "others"),
+    [("all_mean", {"cloud", "selected_mean"}), ("selected_mean", {"cloud"}), ("cloud", {"selected_mean"})],
+)
+def test_models_that_are_not_chosen_are_counted_beside_the_one_that_is(choice, others):
+    simulated = toy.simulation("feddyn", alpha=1.0, eval=choice)
+    state, _ = toy.train(simulated, (0, 1))
+    server = jax.tree.map(lambda x: x[0], state.servers)
+    mean = {"params": jax.tree.map(jnp.subtract, server.variables["params"], server.drift)}
+    models = {"cloud": server.variables, "selected_mean": mean, "all_mean": server.latest}
+    counts = simulated.evaluate(state)
+    assert set(counts.further) == others
+    np.testing.assert_array_equal(counts.generic[0], correct(simulated, models[choice]))
+    for name in others:
+        np.testing.assert_array_equal(counts.further[name][0], correct(simulated, models[name]))
+    simulated.evaluate(state)
+    assert (simulated.compilations, simulated._generic_correct._cache_size()) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def one_round(tmp_path_factory):
+    """A run of one round."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    config, method = build({"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 1, "run_dir": folder})
     work = Run(config, method)
     progress = work.rounds(work.begin())
     work.checkpoints.close()
+    return work, progress
+
+
+def test_a_run_records_the_models_that_are_not_chosen(one_round):
+    work, progress = one_round
+    (row,) = progress.history.rows
+    counts = work.simulation.evaluate(progress.state).further["cloud"]
+    assert row["ga_cloud"] == np.sum(counts) / len(work.federation.dataset.y_test)
+    assert row["ga_cloud"] != row["ga"]
+
+
+def test_a_run_keeps_the_model_that_was_evaluated_as_its_best(one_round):
+    _, progress = one_round
     server = progress.state.servers
     evaluated = jax.tree.map(lambda x, v: np.asarray(x - v), server.variables["params"], server.drift)
     for a, b in zip(*map(jax.tree.leaves, (progress.best["params"], evaluated)), strict=True):

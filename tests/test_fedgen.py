@@ -16,7 +16,7 @@ from fedjax_pcdd.methods.fedgen import FedGen
 from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator
 
 CLASSES, DIM, BATCH = 4, 5, 6
-SETTING = Setting(CLASSES, DIM, num_clients=3, rounds=3, epochs=2, batch_size=BATCH, batch_norm=False)
+SETTING = Setting(CLASSES, DIM, num_clients=3, rounds=3, epochs=2, batch_size=BATCH, normalised=False)
 COUNTS = jnp.array([[4.0, 1, 0, 0], [2, 0, 0, 0], [0, 5, 1, 0]])  # one sample of class 2, none of class 3
 OWNED = [True, True, False, False]
 WEIGHTS = jnp.array([0.4, 0.2, 0.4])

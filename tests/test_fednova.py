@@ -101,6 +101,13 @@ def test_unequal_steps_are_not_fedavg():
     assert np.abs(np.array(head[0]) - np.array(head[1])).max() > 1e-4
 
 
+def test_with_adam_steps_are_counted_once_whatever_the_momentum():
+    with_momentum, without = (
+        toy.train(toy.simulation("fednova", optimizer="adam", lr=0.01, momentum=rho), (0,))[0] for rho in (0.9, 0.0)
+    )
+    jax.tree.map(np.testing.assert_array_equal, with_momentum, without)
+
+
 @pytest.mark.usefixtures("x64")
 def test_mu_pulls_towards_the_received_weights():
     method = FedNova(mu=0.5)

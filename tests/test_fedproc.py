@@ -7,8 +7,9 @@ import pytest
 import toy
 from flax import struct
 
+from fedjax_pcdd.harness.cli import main
 from fedjax_pcdd.losses.contrastive import prototype_contrast
-from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.fedproc import FedProc
 from fedjax_pcdd.methods.method import Batch, Message, Setting
 from fedjax_pcdd.methods.prototypical import SEEN, Server
@@ -212,6 +213,6 @@ def test_projection_is_what_the_classifier_reads():
     assert params["neck"]["fc1"]["kernel"].shape[1:] == (200, 200)
 
 
-def test_temperature_of_zero_is_refused_by_the_command_line():
-    (tau,) = [f for f in METHODS["fedproc"].__dataclass_fields__.values() if f.name == "tau"]
-    assert tau.metadata["above"] == 0
+def test_temperature_of_zero_is_refused_by_the_command_line(tmp_path, capsys):
+    assert main(["--method=fedproc", "--tau=0", f"--run-dir={tmp_path / 'run'}"]) == 2
+    assert "--tau must be above 0" in capsys.readouterr().err

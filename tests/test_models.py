@@ -29,11 +29,17 @@ SMALLEST = {
     "simple_cnn": (16, 16, 3),
     "mcmahan_cnn": (4, 4, 1),
     "fedrl_cnn": (16, 16, 1),
+    "resnet10": (8, 8, 3),
+    "resnet12": (8, 8, 3),
     "resnet18": (8, 8, 3),
     "resnet50": (8, 8, 3),
     "wrn28_10": (4, 4, 3),
     "efficientnet_b0": (16, 16, 3),
     "efficientnet_b0_isic": (32, 32, 3),
+    "mobilenet_v2": (8, 8, 3),
+    "googlenet": (4, 4, 3),
+    "shufflenet_g2": (8, 8, 3),
+    "lstm": (1, 1, 1),
 }
 
 
@@ -74,7 +80,7 @@ def test_sizes_are_the_published_ones(name, shape, classes, params, full, featur
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_model_runs_on_its_smallest_images(name):
     shape = SMALLEST[name]
-    model = build(name, num_classes=3, image_shape=shape)
+    model = build(name, num_classes=3, image_shape=shape, text=name == "lstm")
     outputs = jax.eval_shape(
         lambda: forward(model, initialise(model, jax.random.key(0), shape), images(shape), train=True)
     )
@@ -82,7 +88,7 @@ def test_every_model_runs_on_its_smallest_images(name):
     assert outputs[0].features.shape == (6, feature_dim(model, shape))
 
 
-@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "mlp"])
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name not in ("mlp", "lstm")])
 def test_too_small_images_are_refused_with_a_model_that_fits(name):
     height, width, channels = SMALLEST[name]
     with pytest.raises(UserError, match=f"at least {height}x{height} pixels, not {height}x{width - 1}x.*: take .*mlp"):

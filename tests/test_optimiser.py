@@ -34,6 +34,33 @@ def test_steps_agree_with_the_reference(g, key, name, lr, momentum, decay, clip,
         np.testing.assert_allclose(w, expected, 1e-9)
 
 
+def adam():
+    return make_optimiser("adam", Hyper(*map(jnp.float32, (0.1, 0.0, 0.0, jnp.inf))), clip=False)
+
+
+def test_adam_begins_anew_for_what_stood_still_and_goes_on_for_the_rest():
+    w, gradient = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.full(2, 3.0), "b": jnp.full(3, -2.0)}
+    first, later = {"a": True, "b": False}, {"a": jnp.array(True), "b": jnp.array(True)}
+    state, everything, plain = adam().init(w), adam().init(w), adam().init(w["a"])
+    for _ in range(5):
+        _, state = adam().update({**gradient, "b": 0 * gradient["b"]}, state, w, moving=first)
+        _, plain = adam().update(gradient["a"], plain, w["a"])
+    updates, _ = adam().update(gradient, state, w, moving=later)
+    np.testing.assert_array_equal(updates["a"], adam().update(gradient["a"], plain, w["a"])[0])
+    np.testing.assert_array_equal(updates["b"], adam().update(gradient, everything, w)[0]["b"])
+
+
+def test_adam_without_a_mask_is_optax_adam():
+    rng = np.random.default_rng(0)
+    w = {"a": jnp.ones(2), "b": {"c": jnp.ones((2, 3))}}
+    ours, theirs = adam(), optax.adam(0.1)
+    mine, other = ours.init(w), theirs.init(w)
+    for _ in range(7):
+        gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), w)
+        (one, mine), (two, other) = ours.update(gradient, mine, w), theirs.update(gradient, other, w)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), one, two)
+
+
 def test_clipping_at_infinity_changes_nothing():
     hyper = Hyper(jnp.float32(0.1), jnp.float32(0.9), jnp.float32(0.0), jnp.float32(jnp.inf))
     w, gradient = {"a": jnp.arange(3.0)}, {"a": jnp.array([1e15, -3.0, 0.0])}

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 from golden_vectors import cases
 from hooks import context, hyper, params, reduce, setting, start
 from trajectories import Problem, train
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.scaffold import Scaffold
@@ -170,6 +172,21 @@ def test_option_one_is_the_gradient_at_the_received_weights(g):
         np.testing.assert_allclose(actual, expected, **EXACT)
 
 
+@struct.dataclass
+class Normed(Scaffold):
+    """With batch statistics."""
+
+    def build(self, model):
+        return model.clone(feature_norm=True)
+
+
+def test_option_one_takes_its_gradient_in_the_batches_of_training():
+    few, many = (
+        toy.train(toy.simulation(method=Normed(control="I"), eval_batch=size), (0,))[0].clients for size in (4, 500)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), few, many)
+
+
 @pytest.mark.parametrize(
     ("control", "remedy"), [("II", "set --step-normaliser=a_k,"), ("I", "set --control=II --step-normaliser=a_k,")]
 )
@@ -183,5 +200,19 @@ def test_no_warning_where_momentum_does_not_amplify(option):
     assert Scaffold(**option).advise(setting(2), hyper(momentum=0.9)) == []
 
 
-def test_no_warning_without_momentum():
-    assert Scaffold().advise(setting(2), hyper(momentum=0.0)) == []
+@pytest.mark.parametrize("momentum", [0.0, 1e-4])
+def test_no_warning_without_momentum_that_amplifies(momentum):
+    assert Scaffold().advise(setting(2), hyper(momentum=momentum)) == []
+
+
+def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
+    method = Scaffold(control="I", correction="post_step")
+    (sentence,) = method.advise(setting(2), hyper(momentum=0.9))
+    assert "about 10 times" in sentence
+    assert "--control=II," in sentence
+    assert method.advise(setting(2), hyper(momentum=0.0)) == []
+
+
+def test_momentum_is_not_counted_in_a_correction_that_has_none():
+    with pytest.raises(UserError, match="--correction=gradient"):
+        Scaffold(step_normaliser="a_k", correction="post_step").configure(setting(2))

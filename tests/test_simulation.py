@@ -1,5 +1,7 @@
 """The engine on the toy federation: aggregation, batch norm, precision, sweeps, lanes, compilation."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,41 @@ def test_one_client_is_centralised_training():
         weights, memory = step(weights, memory, index)
     state, _ = single.step(state, 0)
     close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
+
+
+def test_clients_with_the_same_data_agree_with_their_mean():
+    base = toy.simulation(cohort=5, lanes=1)
+    federation, k = base.experiments[0].federation, 4
+    states = []
+    for copies in (1, 3):
+        own = Partition((federation.partition.train[k],) * copies, (federation.partition.test[k],) * copies)
+        local = dataclasses.replace(base.local, shuffle=False)
+        same = base.alike([Experiment(Federation(federation.dataset, own), Method(), local, 0)], copies)
+        states.append(params(same.step(same.start(), 0)[0]))
+    close(*states, 1e-6)
+
+
+class Normed(Method):
+    def build(self, model):
+        return model.clone(feature_norm=True)
+
+
+jax.tree_util.register_dataclass(Normed, [], [])
+
+
+def test_without_learning_rate_only_running_statistics_move():
+    simulated = toy.simulation(method=Normed(), lr=0.0, cohort=1, lanes=1)
+    before = jax.tree.map(np.array, simulated.start().servers.variables)
+    after = jax.tree.map(np.array, simulated.step(simulated.start(), 0)[0].servers.variables)
+    jax.tree.map(np.testing.assert_array_equal, before["params"], after["params"])
+    (k,), federation = simulated.clients_of(0)[0], simulated.experiments[0].federation
+    images = prepare(Pipeline(), federation.dataset.x_train[federation.partition.train[k]], None, train=False)
+    model = simulated.program.model.clone(feature_norm=False)
+    own = jax.tree.map(lambda x: x[0], before["params"] | {"feature_norm": {}})
+    features = np.asarray(forward(model, {"params": own}, images, train=False)[0].features)
+    (start, end) = (v["batch_stats"]["feature_norm"]["mean"][0] for v in (before, after))
+    target = features.mean(0)
+    assert np.linalg.norm(end - target) < 0.7 * np.linalg.norm(start - target)
 
 
 @pytest.mark.parametrize("weights", ["method", "uniform", "batches"])
@@ -184,10 +221,13 @@ def test_evaluation_counts_every_test_sample_once():
 
 def test_fine_tuning_starts_from_the_given_model_and_moves_it():
     simulated = toy.simulation(cohort=5)
+    state, _ = toy.train(simulated, (0,))
+    given = jax.tree.map(np.array, state.servers.variables)
     tuner = simulated.tuner(epochs=3)
-    assert tuner.local.epochs == 3
-    assert (tuner.steps > 0).all()
-    assert type(tuner.experiments[0].method) is Method
+    start = tuner.start(given)
+    jax.tree.map(np.testing.assert_array_equal, given, jax.tree.map(np.array, start.servers.variables))
+    tuned, _ = tuner.step(start, 0)
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), given["params"], params(tuned))))
 
 
 def test_auto_lanes_are_among_the_candidates():

@@ -14,17 +14,18 @@ from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)
+PLAIN = Pipeline()
 OWNED = ((2,), (0, 1), (1, 2), (0, 1, 2), (0, 2))  # class 3 is nobody's
 
 
-def federation(seed: int = 0) -> Federation:
-    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image."""
+def federation(seed: int = 0, noise: float = 40) -> Federation:
+    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, and noise (std) about it."""
     rng = np.random.default_rng(seed)
     means = rng.integers(40, 216, (CLASSES, 5, 5, 1))
 
     def draw(sizes):
         labels = np.concatenate([rng.choice(owned, n) for owned, n in zip(OWNED, sizes, strict=True)])
-        images = np.clip(means[labels] + rng.normal(0, 40, (len(labels), 5, 5, 1)), 0, 255).astype(np.uint8)
+        images = np.clip(means[labels] + rng.normal(0, noise, (len(labels), 5, 5, 1)), 0, 255).astype(np.uint8)
         bounds = np.cumsum(sizes)[:-1]
         return images, labels, tuple(np.split(np.arange(len(labels)), bounds))
 
@@ -37,16 +38,18 @@ def federation(seed: int = 0) -> Federation:
 @functools.cache
 def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
-    norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None, **hyper,
+    norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
+    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd", **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
-    parts = federation()
+    parts = federation(noise=noise)
     method = METHODS[name](**hyper) if method is None else method
     plain = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
-    local = Local(epochs, batch_size, last_batch, "sgd", 0.05, momentum, 1e-4, clip)
+    local = Local(epochs, batch_size, last_batch, optimizer, lr, momentum, 1e-4, clip)
     return Simulation(
-        method.build(plain), [Experiment(parts, method, local, seed)], pipeline=Pipeline(), cohort=cohort, lanes=lanes,
-        rounds=3, weights=weights, local_statistics=local_statistics,
+        method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
+        rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
+        eval_batch=eval_batch,
     )  # fmt: skip
 
 

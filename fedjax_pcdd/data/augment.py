@@ -31,6 +31,7 @@ class Pipeline:
       flip: mirror left to right with probability 1/2.
       rotate: largest angle in degrees; uniform in [-rotate, rotate], nearest pixel, zero fill.
       padding: width of the crop's border in pixels.
+      codes: the stored integers are characters, which go to the model as they are.
 
     Raises:
       UserError: an unknown crop.
@@ -42,6 +43,7 @@ class Pipeline:
     flip: bool = False
     rotate: float = 0.0
     padding: int = 4
+    codes: bool = False
 
     def __post_init__(self):
         if self.crop not in ("none", "reflect", "zero"):
@@ -51,6 +53,10 @@ class Pipeline:
     def random(self) -> bool:
         """Whether training draws anything."""
         return self.crop != "none" or self.flip or self.rotate != 0
+
+
+DOMAIN_PIPELINE = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""Private images of the tasks by domain: ImageNet's constants, no augmentation (FCCL)."""
 
 
 class Draws(NamedTuple):
@@ -67,17 +73,20 @@ class Draws(NamedTuple):
     degrees: jax.Array
 
 
-def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int]) -> Pipeline:
+def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False) -> Pipeline:
     """The pipeline of a data set (table in docs/data.md).
 
     Args:
       dataset_name: as in `sources.DATASETS`; unknown ones are scaled to [0, 1] and not augmented.
       augment: False leaves the images as they are, as FedGELA's published code does on CIFAR10.
       image_shape: (H, W, channels).
+      text: whether the data set is a text, whose codes nothing is done to.
 
     Raises:
       UserError: the images do not suit the data set's constants.
     """
+    if text:
+        return Pipeline(codes=True)
     facts = spec(dataset_name)
     height, width, channels = image_shape
     if len(facts.mean) not in (1, channels):
@@ -91,6 +100,17 @@ def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int]
     return made
 
 
+def public_pipeline(name: str, side: int = 32) -> Pipeline:
+    """The pipeline of public images, augmented as CIFAR-100 is (FCCL).
+
+    Args:
+      name: of the public data set; CIFAR-100 keeps its own constants, all others have ImageNet's.
+      side: of the images in pixels; the crop's border is an eighth of it, 4 for the published 32.
+    """
+    facts = spec(name) if name.startswith("cifar100") else DOMAIN_PIPELINE
+    return Pipeline(facts.mean, facts.std, crop="zero", flip=True, rotate=15.0, padding=side // 8)
+
+
 def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
     """Turn stored images into a model's input; each image draws its own crop, flip and angle.
 
@@ -102,8 +122,10 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
       dtype: of the result; half precisions are rounded once, at the end.
 
     Returns:
-      [B, H, W, channels] of `dtype`.
+      [B, H, W, channels] of `dtype`; a text stays uint8.
     """
+    if pipeline.codes:
+        return jnp.asarray(images)
     if train and pipeline.random:
         chosen = draw(pipeline, key, len(images))
         images = jax.vmap(lambda image, own: transform(pipeline, image, own))(images, chosen)

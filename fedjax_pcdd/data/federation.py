@@ -5,7 +5,7 @@ Letters: K clients, C classes, n samples.
 
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +33,9 @@ class Dataset:
       y_test: [n_test] labels in [0, C), kept as int32.
       num_classes: C.
       class_names: C names, if known.
-      groups_train: [n_train] writer, centre or domain of each training sample, if known.
+      groups_train: [n_train] writer, speaker, centre or domain of each training sample, if known.
       groups_test: [n_test] the same for the test samples.
+      text: whether the images are windows of T character codes, [n, T, 1, 1], and the classes the characters.
 
     Raises:
       UserError: the arrays do not fit together.
@@ -49,6 +50,7 @@ class Dataset:
     class_names: tuple[str, ...] | None = None
     groups_train: np.ndarray | None = None
     groups_test: np.ndarray | None = None
+    text: bool = False
 
     def __post_init__(self):
         for part in ("train", "test"):
@@ -77,6 +79,34 @@ class Dataset:
 
     def _reject(self, reason: str):
         raise UserError(f"data set '{self.name}': {reason}.")
+
+
+def largest_groups(dataset: Dataset, count: int) -> Dataset:
+    """The data set cut down to the groups (writers, speakers, domains) with the most training samples.
+
+    Args:
+      dataset: with groups.
+      count: of groups to keep; of equally large ones those with the lower number.
+
+    Raises:
+      UserError: there are no groups, or fewer.
+    """
+    if dataset.groups_train is None or dataset.groups_test is None:
+        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another --partition.")
+    values, sizes = np.unique(dataset.groups_train, return_counts=True)
+    if count > len(values):
+        raise UserError(f"'{dataset.name}' has {len(values)} groups, not --clients={count}: lower it or leave it out.")
+    kept = values[np.argsort(-sizes, kind="stable")[:count]]
+    train, test = np.isin(dataset.groups_train, kept), np.isin(dataset.groups_test, kept)
+    return replace(
+        dataset,
+        x_train=dataset.x_train[train],
+        y_train=dataset.y_train[train],
+        groups_train=dataset.groups_train[train],
+        x_test=dataset.x_test[test],
+        y_test=dataset.y_test[test],
+        groups_test=dataset.groups_test[test],
+    )
 
 
 class Tables(NamedTuple):

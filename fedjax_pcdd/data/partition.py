@@ -18,7 +18,7 @@ PARTITIONS = {
     "dirichlet": "every class is spread over the clients by proportions drawn from Dirichlet(beta)",
     "pcdd": "P{clients}C{classes_per_client}: every client owns a fixed number of classes and no other",
     "iid": "a random permutation cut into equal parts",
-    "natural": "one client per writer, centre or domain of the data set",
+    "natural": "one client per writer, speaker, centre or domain of the data set",
 }
 
 
@@ -51,7 +51,7 @@ def partition(
       y_train: [n_train] integer labels in [0, C).
       y_test: [n_test] integer labels in [0, C), possibly none.
       num_classes: C; may exceed the number of labels that occur.
-      clients: K; `natural` takes K from the groups.
+      clients: K; `natural` makes one of every group.
       seed: in [0, 2**32).
       beta: Dirichlet concentration, > 0 (`dirichlet`).
       classes_per_client: classes each client owns (`pcdd`).

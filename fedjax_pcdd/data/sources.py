@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_pcdd.data import text
 from fedjax_pcdd.data.federation import Dataset
 from fedjax_pcdd.errors import UserError, nearest
 
@@ -25,6 +26,7 @@ DATASETS = {
     "emnist": "EMNIST balanced: 112800 + 18800 grey 28x28 images, 47 classes (540 MB download)",
     "usps": "USPS zip codes: 7291 + 2007 grey 16x16 images, 10 classes (1 MB)",
     "femnist": "LEAF's FEMNIST with its writers: grey 28x28 images, 62 classes",
+    "shakespeare": "Shakespeare by speaker: windows of 80 characters, 65 classes (the next character)",
     "svhn": "SVHN without the extra set: 73257 + 26032 colour 32x32 images, 10 classes (1.5 GB download)",
     "cifar10": "CIFAR-10: 50000 + 10000 colour 32x32 images, 10 classes (160 MB)",
     "cifar100": "CIFAR-100: 50000 + 10000 colour 32x32 images, 100 classes (160 MB)",
@@ -155,9 +157,9 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
     """Read an npz file in one of the layouts of docs/data.md; pickles are never loaded.
 
     Args:
-      file: with `x_train`, `y_train`, `x_test`, `y_test` (or `x_train_delta`, `x_test_delta`) and, where
-        known, `classes` and `writer_train`, `writer_test` (or `writer`: training, then test rows); groups may
-        also be called `domain`.
+      file: with a text (see `text.read_text`), or with `x_train`, `y_train`, `x_test`, `y_test` (or
+        `x_train_delta`, `x_test_delta`) and, where known, `classes` and `writer_train`, `writer_test` (or
+        `writer`: training, then test rows); groups may also be called `domain`.
       name: the data set's name; by default the file's stem.
 
     Raises:
@@ -166,6 +168,10 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
     file = Path(file)
     arrays = _read_arrays(file)
     try:
+        if not arrays:
+            raise UserError("it holds neither images (x_train, ...) nor a text (text, speech_start, ...).")
+        if text.is_text(arrays):
+            return text.read_text(arrays, name or file.stem)
         x = {part: _npz_images(arrays, part) for part in ("train", "test")}
         y = {part: _npz_labels(arrays, part, len(x[part])) for part in ("train", "test")}
         groups = _npz_groups(arrays, len(x["train"]), len(x["test"]))
@@ -177,7 +183,7 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
 
 def _read_arrays(file: Path) -> dict[str, np.ndarray]:
     parts = [f"{key}_{part}" for part in ("train", "test") for key in ("x", "y", *_GROUPS)]
-    known = {*parts, "x_train_delta", "x_test_delta", "classes", *_GROUPS, "x"}
+    known = {*parts, "x_train_delta", "x_test_delta", "classes", *_GROUPS, "x", *text.KEYS, *text.OPTIONS}
     try:
         with open(file, "rb") as stream:
             single_array = stream.read(6) == b"\x93NUMPY"

@@ -11,7 +11,17 @@ from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.config import PLACE, RESERVED, RUN, RunConfig, build, difference, run_folder, values
+from fedjax_pcdd.harness.config import (
+    PLACE,
+    RESERVED,
+    RUN,
+    TASK_DEFAULTS,
+    RunConfig,
+    build,
+    difference,
+    run_folder,
+    values,
+)
 from fedjax_pcdd.harness.information import LISTS, information
 from fedjax_pcdd.harness.options import convert, options_of
 from fedjax_pcdd.harness.presets import preset_method, preset_values, read_preset, read_run
@@ -45,9 +55,9 @@ def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
         config, method = configure(given, presets)
         if config.resume is None:
             config = dataclasses.replace(config, run_dir=run_folder(config))
-        from fedjax_pcdd.harness import runner  # JAX programs are not needed for the help and for mistakes
+        from fedjax_pcdd.harness import launch  # JAX programs are not needed for the help and for mistakes
 
-        runner.run(config, method)
+        launch.run(config, method)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -115,13 +125,15 @@ def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Metho
     if "resume" in given:
         return _resumed(given)
     chosen = read_preset(given["preset"], presets) if "preset" in given else None
-    if chosen is None and "split" in given:
-        raise UserError("--split chooses a split of a preset: add --preset, or drop it.")
-    fixed = preset_method(chosen) if chosen else None
+    for option in ("split", "variant"):
+        if chosen is None and option in given:
+            raise UserError(f"--{option} chooses a {option} of a preset: add --preset, or drop it.")
+    fixed = preset_method(chosen, given.get("variant")) if chosen else None
     name = given.get("method", fixed or RUN["method"].default)
     own = _own_values(given, name)
-    base = preset_values(chosen, name, given.get("split")) if chosen else {}
-    return build(base | own | {"method": name})
+    base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
+    task = (base | own).get("task")
+    return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
 
 
 def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
@@ -146,7 +158,7 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
 
 def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
     """The recorded run; what is given beside it may not change its results."""
-    for name in ("preset", "split", "run_dir"):
+    for name in ("preset", "split", "variant", "run_dir"):
         if name in given:
             raise UserError(f"--resume continues a run as it was started: drop --{name.replace('_', '-')}.")
     folder = convert(RUN["resume"], given["resume"], "--resume")

@@ -17,13 +17,20 @@ from fedjax_pcdd.methods import METHODS, Method
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
     "model": "What every client trains.",
+    "task": "Tasks by domain, participants with models of their own, and public images.",
     "training": "Rounds, local optimisation and aggregation.",
     "evaluation": "Generic accuracy (GA) and personal accuracy (PA).",
     "run": "Seed, hardware, what is written and what is shown.",
 }
 
 # Options that choose what the others are; they belong to no run.
-RESERVED = ("preset", "split", "list_methods", "list_datasets", "list_models", "help")
+RESERVED = ("preset", "split", "variant", "list_methods", "list_datasets", "list_models", "list_tasks", "help")
+
+# What --task changes among the defaults: FCCL's settings; None for local epochs are those of each domain.
+TASK_DEFAULTS = {
+    "rounds": 40, "local_epochs": None, "batch_size": 512, "last_batch": "keep", "optimizer": "adam", "lr": 1e-3,
+    "weight_decay": 0.0, "fine_tune_epochs": 0,
+}  # fmt: skip
 
 # Where a run lies is not what it computes.
 PLACE = ("run_dir", "resume")
@@ -45,7 +52,12 @@ class RunConfig:
         "dirichlet", "data", "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}"
     )
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
-    clients: int = run_option(10, "data", "number of clients K", low=1)
+    clients: int | None = run_option(
+        None,
+        "data",
+        "number of clients K; by default 10, for natural all there are, else those with the most samples",
+        low=1,
+    )
     classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
     min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0)
@@ -53,15 +65,36 @@ class RunConfig:
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
 
     model: str | None = run_option(
-        None, "model", "architecture, see --list-models; by default mlp for digits, else simple_cnn"
+        None, "model", "architecture, see --list-models; by default lstm for text, mlp for digits, else simple_cnn"
     )
     bn: Literal["average", "local", "group"] = run_option(
         "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
     )
     precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
 
+    task: str | None = run_option(
+        None, "task", "domains as participants in place of data set and partition, see --list-tasks"
+    )
+    task_split: Literal["held_out", "code"] = run_option(
+        "held_out", "task", "tests of office_home: 30 % of each class, or as the published code"
+    )
+    models: str | None = run_option(
+        None, "task", "architectures of the participants, as resnet10,resnet12; fewer than participants are repeated"
+    )
+    public: str | None = run_option(
+        None, "task", "data set of the unlabelled public images; by default the task's, digits_public for digits"
+    )
+    public_samples: int | None = run_option(None, "task", "how many of them; by default the task's, else 5000", low=1)
+    public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none", low=1)
+    pretrain_epochs: int | None = run_option(
+        None, "task", "epochs of each participant alone before the first round; by default 40 in a task, else 0", low=0
+    )
+    pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1)
+
     rounds: int = run_option(50, "training", "communication rounds T", low=1)
-    local_epochs: int = run_option(10, "training", "epochs E of local training in a round", low=1)
+    local_epochs: int | None = run_option(
+        10, "training", "epochs E of local training in a round; by default in a task each domain's own", low=1
+    )
     batch_size: int = run_option(100, "training", "mini-batch size B", low=1)
     last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option(
         "drop",
@@ -91,6 +124,11 @@ class RunConfig:
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
     lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
+    client_state: Literal["device", "host"] = run_option(
+        "device",
+        "run",
+        "where clients keep their state between rounds; host, where clients times parameters outgrow the device",
+    )
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
@@ -117,7 +155,9 @@ class RunConfig:
     def __post_init__(self):
         for option in options_of(type(self)).values():
             check(option, getattr(self, option.name), option.flag)
-        if self.cohort is not None and self.cohort > self.clients and self.partition != "natural":
+        if self.clients is None and self.partition != "natural":
+            object.__setattr__(self, "clients", 10)
+        if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
             raise UserError(f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them.")
 
 
@@ -210,6 +250,8 @@ def difference(recorded: tuple[RunConfig, Method], given: tuple[RunConfig, Metho
 
 def partition_tag(config: RunConfig) -> str:
     """The partition in a folder's name, as `dirichlet0.1`, `P10C2` or `iid`."""
+    if config.task is not None:
+        return "domains"
     match config.partition:
         case "dirichlet":
             return f"dirichlet{config.beta:g}"
@@ -222,7 +264,7 @@ def run_folder(config: RunConfig) -> Path:
     """`run_dir`, or where it is None a folder below runs/ that does not exist yet."""
     if config.run_dir is not None:
         return config.run_dir
-    dataset = config.dataset.replace("/", "_")
+    dataset = (config.task or config.dataset).replace("/", "_")
     first = Path("runs") / f"{config.method}-{dataset}-{partition_tag(config)}-s{config.seed}"
     folder, number = first, 1
     while folder.exists():

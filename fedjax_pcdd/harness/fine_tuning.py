@@ -21,10 +21,13 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[np.ndarray,
     """
     federation = tuner.experiments[0].federation
     correct = np.array(tuner.evaluate(state, personal=True).personal)
-    plan, jobs = tuner.plan(round)
-    state, report = tuner.step(state, round, (plan, jobs))
-    trained = jobs.steps > 0
-    correct[jobs.row[trained]] = np.array(report.correct)[trained]
+    servers = state.servers
+    for part in tuner.parts():
+        plan, jobs = tuner.plan(round, [part])
+        state = state._replace(servers=jax.tree.map(jnp.copy, servers))
+        state, report = tuner.step(state, round, (plan, jobs))
+        trained = jobs.steps > 0
+        correct[jobs.row[trained]] = np.array(report.correct)[trained]
     pa = accuracy(correct.sum(1), federation.test_sizes)
     if tuner.methods.global_model:
         return pa, None
@@ -55,6 +58,6 @@ def from_last(tuner: Simulation, state: State, round: int) -> dict[str, Any]:
 
     The running statistics that it starts from are the averaged ones.
     """
-    pa, ga = fine_tuned(tuner, jax.tree.map(jnp.copy, state._replace(statistics=())), round)
+    pa, ga = fine_tuned(tuner, jax.tree.map(lambda x: x.copy(), state._replace(statistics=())), round)
     added = {"pa_tuned": mean(pa), "pa_tuned_per_client": plain(pa)}
     return added if ga is None else added | {"ga_tuned": mean(ga)}

@@ -29,9 +29,11 @@ _SELECTION = [
         "options given beside it win",
     ),
     Option("split", str, True, None, help="split of the preset, as P10C2"),
+    Option("variant", str, True, None, help="variant of a method, where the preset has several, as intra-only"),
     Option("list_methods", bool, False, False, help="list the methods and exit"),
     Option("list_datasets", bool, False, False, help="list the data sets and exit"),
     Option("list_models", bool, False, False, help="list the models and exit"),
+    Option("list_tasks", bool, False, False, help="list the tasks by domain and exit"),
 ]
 
 
@@ -54,6 +56,11 @@ def _list(name: str) -> str:
         from fedjax_pcdd.data.sources import DATASETS
 
         return table(("data set", "what it is"), DATASETS.items())
+    if name == "list_tasks":
+        from fedjax_pcdd.data.domains import TASKS
+
+        rows = [(task, recipe.description, ", ".join(recipe.domains)) for task, recipe in TASKS.items()]
+        return table(("task", "what it is", "participants"), rows)
     from fedjax_pcdd.models import MODELS
 
     return table(("model", "what it is"), MODELS.items())

@@ -3,18 +3,17 @@
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd import models
-from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation, heat_map
-from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import display, records
+from fedjax_pcdd.harness.assembly import assemble, federate
 from fedjax_pcdd.harness.checkpoint import Checkpoints, required_bytes
 from fedjax_pcdd.harness.config import RunConfig, dump, run_folder
 from fedjax_pcdd.harness.disk import check_space
@@ -24,9 +23,7 @@ from fedjax_pcdd.harness.writers import require, writers_for
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.simulation.program import State, Tree
-from fedjax_pcdd.simulation.round import Experiment, Local, Report, Simulation
-
-PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+from fedjax_pcdd.simulation.round import Report
 
 
 class Progress(NamedTuple):
@@ -38,64 +35,19 @@ class Progress(NamedTuple):
     history: History
 
 
-def make_federation(config: RunConfig) -> Federation:
-    """Load the data set and divide it among the clients."""
-    dataset = sources.load(config.dataset, config.data_dir)
-    train, test = dataset.groups_train, dataset.groups_test
-    groups = None if train is None or test is None else (train, test)
-    if not len(dataset.y_test):
-        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
-    parts = partition(
-        config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes, clients=config.clients,
-        seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client, retry=config.retry,
-        min_size=config.min_samples, doubled=config.doubled, groups=groups,
-    )  # fmt: skip
-    return Federation(dataset, parts)
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    """Rounds in an option like "40,80"."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(f"--lr-steps={text} must be round numbers with commas between them, as 40,80.") from None
-
-
-def make_simulation(config: RunConfig, method: Method, federation: Federation, lanes: int) -> Simulation:
-    """Model, method and data as one simulation."""
-    dataset, shape = federation.dataset, federation.image_shape
-    name = config.model or ("mlp" if config.dataset == "digits" else "simple_cnn")
-    norm = "group" if config.bn == "group" else "batch"
-    dtype = PRECISION[config.precision]
-    compute = None if config.precision == "float32" else dtype
-    plain_model = models.build(name, num_classes=dataset.num_classes, image_shape=shape, norm=norm, dtype=compute)
-    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
-    local = Local(
-        config.local_epochs, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
-        config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
-        config.lr_decay,
-    )  # fmt: skip
-    return Simulation(
-        method.build(plain_model), [Experiment(federation, method, local, config.seed)],
-        pipeline=augment.pipeline(config.dataset, config.augment, shape),
-        cohort=config.cohort or federation.num_clients, lanes=lanes, rounds=config.rounds, weights=config.weights,
-        local_statistics=config.bn == "local", eval_batch=config.eval_batch, dtype=dtype,
-    )  # fmt: skip
-
-
 class Run:
-    """Everything a running experiment needs; `run` below is the way in."""
+    """Everything a running experiment needs; `launch.run` is the way in."""
 
     def __init__(self, config: RunConfig, method: Method):
         """Prepare the simulation and open or create the run folder; UserError before anything is written."""
         self.config, self.clock, self.started = config, CompileClock(), time.perf_counter()
         select_device(config.device)
         require(config.tensorboard, config.wandb)
-        self.federation = make_federation(config)
+        self.federation = self._federate()
         jobs = config.cohort or self.federation.num_clients
 
         def make(lanes):
-            return make_simulation(config, method, self.federation, lanes)
+            return self._assemble(method, lanes)
 
         self.simulation = make(1)
         self.method = jax.tree.map(lambda x: x[0], self.simulation.methods)
@@ -104,7 +56,7 @@ class Run:
         state = self.simulation.start()
         self.folder, lanes = self._folder(config, method, state)
         if lanes is None:
-            lanes = choose_lanes(make, state, jobs, config.rounds) if config.lanes == "auto" else int(config.lanes)
+            lanes = self._measured_lanes(make, state, jobs) if config.lanes == "auto" else int(config.lanes)
             self.folder.write_json("resolved.json", {"lanes": lanes, "hyperparameters": self._hyperparameters()})
         if lanes > 1:
             self.simulation = make(lanes)
@@ -115,6 +67,22 @@ class Run:
             clients_every=config.checkpoint_clients_every,
         )  # fmt: skip
         self.writers = writers_for(config.tensorboard, config.wandb, self.folder.path, dataclasses.asdict(config))
+
+    def _federate(self) -> Federation:
+        """The data and who holds it."""
+        return federate(self.config)
+
+    def _assemble(self, method: Method, lanes: int) -> Any:
+        """The simulation."""
+        return assemble(self.config, method, self.federation, lanes)
+
+    def _measured_lanes(self, make: Callable[[int], Any], state: State, jobs: int) -> int:
+        """The number of lanes for --lanes=auto."""
+        return choose_lanes(make, state, jobs, self.config.rounds)
+
+    def _prepared(self, state: State) -> State:
+        """What the first round starts from."""
+        return state
 
     def _check_cohort(self, cohort: int) -> None:
         if cohort > self.federation.num_clients:
@@ -166,6 +134,7 @@ class Run:
         if self.config.resume:
             found = self.checkpoints.restore((state.servers, best), (state.clients, state.statistics))
         if found is None:
+            state = self._prepared(state)
             self._first_accuracies(state, history)
             self.folder.truncate([])
             return Progress(0, state, best, history)
@@ -175,8 +144,9 @@ class Run:
         return Progress(found.round, State(servers, *found.clients), best, history)
 
     def _first_accuracies(self, state: State, history: History) -> None:
-        """Until a client takes part, its personal model is the initial one."""
-        if len(self.simulation.clients_of(0)[0]) < self.federation.num_clients:
+        """Until a client makes a step, its personal model is the initial one."""
+        chosen = self.simulation.clients_of(0)[0]
+        if (self.simulation.steps[0, chosen] > 0).sum() < self.federation.num_clients:
             correct = np.array(self.simulation.evaluate(state, personal=True).personal)
             pa = accuracy(correct.sum(1), self.federation.test_sizes)
             history.update_clients(np.arange(len(pa)), pa)
@@ -235,6 +205,7 @@ class Run:
         if self.method.global_model:
             correct = np.array(counts.generic)[0]
             row["ga"] = float(accuracy(correct.sum(), total.sum()))
+            row |= {f"ga_{k}": float(accuracy(np.array(v)[0].sum(), total.sum())) for k, v in counts.further.items()}
         else:
             correct = np.array(counts.local)
             ga_local = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
@@ -291,28 +262,3 @@ class Run:
             "wall_seconds": time.perf_counter() - self.started,
             **records.describe_machine(),
         }
-
-
-def run(config: RunConfig, method: Method) -> dict[str, Any]:
-    """Run (or resume) one experiment.
-
-    Returns:
-      What summary.json holds.
-
-    Raises:
-      UserError: a setting that cannot work, or a loss that is no longer finite; its text says what to do.
-    """
-    work = Run(config, method)
-    try:
-        progress = work.rounds(work.begin())
-        summary = work.summary(progress)
-        work.folder.write_summary(summary)
-        title = f"{config.method}, {config.dataset}, seed {config.seed}"
-        records.draw_curves(progress.history.rows, work.folder.path / "curves.png", title)
-    finally:
-        work.checkpoints.close()
-        for writer in work.writers:
-            writer.close()
-    if not config.quiet:
-        display.show(summary, work.folder.path)
-    return summary

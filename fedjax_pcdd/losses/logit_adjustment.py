@@ -20,7 +20,6 @@ def class_scales(
     *,
     function: str = "identity",
     gamma: str = "class",
-    weights: jax.Array | None = None,
 ) -> jax.Array:
     """FedGELA's Phi_k of one client: Q(n_kc / n_k) / gamma.
 
@@ -29,9 +28,8 @@ def class_scales(
       federation_counts: [K, C] training samples of all clients; read by "serverscaled" alone.
       function: Q(x) is "identity" x, "sqrt" of x, or "exp" of x. With "exp" a missing class keeps Q = 1 > 0.
       gamma: "class": 1/C, hence Phi = C n_kc / n_k as published, for "identity" alone. "localgamma": the mean
-        over classes of the client's own Q. "serverscaled": sum_j p_j Q_jc for each class, which makes
-        sum_k p_k Phi_k = 1 for every class that has samples.
-      weights: [K] aggregation weights p_j that sum to 1; None for n_j / sum n.
+        over classes of the client's own Q. "serverscaled": sum_j p_j Q_jc for each class with p_j = n_j / n of
+        all clients, which makes sum_k p_k Phi_k = 1 for every class that has samples.
 
     Returns:
       [C] scales; zeros for a client without samples.
@@ -46,11 +44,13 @@ def class_scales(
     if gamma == "localgamma":
         return _ratio(values, jnp.mean(values))
     totals = jnp.sum(federation_counts, axis=1)
-    weights = _ratio(totals, jnp.sum(totals)) if weights is None else weights
+    weights = _ratio(totals, jnp.sum(totals))
     return _ratio(values, jnp.matmul(weights, _curve(federation_counts, function), precision="highest"))
 
 
-def scaled_logits(features: jax.Array, directions: jax.Array, scales: jax.Array, kappa: jax.Array | float) -> jax.Array:
+def scaled_logits(
+    features: jax.Array, directions: jax.Array, scales: jax.Array, kappa: jax.Array | float, *, unit: bool = True
+) -> jax.Array:
     """FedGELA's local logits kappa * Phi_c * (m_c . h / ||h||).
 
     Args:
@@ -58,13 +58,14 @@ def scaled_logits(features: jax.Array, directions: jax.Array, scales: jax.Array,
       directions: [D, C], column c is m_c, of length 1.
       scales: [C], Phi_k; ones for the generic model.
       kappa: inverse temperature, sqrt(E_W) in the paper.
+      unit: False leaves out the division by ||h||, for features that are normalised otherwise.
 
     Returns:
       [B, C] in float32 or better.
     """
     features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
-    cosines = jnp.matmul(l2_normalise(features), directions, precision="highest")
-    return kappa * scales * cosines
+    features = l2_normalise(features) if unit else features
+    return kappa * scales * jnp.matmul(features, directions, precision="highest")
 
 
 def restricted_scales(class_counts: jax.Array, alpha: jax.Array | float, *, form: str = "hard") -> jax.Array:

@@ -1,13 +1,17 @@
 """The registry of methods: name on the command line -> class. A new method is one file and one line here."""
 
 from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
 from fedjax_pcdd.methods.feddc import FedDC
+from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedgen import FedGen
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.fedmatch import FedMatch
+from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.methods.fednova import FedNova
 from fedjax_pcdd.methods.fedproc import FedProc
@@ -17,8 +21,10 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting
 from fedjax_pcdd.methods.moon import MOON
+from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
 
@@ -42,6 +48,12 @@ METHODS: dict[str, type[Method]] = {
     "fedrep": FedRep,
     "fedbabu": FedBABU,
     "fedrod": FedRoD,
+    "fccl": FCCL,
+    "fedmd": FedMD,
+    "fml": FML,
+    "rcfl": RCFL,
+    "feddf": FedDF,
+    "fedmatch": FedMatch,
 }
 
 __all__ = ["METHODS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]

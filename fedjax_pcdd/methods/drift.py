@@ -51,8 +51,8 @@ class Drifting(Method):
 
     eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
         "selected_mean",
-        help="model that GA is read from: mean of the cohort's models, mean of every client's latest one (the "
-        "original plots; clients keep it), or the server's",
+        help="model that GA is read from, the others being recorded beside it: mean of the cohort's models, mean of "
+        "every client's latest one (the original plots; clients keep it, so only then there is one), or the server's",
         static=True,
     )
 
@@ -89,10 +89,16 @@ class Drifting(Method):
         latest = optax.tree.add(server.latest, message.total.latest)
         return server._replace(variables={**message.mean, "params": params}, drift=drift, latest=latest)
 
+    def _models(self, server: Server) -> dict[str, Tree]:
+        """Variables that `eval` can name; the cohort's mean is the cloud model without the drift."""
+        mean = {**server.variables, "params": optax.tree.sub(server.variables["params"], server.drift)}
+        models = {"selected_mean": mean, "cloud": server.variables}
+        return {**models, "all_mean": server.latest} if self.eval == "all_mean" else models
+
     def generic_variables(self, server):
-        """The model that `eval` names; the cohort's mean is the cloud model without the drift."""
-        if self.eval == "all_mean":
-            return server.latest
-        if self.eval == "cloud":
-            return server.variables
-        return {**server.variables, "params": optax.tree.sub(server.variables["params"], server.drift)}
+        """The model that `eval` names."""
+        return self._models(server)[self.eval]
+
+    def further_models(self, server):
+        """The models that `eval` does not name; the clients' latest ones are not kept for this alone."""
+        return {name: model for name, model in self._models(server).items() if name != self.eval}

@@ -10,7 +10,6 @@ at norm 10 is `--grad-clip=10`. The original trains without momentum; with it us
 from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import struct
 
@@ -70,8 +69,8 @@ class FedDC(Drifting):
         """K_s, a scalar."""
         if self.step_normaliser == "a_k":
             return effective_steps(context.step, context.hyper.momentum)
-        setting, samples = context.setting, context.facts.federation_counts.sum()
-        return setting.epochs * jnp.ceil(samples / (setting.num_clients * setting.batch_size))
+        setting, samples = context.setting, context.facts.federation_counts.sum().astype(int)
+        return setting.epochs * -(-samples // (setting.num_clients * setting.batch_size))
 
     def upload(self, variables, summary, context):
         """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""

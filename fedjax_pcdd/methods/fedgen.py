@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.losses.classification import cross_entropy, memberships
+from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
-from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.label_counts import LabelCounts
+from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import apply_head
-from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator
+from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator, train_generator
+from fedjax_pcdd.trees import where
 
 
 class Server(NamedTuple):
@@ -34,7 +36,7 @@ class Server(NamedTuple):
 
 
 @struct.dataclass
-class FedGen(Method):
+class FedGen(LabelCounts):
     """L = CE + alpha_t * CE of generated features + beta_t * KL(head on generated features || prediction)."""
 
     paper: ClassVar[str] = "Zhu et al., ICML 2021"
@@ -52,25 +54,16 @@ class FedGen(Method):
     generator_lr_decay: float = hyperparameter(0.98, help="factor a round on it", low=0.0, high=1.0)
     generator_wd: float = hyperparameter(1e-2, help="weight decay of the generator, added to the gradient", low=0.0)
     generator_steps: int = hyperparameter(50, help="steps of the generator a round", low=0, static=True)
-    hidden: int | None = hyperparameter(
-        None, help="width of the generator; by default 256, or 512 from 256 features on", low=1, static=True
-    )
-    noise_dim: int | None = hyperparameter(
-        None, help="dimensions of the noise; by default 32, or 64 from 256 features on", low=1, static=True
-    )
+    hidden: int | None = hyperparameter(None, help="width of the generator, by default 256 or 512", low=1, static=True)
+    noise_dim: int | None = hyperparameter(None, help="width of the noise, by default 32 or 64", low=1, static=True)
     noise: Literal["uniform", "gaussian"] = hyperparameter("uniform", help="law of the noise", static=True)
-    broadcast: bool = hyperparameter(
-        False, help="average teachers' losses and weights apart, as the published code", static=True
-    )
-    label_counts: Literal["owned", "seen"] = hyperparameter(
-        "owned", help="label counts that weigh teachers: samples owned, or 1 and those seen in training", static=True
-    )
+    broadcast: bool = hyperparameter(False, help="mean loss times mean weight, as the published code", static=True)
     stale: Literal["carry", "drop"] = hyperparameter(
         "carry", help="a class that no participant owns stays known to the generator, or is dropped", static=True
     )
 
     def configure(self, setting):
-        """The published sizes for small and for large models."""
+        """The published sizes for models below 256 features, and for others; B generated features a step."""
         large = setting.feature_dim >= 256
         hidden, noise_dim = self.hidden or (512 if large else 256), self.noise_dim or (64 if large else 32)
         batch = self.synthetic_batch or setting.batch_size
@@ -94,9 +87,6 @@ class FedGen(Method):
         known, trained = jnp.zeros(classes, bool), jnp.zeros((), jnp.int32)
         return Server(variables, generator, optimiser, known, jax.random.bits(keys[1]), trained)
 
-    def _scheduled(self, weight, round):
-        return jnp.where(weight > 0, jnp.maximum(self.floor, weight * self.decay**round), 0.0)
-
     def penalty(self, variables, outputs, batch, context):
         """(B_g / B) alpha_t CE(phi(z(y')), y') + beta_t KL(phi(z(y)) || f(x)), a scalar; 0 while no class is known."""
         server, setting, size = context.server, context.setting, self._size
@@ -107,64 +97,31 @@ class FedGen(Method):
         teaching = cross_entropy(generated[:size], labels[:size]) * size / setting.batch_size
         valid = server.known[batch.labels]
         divergence = latent_kl(generated[size:], outputs.logits, mask=batch.mask, valid=valid)  # pyright: ignore[reportArgumentType]
-        alpha, beta = (self._scheduled(weight, context.round) for weight in (self.alpha, self.beta_kl))
+        weights = jnp.stack([self.alpha, self.beta_kl])
+        alpha, beta = jnp.where(weights > 0, jnp.maximum(self.floor, weights * self.decay**context.round), 0.0)
         active = jnp.any(server.known) & (context.epoch < self.synthetic_epochs)
         return jnp.where(active, alpha * teaching + beta * divergence, 0.0)
 
-    def download(self, server, client):
-        """The global model, and where they count the labels seen [C], of which there is one each."""
-        if self.label_counts == "owned":
-            return server.variables
-        return {**server.variables, "seen": {"labels": jnp.ones(server.known.shape)}}
-
-    def observe(self, variables, outputs, batch, context):
-        """The labels seen so far [C], where they count."""
-        if self.label_counts == "owned":
-            return {}
-        members = memberships(batch.labels, context.setting.num_classes, batch.mask)
-        return {"seen": {"labels": variables["seen"]["labels"] + jnp.sum(members, axis=0)}}
-
     def upload(self, variables, summary, context):
         """The model; its head once more, as a teacher, with the label counts [C]."""
-        model = {name: tree for name, tree in variables.items() if name != "seen"}
-        counts = context.facts.class_counts if self.label_counts == "owned" else variables["seen"]["labels"]
+        model, counts = self.split(variables, context)
         return context.client, Message(mean=model, each=(variables["params"]["head"], counts))
 
     def aggregate(self, server, message, weights):
         """Train the generator on the participants' heads, then average the models."""
-        heads, counts = message.each
-        present = weights > 0
-        counts = jnp.where(present[:, None], counts, 0)
-        unseen = 0 if self.label_counts == "owned" else jnp.sum(present)
-        owned = jnp.sum(counts, axis=0) - unseen > 1
-        old = server.generator, server.optimiser
-        new = self._train(server, heads, label_shares(counts), owned)
-        generator, optimiser = jax.tree.map(lambda a, b: jnp.where(jnp.any(owned), a, b), new, old)
-        known = owned | server.known if self.stale == "carry" else owned
-        trained = server.trained + jnp.any(owned)
-        return Server(message.mean, generator, optimiser, known, server.seed, trained)
+        (heads, counts), present = message.each, weights > 0
+        owned = self.samples(counts, present) > 1
+        shares = label_shares(jnp.where(present[:, None], counts, 0))
 
-    def _train(self, server, heads, shares, owned):
-        """Generator and optimiser after this round's steps; labels are uniform over the classes `owned` [C]."""
+        def objective(noise, features, labels):
+            logits = jax.vmap(apply_head, (0, None))(heads, features)
+            teachers = ensemble_loss(logits, labels, shares, broadcast=self.broadcast)
+            return teachers + self.diversity * diversity(noise, features)
+
         key = jax.random.fold_in(jax.random.key(server.seed), server.trained)
-        update = self._adam(server.trained).update
-
-        def step(i, carry):
-            generator, optimiser = carry
-            label_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
-            labels = draw_labels(label_key, owned, self._size)
-
-            def loss(params):
-                current = {**generator, "params": params}
-                drawn = generate(current, noise_key, labels, len(owned), noise=self.noise, train=True)
-                noise, features, state = drawn
-                logits = jax.vmap(apply_head, (0, None))(heads, features)
-                teachers = ensemble_loss(logits, labels, shares, broadcast=self.broadcast)
-                return teachers + self.diversity * diversity(noise, features), state
-
-            params = generator["params"]
-            gradients, state = jax.grad(loss, has_aux=True)(params)
-            updates, optimiser = update(gradients, optimiser, params)
-            return {**state, "params": optax.apply_updates(params, updates)}, optimiser
-
-        return jax.lax.fori_loop(0, self.generator_steps, step, (server.generator, server.optimiser))
+        old, update = (server.generator, server.optimiser), self._adam(server.trained).update
+        size, steps = self._size, self.generator_steps
+        new = train_generator(*old, update, objective, key, owned, size=size, steps=steps, noise=self.noise)
+        generator, optimiser = where(jnp.any(owned), new, old)
+        known = owned | server.known if self.stale == "carry" else owned
+        return Server(message.mean, generator, optimiser, known, server.seed, server.trained + jnp.any(owned))

@@ -1,10 +1,11 @@
 """FedLC: logits are calibrated by the client's class counts, so that rare classes get a margin.
 
 Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration", ICML 2022, section 4.
-Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it.
+Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it (with `global` their sum over clients
+is shared).
 The label stays in the denominator (`softmax`), as in the public implementations: the printed formula (`pairwise`) is
-unbounded below and unstable. Classes that a client lacks leave the denominator. tau = 0 is defined as no calibration.
-GA and fine-tuning use plain logits. A client with one class has the loss 0 and moves by weight decay alone.
+unbounded below and unstable. Classes that a client lacks leave the denominator (`masked`). tau = 0 is defined as no
+calibration. GA and fine-tuning use plain logits. A client with one class has loss 0 and moves by weight decay alone.
 """
 
 from typing import ClassVar, Literal

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.decorrelation import intra_class
-from fedjax_pcdd.losses.prototypes import class_sums, inter_class, merge_prototypes, random_subset
-from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.losses.prototypes import inter_class, random_subset
+from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
+from fedjax_pcdd.methods.prototypical import Prototypical
 
 
 class Server(NamedTuple):
@@ -30,7 +30,7 @@ class Server(NamedTuple):
 
 
 @struct.dataclass
-class FedMR(Method):
+class FedMR(Prototypical):
     """L = CE + mu1 * L_intra + mu2 * L_inter."""
 
     paper: ClassVar[str] = "Fan et al., TMLR 2023"
@@ -46,28 +46,23 @@ class FedMR(Method):
         "offdiag", help="intra-class loss of the published code, or as printed (eq. 3)", static=True
     )
     negatives: Literal["local", "all"] = hyperparameter(
-        "local",
-        help="rival classes of the inter-class loss: the client's own, or all that have a prototype",
-        static=True,
+        "local", help="rival classes of the inter-class loss: the client's own, or all with a prototype", static=True
     )
     lite: int | None = hyperparameter(
-        None,
-        symbol="n",
-        help="Lite-n: samples of a batch that enter the inter-class loss; by default all",
-        low=0,
-        static=True,
+        None, symbol="n", help="samples of a batch in the inter-class loss; by default all", low=0, static=True
     )
     submitters: float = hyperparameter(
-        1.0, help="share of the clients that submit prototypes, chosen once", low=0.0, high=1.0, static=True
-    )
-    stale: Literal["carry", "drop"] = hyperparameter(
-        "carry", help="a class that nobody submits in a round keeps its prototype, or loses it", static=True
+        1.0,
+        help="share of the clients that submit prototypes, chosen once; their number is rounded, halves to even",
+        low=0.0,
+        high=1.0,
+        static=True,
     )
     prototype_inputs: Literal["plain", "augmented"] = hyperparameter(
         "plain", help="images that prototypes are computed from", static=True
     )
     prototype_mode: Literal["eval", "train"] = hyperparameter(
-        "eval", help="batch norm in that pass: running or batch statistics", static=True
+        "eval", help="batch norm in that pass: running statistics, or those of batches of B", static=True
     )
 
     def configure(self, setting):
@@ -80,12 +75,16 @@ class FedMR(Method):
         """A pass over the local data yields the prototypes."""
         return None if self.terms == "intra" else self.prototype_inputs == "augmented"
 
+    @property
+    def summary_train(self):
+        """Batch statistics make it a pass in training mode."""
+        return self.prototype_mode == "train"
+
     def init_server(self, setting, variables, class_counts, key):
         """No prototype is valid yet; round(submitters * K) clients are chosen to submit theirs."""
         clients = setting.num_clients
         submits = jax.random.permutation(key, clients) < round(self.submitters * clients)
-        prototypes = jnp.zeros((setting.num_classes, setting.feature_dim))
-        return Server(variables, prototypes, jnp.zeros(setting.num_classes, bool), submits)
+        return Server(*super().init_server(setting, variables, class_counts, key), submits)
 
     def penalty(self, variables, outputs, batch, context):
         """mu1 * L_intra + mu2 * L_inter on the features of the batch, a scalar (section 3.3)."""
@@ -100,19 +99,10 @@ class FedMR(Method):
 
     def _inter(self, outputs, batch, context):
         server, counts = context.server, context.facts.class_counts
-        mask = (
-            batch.mask
-            if self.lite is None
-            else random_subset(jax.random.fold_in(context.key, 2), batch.mask, self.lite)
-        )
+        key = jax.random.fold_in(context.key, 2)
+        mask = batch.mask if self.lite is None else random_subset(key, batch.mask, self.lite)
         rivals = counts > 0 if self.negatives == "local" else jnp.ones(counts.shape, bool)
         return inter_class(outputs.features, batch.labels, server.prototypes, server.valid, rivals, mask=mask)
-
-    def summarise(self, variables, batch, context):
-        """Per-class sums [C, D] and counts [C] of the features."""
-        train = self.prototype_mode == "train"
-        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask)
-        return class_sums(outputs.features, batch.labels, context.setting.num_classes, mask=batch.mask)
 
     def upload(self, variables, summary, context):
         """The model, and the class sums of clients that submit."""
@@ -121,10 +111,6 @@ class FedMR(Method):
         return context.client, Message(mean=variables, total=total)
 
     def aggregate(self, server, message, weights):
-        """g_c = sum_k n_kc g_kc / sum_k n_kc over the submitting clients that own c."""
+        """The weighted mean of the models, and the prototypes of the submitting clients merged."""
         server = server._replace(variables=message.mean)
-        if self.terms == "intra":
-            return server
-        sums, counts = message.total
-        prototypes, valid = merge_prototypes(sums, counts, server.prototypes, server.valid, stale=self.stale)
-        return server._replace(prototypes=prototypes, valid=valid)
+        return server if self.terms == "intra" else super().aggregate(server, message, weights)

@@ -14,11 +14,11 @@ from flax import struct
 
 from fedjax_pcdd.losses.contrastive import prototype_contrast
 from fedjax_pcdd.methods.method import Message, hyperparameter
-from fedjax_pcdd.methods.prototypical import Prototypical
+from fedjax_pcdd.methods.prototypical import Selective
 
 
 @struct.dataclass
-class FedProc(Prototypical):
+class FedProc(Selective):
     """L = CE + mu * L_gpc, or alpha_t * L_gpc + (1 - alpha_t) * CE with alpha_t = 1 - t / (T - 1)."""
 
     paper: ClassVar[str] = "Mu et al., FGCS 2023"

@@ -13,12 +13,12 @@ from flax import struct
 
 from fedjax_pcdd.losses.prototypes import nearest_prototype_scores, squared_distance_to_own
 from fedjax_pcdd.methods.method import Message, hyperparameter
-from fedjax_pcdd.methods.prototypical import Prototypical
+from fedjax_pcdd.methods.prototypical import Selective
 from fedjax_pcdd.models.classifier import forward
 
 
 @struct.dataclass
-class FedProto(Prototypical):
+class FedProto(Selective):
     """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on a model that never leaves its client."""
 
     paper: ClassVar[str] = "Tan et al., AAAI 2022"

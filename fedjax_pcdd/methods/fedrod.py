@@ -17,7 +17,7 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 from fedjax_pcdd.methods.method import Message, Method, hyperparameter
 from fedjax_pcdd.methods.parts import joined, without
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.classifier import apply_head, forward
 
 
 @struct.dataclass
@@ -67,8 +67,7 @@ class FedRoD(Method):
         return cross_entropy(self._personal(variables, outputs), batch.labels, mask=batch.mask)
 
     def _personal(self, variables, outputs):
-        head = variables["params"]["personal"]
-        logits = outputs.features @ head["kernel"] + head["bias"]
+        logits = apply_head(variables["params"]["personal"], outputs.features)
         return logits + outputs.logits if self.personal_logits == "sum" else logits
 
     def upload(self, variables, summary, context):

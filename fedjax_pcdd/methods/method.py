@@ -10,7 +10,8 @@ clients and experiments. A round calls them in this order:
 Letters: B batch, C classes, D features, K clients, S clients of the round (cohort).
 """
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 from flax import struct
@@ -30,7 +31,7 @@ class Setting(NamedTuple):
     rounds: int  # T
     epochs: int  # E
     batch_size: int  # B
-    batch_norm: bool
+    normalised: bool  # whether the backbone has normalisation layers, over batches or groups
 
 
 class Facts(NamedTuple):
@@ -73,6 +74,24 @@ class Context(NamedTuple):
     step: jax.Array  # local step, from 0
     round: jax.Array  # communication round, from 0
     key: jax.Array  # for this method's own draws in this step
+    public: "Unlabelled | None" = None  # where the run has public images
+
+
+class Unlabelled(NamedTuple):
+    """Public images, whose labels nobody has."""
+
+    images: jax.Array  # [N, H, W, channels] uint8
+    prepare: Callable[..., jax.Array]  # of index [B] and a key, None for no augmentation: a model's input [B, ...]
+
+
+class ServerContext(NamedTuple):
+    """What the server may look at when it trains."""
+
+    model: Classifier
+    setting: Setting
+    public: Unlabelled
+    round: jax.Array
+    key: jax.Array
 
 
 class Message(NamedTuple):
@@ -114,7 +133,12 @@ class Method:
     fine_tune: ClassVar[bool] = True  # True: PA is that of models fine-tuned by each client, see `tuner`
     grad_clip: ClassVar[float | None] = None  # default of --grad-clip
     personal_model: ClassVar[str] = "local"  # PA of the model just trained ("local") or of `personal_variables`
+    own_models: ClassVar[bool] = False  # True: clients keep their models, perhaps of different architectures
+    exchange: ClassVar[Literal["never", "before", "after"]] = "never"  # on public images, see `participant.py`
+    averages: ClassVar[Literal["never", "exchanged", "trained"]] = "never"  # own models, where all are alike
+    distils: ClassVar[bool] = False  # the server trains on public images, by `distil`
     summary_augmented: ClassVar[bool | None] = None  # None: no pass over the local data after training
+    summary_train: ClassVar[bool] = False  # that pass is in training mode, so its batches are those of training, B
 
     def build(self, model: Classifier) -> Classifier:
         """The model this method trains, made from the plain one (another neck, no bias, no head)."""
@@ -204,7 +228,8 @@ class Method:
     def summarise(self, variables: Tree, batch: Batch, context: Context) -> Tree:
         """Statistics of one batch of local data under the trained variables; summed over the client's data.
 
-        Called where `summary_augmented` is not None, which says whether the images are augmented.
+        Called where `summary_augmented` is not None, which says whether the images are augmented; in batches of B
+        where `summary_train` says so, else in batches of any size.
         """
         return ()
 
@@ -216,9 +241,21 @@ class Method:
         """The next server from the reduced messages; weights [S] are the normalised p_k."""
         return server._replace(variables=message.mean)
 
+    def distil(self, server: Tree, message: Message, context: ServerContext) -> Tree:
+        """The server after training on public images; called after `aggregate` where `distils`."""
+        return server
+
+    def merge(self, servers: tuple[Tree, ...], shares: tuple[float, ...]) -> tuple[Tree, ...]:
+        """Servers of all architectures after a round; `shares` are their parts of the aggregation weights."""
+        return servers
+
     def generic_variables(self, server: Tree) -> Tree:
         """Variables of the global model."""
         return server.variables
+
+    def further_models(self, server: Tree) -> dict[str, Tree]:
+        """Variables of other models of the server whose accuracy is recorded beside GA, as `ga_<name>`, by name."""
+        return {}
 
     def personal_variables(self, server: Tree, client: Tree) -> Tree:
         """Variables of a client's personal model between rounds."""

@@ -1,4 +1,4 @@
-"""Parts of a model's parameters: the head and the body (all but the head), and what a client keeps of them.
+"""Parts of a model's variables: head and body (all but the head), and what stands beside them.
 
 A part is a top-level entry of variables["params"], as "head"; the model ignores entries that it does not know.
 """
@@ -11,11 +11,17 @@ from flax import struct
 from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
 
 Part = Literal["all", "head", "body"]
+SEEN = "seen"  # the collection of the variables in which `Method.observe` sums up what a client sees
 
 
 def without(variables: Tree, part: str) -> Tree:
     """The variables without one part of their parameters."""
     return {**variables, "params": {name: tree for name, tree in variables["params"].items() if name != part}}
+
+
+def unobserved(variables: Tree) -> Tree:
+    """The variables of the model, without what `Method.observe` summed up beside them."""
+    return {name: tree for name, tree in variables.items() if name != SEEN}
 
 
 def joined(variables: Tree, part: str, value: Tree) -> Tree:

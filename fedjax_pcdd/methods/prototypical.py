@@ -1,7 +1,8 @@
-"""What methods share whose clients send the mean feature of each of their classes (FedProc, FedProto).
+"""What methods share whose clients send class prototypes: FedMR, and with more choices FedProc and FedProto.
 
-Local prototypes are taken under the final local weights, in eval mode, from images that are not augmented; or, as
-published code has it, from the features seen in the last local epoch, in train mode, while the weights move.
+A local prototype is the mean feature of a class under the final local weights, in eval mode, from images that are not
+augmented; or, as published code of some has it, of the features seen in the last local epoch, in train mode, while the
+weights move. What travels are sums and counts, which the server adds up.
 """
 
 from typing import Literal, NamedTuple
@@ -12,10 +13,9 @@ from flax import struct
 
 from fedjax_pcdd.losses.prototypes import class_sums, equal_shares, merge_prototypes
 from fedjax_pcdd.methods.method import Method, Tree, hyperparameter
+from fedjax_pcdd.methods.parts import SEEN, unobserved
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import add_scaled, zeros_like
-
-SEEN = "seen"  # collection of the variables with the sums over the last local epoch
 
 
 class Server(NamedTuple):
@@ -26,9 +26,46 @@ class Server(NamedTuple):
     valid: jax.Array
 
 
+def sums_of(features: jax.Array, batch, classes: int) -> dict[str, jax.Array]:
+    """Class sums [C, D] and counts [C] of the features [B, D] of a batch."""
+    sums, counts = class_sums(features, batch.labels, classes, mask=batch.mask)
+    return {"sums": sums, "counts": counts}
+
+
 @struct.dataclass
 class Prototypical(Method):
-    """Where local prototypes come from, and how the server merges them."""
+    """Prototypes from a pass over the local data after training, merged by the number of samples."""
+
+    stale: Literal["carry", "drop"] = hyperparameter(
+        "carry", help="a class that nobody sends in a round keeps its prototype, or loses it", static=True
+    )
+
+    @property
+    def summary_augmented(self):
+        """A pass over the local data yields the prototypes."""
+        return False
+
+    def init_server(self, setting, variables, class_counts, key):
+        """No prototype exists yet."""
+        prototypes = jnp.zeros((setting.num_classes, setting.feature_dim))
+        return Server(variables, prototypes, jnp.zeros(setting.num_classes, bool))
+
+    def summarise(self, variables, batch, context):
+        """Class sums [C, D] and counts [C] of the features under the final weights."""
+        train = self.summary_train
+        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask, key=context.key)
+        return sums_of(outputs.features, batch, context.setting.num_classes)
+
+    def aggregate(self, server, message, weights):
+        """g_c = sum_k n_kc g_kc / sum_k n_kc over the participants that send c; the model is left as it is."""
+        sums, counts = message.total["sums"], message.total["counts"]
+        prototypes, valid = merge_prototypes(sums, counts, server.prototypes, server.valid, stale=self.stale)
+        return server._replace(prototypes=prototypes, valid=valid)
+
+
+@struct.dataclass
+class Selective(Prototypical):
+    """The choice of where local prototypes come from, and of how the owners of a class are weighted."""
 
     prototype_features: Literal["final", "last_epoch"] = hyperparameter(
         "final", help="local prototypes under the final weights, or from the features of the last epoch", static=True
@@ -36,19 +73,11 @@ class Prototypical(Method):
     prototype_weights: Literal["samples", "equal"] = hyperparameter(
         "samples", help="weights of the owners of a class in its prototype: n_kc, or equal", static=True
     )
-    stale: Literal["carry", "drop"] = hyperparameter(
-        "carry", help="a class that nobody sends in a round keeps its prototype, or loses it", static=True
-    )
 
     @property
     def summary_augmented(self):
-        """A pass over the local data yields the prototypes, unless they were collected during training."""
+        """No pass where the prototypes were collected during training."""
         return False if self.prototype_features == "final" else None
-
-    def init_server(self, setting, variables, class_counts, key):
-        """No prototype exists yet."""
-        prototypes = jnp.zeros((setting.num_classes, setting.feature_dim))
-        return Server(variables, prototypes, jnp.zeros(setting.num_classes, bool))
 
     def begin(self, variables: Tree, server: Server) -> Tree:
         """The variables to start from, with empty sums where they are collected during training."""
@@ -64,25 +93,15 @@ class Prototypical(Method):
         """Class sums [C, D] and counts [C] of the features seen in the last local epoch."""
         if self.prototype_features == "final":
             return {}
-        sums, counts = class_sums(outputs.features, batch.labels, context.setting.num_classes, mask=batch.mask)
         last = context.epoch == context.setting.epochs - 1
-        return {SEEN: add_scaled(variables[SEEN], {"sums": sums, "counts": counts}, last)}
+        sums = sums_of(outputs.features, batch, context.setting.num_classes)
+        return {SEEN: add_scaled(variables[SEEN], sums, last)}
 
-    def summarise(self, variables, batch, context):
-        """Class sums [C, D] and counts [C] of the features under the final weights."""
-        outputs, _ = forward(context.model, variables, batch.images, train=False)
-        sums, counts = class_sums(outputs.features, batch.labels, context.setting.num_classes, mask=batch.mask)
-        return {"sums": sums, "counts": counts}
-
-    def split(self, variables: Tree, summary: Tree) -> tuple[Tree, tuple[jax.Array, jax.Array]]:
+    def split(self, variables: Tree, summary: Tree) -> tuple[Tree, Tree]:
         """The model, and the class sums [C, D] and counts [C] that are sent."""
-        found = variables.get(SEEN, summary)
-        sent = found["sums"], found["counts"]
-        model = {name: tree for name, tree in variables.items() if name != SEEN}
-        return model, equal_shares(*sent) if self.prototype_weights == "equal" else sent
-
-    def aggregate(self, server, message, weights):
-        """g_c, the mean over the participants that own c of their prototypes, by `prototype_weights`."""
-        sums, counts = message.total
-        prototypes, valid = merge_prototypes(sums, counts, server.prototypes, server.valid, stale=self.stale)
-        return server._replace(prototypes=prototypes, valid=valid)
+        sent = variables.get(SEEN, summary)
+        model = unobserved(variables)
+        if self.prototype_weights == "samples":
+            return model, sent
+        sums, counts = equal_shares(**sent)
+        return model, {"sums": sums, "counts": counts}

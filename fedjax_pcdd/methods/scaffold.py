@@ -4,7 +4,8 @@ Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Lea
 Sent: the model and the control c down (2P), the model and the change of c_k up (2P). A client keeps c_k (P).
 Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
 corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
-algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I.
+algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
+whose gradient is that of the training mode, in batches of B.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -13,6 +14,7 @@ import jax
 import optax
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
 from fedjax_pcdd.trees import zeros_like
@@ -33,18 +35,13 @@ class Scaffold(Method):
 
     eta_g: float = hyperparameter(1.0, symbol="eta_g", help="learning rate of the server", low=0.0)
     control: Literal["II", "I"] = hyperparameter(
-        "II",
-        help="control c_k: from the local update (II), or the gradient at w^t over all local data (I)",
-        static=True,
+        "II", help="control c_k: from the local update, or (I) the gradient at w^t over all local data", static=True
     )
     correction: Literal["gradient", "post_step"] = hyperparameter(
         "gradient", help="c - c_k joins the gradient before momentum, or the step after it", static=True
     )
     step_normaliser: Literal["steps", "a_k"] = hyperparameter(
-        "steps",
-        symbol="K_s",
-        help="divisor of the local update in option II: tau_k steps, or FedNova's a_k, which counts momentum",
-        static=True,
+        "steps", symbol="K_s", help="divisor in option II: tau_k, or FedNova's a_k, which counts momentum", static=True
     )
 
     @property
@@ -52,9 +49,23 @@ class Scaffold(Method):
         """Option I reads the gradient off a pass over the local data, not augmented."""
         return False if self.control == "I" else None
 
+    @property
+    def summary_train(self):
+        """That gradient is the one of training."""
+        return self.control == "I"
+
+    def configure(self, setting):
+        """a_k counts momentum in the correction too, where a step after it has none."""
+        if self.control == "II" and self.correction == "post_step" and self.step_normaliser == "a_k":
+            raise UserError("--step-normaliser=a_k needs --correction=gradient: choose it, or drop --step-normaliser.")
+        return self
+
     def advise(self, setting, hyper):
-        """Momentum amplifies what joins the gradient, unless the control is the mean gradient of the same steps."""
-        if self.correction == "post_step" or (self.control == "II" and self.step_normaliser == "a_k"):
+        """The correction must weigh as much as the gradients, with momentum or both without."""
+        if self.correction == "post_step":
+            weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
+            return momentum_advice("SCAFFOLD", hyper.momentum, "--control=II", weak) if self.control == "I" else []
+        if self.control == "II" and self.step_normaliser == "a_k":
             return []
         remedy = "--step-normaliser=a_k" if self.control == "II" else "--control=II --step-normaliser=a_k"
         return momentum_advice("SCAFFOLD", hyper.momentum, remedy)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 
 def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: jax.Array | float = 0.0) -> jax.Array:
-    """FedNova's a_k: the l1 norm of the coefficients with which gradients enter (w^t - w_k) / eta.
+    """FedNova's a_k: how much gradients weigh in (w^t - w_k) / eta.
 
+    It is the sum of the coefficients, which is their l1 norm while none is negative (pull below about 1).
     One step is m <- rho m + 1 - pull a, a <- a + m, from zeros. It gives tau without momentum,
     (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with it, and a <- (1 - pull) a + 1 for a proximal term alone.
 
@@ -36,11 +37,19 @@ def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: j
     return jax.lax.fori_loop(0, 31, double, (step, start))[1][0]
 
 
-def momentum_advice(name: str, momentum: jax.Array | float, remedy: str = "--step-normaliser=a_k") -> list[str]:
-    """What to tell a user whose method adds a correction that momentum amplifies; [] without momentum."""
-    if momentum <= 0:
+def momentum_advice(
+    name: str,
+    momentum: jax.Array | float,
+    remedy: str = "--step-normaliser=a_k",
+    effect: str = "amplifies its correction of the gradient about {:.3g} times and may diverge",
+) -> list[str]:
+    """What to tell a user whose method corrects gradients that momentum amplifies 1 / (1 - rho) times.
+
+    Returns:
+      One sentence; none below a momentum of 0.1, which amplifies nothing to speak of (FedRL has 1e-4).
+    """
+    rho = float(momentum)
+    if rho < 0.1:
         return []
-    return [
-        f"{name} with --momentum={float(momentum):g} amplifies its correction of the gradient about "
-        f"{1 / (1 - float(momentum)):.3g} times and may diverge: set {remedy}, or --momentum=0 as the paper has it."
-    ]
+    effect = effect.format(1 / (1 - rho))
+    return [f"{name} with --momentum={rho:g} {effect}: set {remedy}, or --momentum=0 as the paper has it."]

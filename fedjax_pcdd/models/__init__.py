@@ -20,8 +20,12 @@ from fedjax_pcdd.models.classifier import (
 from fedjax_pcdd.models.cnn import fedrl_cnn, mcmahan_cnn, simple_cnn
 from fedjax_pcdd.models.efficientnet import EfficientNet
 from fedjax_pcdd.models.etf import etf_from, simplex_etf
+from fedjax_pcdd.models.googlenet import GoogLeNet
+from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
+from fedjax_pcdd.models.mobilenet import MobileNet
 from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.models.shufflenet import ShuffleNet
 from fedjax_pcdd.models.wide_resnet import WideResNet
 
 __all__ = [
@@ -34,6 +38,7 @@ __all__ = [
     "feature_dim",
     "forward",
     "initialise",
+    "normalises",
     "simplex_etf",
     "sizes",
     "uses_batch_norm",
@@ -41,11 +46,12 @@ __all__ = [
 
 
 class _Family(NamedTuple):
-    """A backbone by `backbone(norm, **types)`, the smallest image side (0: any input) and one line."""
+    """A backbone by `backbone(norm, **types)`, the smallest image side (0: any input), one line; does it read text."""
 
     backbone: Callable[..., nn.Module]
     smallest: int
     description: str
+    text: bool = False
 
 
 _FAMILIES = {
@@ -62,6 +68,12 @@ _FAMILIES = {
         lambda norm, **types: fedrl_cnn(**types),
         16,
         "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)",
+    ),
+    "resnet10": _Family(
+        lambda norm, **types: ResNet((1, 1, 1, 1), norm=norm, **types), 8, "ResNet10 for 32x32 images (FCCL)"
+    ),
+    "resnet12": _Family(
+        lambda norm, **types: ResNet((2, 1, 1, 1), norm=norm, **types), 8, "ResNet12 for 32x32 images (FCCL)"
     ),
     "resnet18": _Family(
         lambda norm, **types: ResNet((2, 2, 2, 2), norm=norm, **types),
@@ -86,6 +98,18 @@ _FAMILIES = {
         32,
         "EfficientNet-B0 for large images, with 640 features (FedMR on ISIC2019)",
     ),
+    "mobilenet_v2": _Family(
+        lambda norm, **types: MobileNet(norm=norm, **types), 8, "MobileNetV2 for 32x32 images (FCCL)"
+    ),
+    "googlenet": _Family(
+        lambda norm, **types: GoogLeNet(norm=norm, **types), 4, "GoogLeNet with norms for 32x32 images (FCCL)"
+    ),
+    "shufflenet_g2": _Family(
+        lambda norm, **types: ShuffleNet(norm=norm, **types), 8, "ShuffleNet in 2 groups for 32x32 images (FCCL)"
+    ),
+    "lstm": _Family(
+        lambda norm, **types: LSTM(**types), 0, "embedding of 8, two LSTM layers of 256, for text (LEAF)", text=True
+    ),
 }
 
 MODELS = {name: family.description for name, family in _FAMILIES.items()}
@@ -97,6 +121,7 @@ def build(
     *,
     num_classes: int,
     image_shape: tuple[int, ...],
+    text: bool = False,
     norm: str = "batch",
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
@@ -106,13 +131,14 @@ def build(
     Args:
       name: a key of MODELS.
       num_classes: C.
-      image_shape: (H, W, channels); any shape for "mlp".
+      image_shape: (H, W, channels); any shape for "mlp"; (T, 1, 1) for text.
+      text: whether inputs are character codes in [0, C), not images.
       norm: "batch" or "group", for models that normalise.
       dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
       param_dtype: of the parameters.
 
     Raises:
-      UserError: for an unknown name or norm, or images that are too small for the model.
+      UserError: for an unknown name or norm, images that are too small for the model, or text in their place.
 
     >>> build("mlp", num_classes=10, image_shape=(28, 28, 1)).num_classes
     10
@@ -120,9 +146,10 @@ def build(
     if name not in _FAMILIES:
         raise UserError(f"Unknown model '{name}': {nearest(name, _FAMILIES)}")
     layers.norm(norm)
-    if not _fits(_FAMILIES[name], image_shape):
-        raise UserError(_misfit(name, image_shape))
-    backbone = _FAMILIES[name].backbone(norm, dtype=dtype, param_dtype=param_dtype)
+    if not _fits(_FAMILIES[name], image_shape, text):
+        raise UserError(_misfit(name, image_shape, text))
+    vocabulary = {"vocabulary": num_classes} if text else {}
+    backbone = _FAMILIES[name].backbone(norm, **vocabulary, dtype=dtype, param_dtype=param_dtype)
     return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype)
 
 
@@ -131,12 +158,22 @@ def uses_batch_norm(model: Classifier) -> bool:
     return model.feature_norm or getattr(model.backbone, "norm", None) == "batch"
 
 
-def _fits(family: _Family, image_shape: tuple[int, ...]) -> bool:
+def normalises(model: nn.Module) -> bool:
+    """Whether the model's backbone has normalisation layers, over batches or groups."""
+    return hasattr(getattr(model, "backbone", None), "norm")
+
+
+def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
+    if family.text or text:
+        return family.text and text
     return not family.smallest or (len(image_shape) == 3 and min(image_shape[:2]) >= family.smallest)
 
 
-def _misfit(name: str, image_shape: tuple[int, ...]) -> str:
-    side = _FAMILIES[name].smallest
+def _misfit(name: str, image_shape: tuple[int, ...], text: bool) -> str:
+    side, reads_text = _FAMILIES[name].smallest, _FAMILIES[name].text
     given = "x".join(map(str, image_shape))
-    fitting = " or ".join(other for other, family in _FAMILIES.items() if _fits(family, image_shape))
+    fitting = " or ".join(other for other, family in _FAMILIES.items() if _fits(family, image_shape, text))
+    if text != reads_text:
+        kind, other = ("text", "images") if reads_text else ("images", "text")
+        return f"Model '{name}' reads {kind}, not {other}: take {fitting}."
     return f"Model '{name}' needs images of at least {side}x{side} pixels, not {given}: take {fitting}."

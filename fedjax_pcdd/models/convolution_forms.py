@@ -92,6 +92,16 @@ def weight_gradient(form: str, x, dy, window: Window):
     return _direct_weight_gradient(x, dy, window.strides, window.precision)
 
 
+def depthwise(x, w, window: Window):
+    """[B, H, W, C] and [kh, kw, 1, C] to [B, h, w, C], summed over the kernel's places in at least float32."""
+    rows = _shifts(_padded(x, window), window, 1)
+    shifted = [patch for row in rows for patch in _shifts(row, window, 2)]
+    precise = jnp.promote_types(x.dtype, jnp.float32)
+    weights = w.reshape(-1, w.shape[3]).astype(precise)
+    products = [patch.astype(precise) * weights[i] for i, patch in enumerate(shifted)]
+    return functools.reduce(jnp.add, products).astype(x.dtype)
+
+
 def _direct(x, w):
     return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=LAYOUT)
 

@@ -3,11 +3,13 @@
 Letters: B batch, C classes, D features, N dimensions of the noise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_pcdd.models.layers import BatchNorm, Linear
 
@@ -71,3 +73,49 @@ def generate(
 def draw_labels(key: jax.Array, allowed: jax.Array, size: int) -> jax.Array:
     """`size` labels, uniform over the classes that are allowed [C]; class 0 where none is."""
     return jax.random.categorical(key, jnp.where(allowed, 0.0, -jnp.inf), shape=(size,))
+
+
+def train_generator(
+    generator: Any,
+    optimiser: optax.OptState,
+    update: Callable,
+    objective: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    key: jax.Array,
+    allowed: jax.Array,
+    *,
+    size: int,
+    steps: int,
+    noise: str,
+) -> tuple[Any, optax.OptState]:
+    """Trains the generator, in training mode, on labels uniform over the classes allowed.
+
+    Args:
+      generator: as `initialise_generator` gives it.
+      optimiser: the state of `update`, an optax transformation's, which gives what is to be added.
+      objective: scalar of (noise [B, N], features [B, D], labels [B]).
+      key: consumed for labels and noise.
+      allowed: [C] bool.
+      size: B, features a step.
+      steps: number of steps.
+      noise: as in `generate`.
+
+    Returns:
+      The generator and its optimiser's state.
+    """
+
+    def step(i, carry):
+        current, optimiser = carry
+        label_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
+        labels = draw_labels(label_key, allowed, size)
+
+        def loss(params):
+            variables = {**current, "params": params}
+            drawn, features, state = generate(variables, noise_key, labels, len(allowed), noise=noise, train=True)
+            return objective(drawn, features, labels), state
+
+        params = current["params"]
+        gradients, state = jax.grad(loss, has_aux=True)(params)
+        updates, optimiser = update(gradients, optimiser, params)
+        return {**state, "params": optax.apply_updates(params, updates)}, optimiser
+
+    return jax.lax.fori_loop(0, steps, step, (generator, optimiser))

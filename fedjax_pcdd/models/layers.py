@@ -190,14 +190,32 @@ def norm(kind: str) -> type[BatchNorm] | type[GroupNorm]:
     return _NORMS[kind]
 
 
-def max_pool(x: jax.Array, window: int) -> jax.Array:
-    """[B, H, W, C] to [B, H // window, W // window, C]; what is left over is cut.
+def max_pool(x: jax.Array, window: int, stride: int | None = None, padding: int = 0) -> jax.Array:
+    """The largest of each window: [B, H, W, C] to [B, h, w, C], h = (H + 2 padding - window) // stride + 1.
 
     The maximum of strided slices, whose gradient is many times faster than that of a reduction over windows.
+
+    Args:
+      x: [B, H, W, C].
+      window: side of the windows.
+      stride: between windows, None for their side; what is left over is cut.
+      padding: at each edge, never the largest.
 
     >>> max_pool(jnp.arange(9.0).reshape(1, 3, 3, 1), 2)
     Array([[[[4.]]]], dtype=float32)
     """
-    height, width = x.shape[1] // window * window, x.shape[2] // window * window
-    corners = [(i, j) for i in range(window) for j in range(window)]
-    return functools.reduce(jnp.maximum, [x[:, i:height:window, j:width:window] for i, j in corners])
+    return functools.reduce(jnp.maximum, _window_slices(x, window, stride or window, padding, -jnp.inf))
+
+
+def average_pool(x: jax.Array, window: int, stride: int, padding: int) -> jax.Array:
+    """The mean of each window, of which the zeros at the edges are part; shapes as in `max_pool`."""
+    return functools.reduce(jnp.add, _window_slices(x, window, stride, padding, 0)) / window**2
+
+
+def _window_slices(x: jax.Array, window: int, stride: int, padding: int, fill: float) -> list[jax.Array]:
+    """For each place in a window, what all windows have there: window ** 2 arrays [B, h, w, C]."""
+    if padding:
+        x = jnp.pad(x, ((0, 0), (padding,) * 2, (padding,) * 2, (0, 0)), constant_values=fill)
+    height, width = (((side - window) // stride + 1) * stride for side in x.shape[1:3])
+    places = [(i, j) for i in range(window) for j in range(window)]
+    return [x[:, i : i + height : stride, j : j + width : stride] for i, j in places]

@@ -5,15 +5,13 @@ convolution has a bias, the second one of a block has the stride, and the last b
 faster than the others.
 """
 
-from typing import Any
-
 import flax.linen as nn
-import jax.numpy as jnp
 
+from fedjax_pcdd.models.blocks import Normalised, global_average
 from fedjax_pcdd.models.layers import Conv, norm
 
 
-class WideBlock(nn.Module):
+class WideBlock(Normalised):
     """norm - ReLU - conv3x3 - dropout - norm - ReLU - conv3x3, plus shortcut: [B, H, W, in] to [B, h, w, features].
 
     h = ceil(H / stride). The shortcut is a 1x1 convolution of the raw input where the shape changes.
@@ -22,61 +20,50 @@ class WideBlock(nn.Module):
     features: int
     stride: int = 1
     dropout: float = 0.3
-    norm: str = "batch"
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
         """Runs one block; mask [B] is 1 for samples that enter batch statistics; dropout where it has a key."""
-        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
         def activated(x, name):
-            return nn.relu(norm(self.norm)(name=name, **types)(x, train=train, mask=mask))
+            return nn.relu(norm(self.norm)(name=name, **self.types)(x, train=train, mask=mask))
 
-        y = Conv(self.features, 3, 1, 1, name="conv1", **types)(activated(x, "norm1"))
+        y = Conv(self.features, 3, 1, 1, name="conv1", **self.types)(activated(x, "norm1"))
         y = nn.Dropout(self.dropout, deterministic=not train or not self.has_rng("dropout"))(y)
-        y = Conv(self.features, 3, self.stride, 1, name="conv2", **types)(activated(y, "norm2"))
+        y = Conv(self.features, 3, self.stride, 1, name="conv2", **self.types)(activated(y, "norm2"))
         if x.shape != y.shape:
-            x = Conv(self.features, 1, self.stride, 0, name="conv_shortcut", **types)(x)
+            x = Conv(self.features, 1, self.stride, 0, name="conv_shortcut", **self.types)(x)
         return y + x
 
 
-class WideResNet(nn.Module):
+class WideResNet(Normalised):
     """[B, H, W, channels] to [B, 64 * widen], the global average in at least float32.
 
     Attributes:
       blocks: of each of the three groups; 4 with widen 10 is WRN-28-10.
       widen: the groups have 16, 32 and 64 times as many channels; those after the first halve the sides.
       dropout: rate between the convolutions of a block.
-      norm: "batch" or "group".
-      dtype: of the computation; None promotes.
-      param_dtype: of the parameters.
     """
 
     blocks: int = 4
     widen: int = 10
     dropout: float = 0.3
-    norm: str = "batch"
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
         """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
-        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        x = Conv(16, 3, 1, 1, name="stem", **types)(x)
+        x = Conv(16, 3, 1, 1, name="stem", **self.types)(x)
         for group in range(3):
             self.sow("intermediates", "layers", x)
             for i in range(self.blocks):
                 stride = 2 if group and i == 0 else 1
                 block = WideBlock(
-                    16 * 2**group * self.widen, stride, self.dropout, self.norm,
-                    name=f"group{group + 1}_block{i + 1}", **types,
+                    16 * 2**group * self.widen, stride, self.dropout,
+                    name=f"group{group + 1}_block{i + 1}", **self.shared,
                 )  # fmt: skip
                 x = block(x, train=train, mask=mask)
         fast = {"momentum": 0.9} if self.norm == "batch" else {}
-        x = nn.relu(norm(self.norm)(name="norm", **fast, **types)(x, train=train, mask=mask))
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean((1, 2))
+        x = nn.relu(norm(self.norm)(name="norm", **fast, **self.types)(x, train=train, mask=mask))
+        x = global_average(x)
         self.sow("intermediates", "layers", x)
         return x

@@ -71,6 +71,7 @@ def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
     """Seconds to compile, and seconds a sample, of the training step with this number of lanes."""
     program = simulation.program
     plan, jobs = simulation.plan(0)
+    state = simulation.storage.fetch(state, jobs.row)
     keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
     world = World(simulation.methods, simulation.hyper, state.servers, simulation.data, jobs, keys, jnp.int32(0))
 
@@ -115,7 +116,7 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
         if seconds < 0.95 * fastest:
             best, fastest = lanes, seconds
         tried += compiling
-        expected = rounds * simulation.local.epochs * float(simulation.steps[:, :].mean()) * jobs * fastest
+        expected = rounds * float((simulation.epochs * simulation.steps).mean()) * jobs * fastest
         if tried > 0.1 * expected:
             break
     return best

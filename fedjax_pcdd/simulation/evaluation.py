@@ -14,9 +14,13 @@ from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, 
 from fedjax_pcdd.trees import select
 
 
-def client_batches(function: Callable, program: Program, samples: Samples, row) -> Tree:
-    """Sum of function(index, mask) over the samples of one row; no work for a row without samples."""
-    batch = program.client_batch
+def client_batches(function: Callable, program: Program, samples: Samples, row, *, batch: int | None = None) -> Tree:
+    """Sum of function(index, mask) over the samples of one row; no work for a row without samples.
+
+    Args:
+      batch: samples at a time, where the sum depends on it; None for what runs well.
+    """
+    batch = batch or program.client_batch
     index = jax.ShapeDtypeStruct((batch,), jnp.int32)
     template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((batch,), bool))
     return sum_over_samples(function, samples, samples.start[row], samples.size[row], batch, template)
@@ -33,6 +37,39 @@ def count_correct(predict: Callable, program: Program, samples: Samples) -> Call
     return count
 
 
+def domain_correct(program: Program, methods, state: State, data: Data, tests: Samples) -> jax.Array:
+    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5."""
+    method, server = select((methods, state.servers), 0)
+    shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
+
+    def one(entry):
+        row, client, statistics = entry
+        variables, facts = dict(method.personal_variables(server, client)), facts_of(program, data, row)
+        if program.local_statistics:
+            variables |= statistics
+
+        def count(index, mask):
+            images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
+            logits = method.predict_local(program.model, server, client, facts, variables, images)
+            return both_tops(logits, tests.labels[index], mask, program.setting.num_classes)
+
+        def domain(entry):
+            start, size = entry
+            return sum_over_samples(count, tests, start, size, program.client_batch, shape)
+
+        return jax.lax.map(domain, (tests.start, tests.size))
+
+    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients, state.statistics))
+
+
+def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
+    """Correct predictions per class, top-1 and top-5 [2, C]; ties count for the answer."""
+    own = jnp.take_along_axis(logits, labels[:, None], axis=1)
+    among = ((logits > own).sum(1) < min(5, num_classes)) & mask
+    top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(among.astype(jnp.int32))
+    return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
+
+
 def on_whole_test(predict: Callable, program: Program, samples: Samples) -> jax.Array:
     """Correct predictions per class [C] on all test images."""
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
@@ -41,32 +78,38 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples) -> jax.
     return sum_over_samples(function, images, 0, samples.labels.shape[0], program.eval_batch, template)
 
 
-def generic_correct(program: Program, methods, servers: Tree, data: Data) -> jax.Array:
-    """Correct predictions [E, C] of the global models on the whole test set."""
+def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Correct predictions [E, C] on the whole test set: of the global models, and of further ones by their name."""
 
     def one(method, server):
-        def predict(images):
-            return method.predict_generic(program.model, server, method.generic_variables(server), images)
+        def correct(variables):
+            def predict(images):
+                return method.predict_generic(program.model, server, variables, images)
 
-        return on_whole_test(predict, program, data.test)
+            return on_whole_test(predict, program, data.test)
+
+        further = method.further_models(server)
+        return correct(method.generic_variables(server)), {name: correct(model) for name, model in further.items()}
 
     return lift(one, program.experiments)(methods, servers)
 
 
-def personal_correct(program: Program, methods, state: State, data: Data, *, own: bool) -> jax.Array:
-    """Correct predictions [R, C] of every client's personal model between rounds.
+def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
+    """Correct predictions [n, C] of the personal models of n rows between rounds.
 
     Args:
+      state: its clients and statistics [n, ...] are those of the rows.
       own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
     """
 
-    def one(row):
+    def one(entry):
+        row, client, statistics = entry
         experiment = row // program.setting.num_clients
         method, server = select((methods, state.servers), experiment)
-        client, facts = select(state.clients, row), facts_of(program, data, row)
+        facts = facts_of(program, data, row)
         variables = dict(method.personal_variables(server, client))
         if program.local_statistics:
-            variables |= select(state.statistics, row)
+            variables |= statistics
 
         def predict(images):
             logits = method.predict_personal if own else method.predict_local
@@ -76,4 +119,4 @@ def personal_correct(program: Program, methods, state: State, data: Data, *, own
             return client_batches(count_correct(predict, program, data.test), program, data.test, row)
         return on_whole_test(predict, program, data.test)
 
-    return jax.lax.map(one, jnp.arange(data.class_counts.shape[0]))
+    return jax.lax.map(one, (rows, state.clients, state.statistics))

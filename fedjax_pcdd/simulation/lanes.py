@@ -14,7 +14,7 @@ from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.methods.method import Batch, Context, Hyper, Message
 from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
 from fedjax_pcdd.simulation.optimiser import make_optimiser
-from fedjax_pcdd.simulation.program import Data, Program, State, Tree, facts_of, lift, of_experiment, put
+from fedjax_pcdd.simulation.program import Data, Program, State, Tree, facts_of, lift, of_experiment, put, unlabelled
 from fedjax_pcdd.simulation.schedule import Jobs, Plan
 from fedjax_pcdd.trees import select
 
@@ -40,14 +40,15 @@ class Lane(NamedTuple):
     optimiser: Tree
     client: Tree
     loss: jax.Array  # sum over the job's steps
+    statistics: Tree  # running statistics that the client started from, () unless they are local
 
 
 class Outcome(NamedTuple):
     """What finished jobs leave behind."""
 
     message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
-    clients: Tree  # [R, ...]
-    statistics: Tree  # [R, ...] or ()
+    clients: Tree  # [slots, ...]
+    statistics: Tree  # [slots, ...] or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
 
@@ -58,16 +59,23 @@ def method_and_server(program: Program, world: World, job):
     return of_experiment((world.methods, world.servers), program, experiment)
 
 
-def context_of(program: Program, world: World, job, client: Tree, step) -> Context:
-    """The context of one local step of a job."""
+def _start(method, server: Tree, client: Tree, statistics: Tree) -> Tree:
+    """What local training starts from: the variables downloaded, but for running statistics of the client's own."""
+    return {**method.download(server, client), **(statistics or {})}
+
+
+def context_of(program: Program, world: World, lane: Lane, step) -> Context:
+    """The context of one local step of a lane's job."""
+    job, client = lane.job, lane.client
     method, server = method_and_server(program, world, job)
     hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    start = method.download(server, client)
+    start = _start(method, server, client, lane.statistics)
     facts = facts_of(program, world.data, world.jobs.row[job])
     epoch = step // jnp.maximum(world.jobs.epoch_steps[job], 1)
     key = jax.random.fold_in(world.keys[job], step)
     model, setting = program.model, program.setting
-    return Context(model, setting, hyper, server, client, start, facts, epoch, step, world.round, key)
+    public = unlabelled(program, world.data)
+    return Context(model, setting, hyper, server, client, start, facts, epoch, step, world.round, key, public)
 
 
 def _optimiser(program: Program, world: World, job):
@@ -78,14 +86,13 @@ def _optimiser(program: Program, world: World, job):
 def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
     """A lane at the start of a job: the downloaded variables and a fresh optimiser."""
     method, server = method_and_server(program, world, job)
-    row = world.jobs.row[job]
-    client = select(clients, row)
-    variables = dict(method.download(server, client))
-    if program.local_statistics:
-        variables |= select(statistics, row)
+    slot = world.jobs.slot[job]
+    client, statistics = select((clients, statistics), slot)
+    variables = _start(method, server, client, statistics)
     optimiser = _optimiser(program, world, job).init(variables["params"])
     loss = jnp.zeros((), jnp.result_type(float))
-    return Lane(jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32), variables, optimiser, client, loss)
+    job, step = jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32)
+    return Lane(job, step, variables, optimiser, client, loss, statistics)
 
 
 def train_batch(program: Program, data: Data, index, key) -> Batch:
@@ -99,7 +106,7 @@ def train_batch(program: Program, data: Data, index, key) -> Batch:
 def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     """One optimiser step of one lane on the batch index [B]."""
     method, _ = method_and_server(program, world, lane.job)
-    context = context_of(program, world, lane.job, lane.client, step - lane.start)
+    context = context_of(program, world, lane, step - lane.start)
     batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
 
     def loss(params):
@@ -110,7 +117,7 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     gradients = method.correct(gradients, lane.variables, context)
     moving = method.trainable(params, context)
     update = _optimiser(program, world, lane.job).update
-    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params))
+    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving)
     updates = _only(moving, method.adjust(updates, context))
     variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
     return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
@@ -133,17 +140,18 @@ def summary_of(program: Program, world: World, lane: Lane, context: Context) -> 
         key = jax.random.fold_in(context.key, index[0])
         images = prepare(program.pipeline, train.images[index], key, train=augmented, dtype=program.dtype)
         batch = Batch(images, train.labels[index], mask.astype(jnp.result_type(float)))
-        return method.summarise(lane.variables, batch, context)
+        return method.summarise(lane.variables, batch, context._replace(key=key))
 
-    return client_batches(summarise, program, train, row)
+    batch = program.setting.batch_size if method.summary_train else None
+    return client_batches(summarise, program, train, row, batch=batch)
 
 
 def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outcome:
     """Reduce the message of a job that ends, store its client state, and test its model on the client's own data."""
     job, jobs = lane.job, world.jobs
-    row, steps = jobs.row[job], jobs.steps[job]
+    row, slot, steps = jobs.row[job], jobs.slot[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
-    context = context_of(program, world, job, lane.client, steps)
+    context = context_of(program, world, lane, steps)
     summary = summary_of(program, world, lane, context)
     client, message = method.upload(lane.variables, summary, context)
 
@@ -153,10 +161,10 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
     statistics = outcome.statistics
     if program.local_statistics:
-        statistics = put(statistics, row, {k: lane.variables[k] for k in statistics})
+        statistics = put(statistics, slot, {k: lane.variables[k] for k in statistics})
     return Outcome(
         reduce(program, jobs, job, outcome.message, message),
-        put(outcome.clients, row, client),
+        put(outcome.clients, slot, client),
         statistics,
         outcome.loss.at[job].set(lane.loss / jnp.maximum(steps, 1)),
         outcome.correct.at[job].set(correct),
@@ -185,7 +193,7 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
 
     def message(lane):
         method, _ = method_and_server(program, world, lane.job)
-        context = context_of(program, world, lane.job, lane.client, 0)
+        context = context_of(program, world, lane, 0)
         return method.upload(lane.variables, summary_of(program, world, lane, context), context)[1]
 
     sent = jax.eval_shape(message, lane)

@@ -17,15 +17,38 @@ def clip_by_norm(limit) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTransformation:
+def scale_by_adam() -> optax.GradientTransformationExtraArgs:
+    """Adam, betas 0.9 and 0.999, whose moments and count of steps advance leaf by leaf.
+
+    The update takes `moving`, a tree of booleans (traced or not): to a leaf that stands still a step never happened, so
+    its bias correction begins when it begins to move. Without `moving` all leaves move.
+    """
+    adam = optax.scale_by_adam()
+
+    def init(params):
+        return adam.init(params)._replace(count=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params))
+
+    def update(updates, state, params=None, *, moving=None, **others):
+        pairs = jax.tree.map(lambda g, *own: adam.update(g, type(state)(*own)), updates, *state)
+        directions, after = jax.tree.transpose(jax.tree.structure(updates), None, pairs)
+        if moving is not None:
+            kept = (jax.tree.map(jnp.where, moving, new, old) for new, old in zip(after, state, strict=True))
+            after = type(state)(*kept)
+        return directions, after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum, or Adam; decay is added to the gradient (coupled), after clipping.
 
     Args:
-      name: "sgd" (m = rho m + g, no dampening, no Nesterov) or "adam" (betas 0.9 and 0.999, eps 1e-8).
+      name: "sgd" (m = rho m + g, no dampening, no Nesterov) or "adam" (betas 0.9 and 0.999, eps 1e-8),
+        whose update takes `moving`, as `scale_by_adam` has it.
       hyper: scalars.
       clip: static; False leaves the norm uncomputed.
     """
-    inner = optax.trace(decay=hyper.momentum) if name == "sgd" else optax.scale_by_adam()
+    inner = optax.trace(decay=hyper.momentum) if name == "sgd" else scale_by_adam()
     steps = [clip_by_norm(hyper.clip)] if clip else []
     steps += [optax.add_decayed_weights(hyper.weight_decay), inner, optax.scale_by_learning_rate(hyper.lr)]
-    return optax.chain(*steps)
+    return optax.with_extra_args_support(optax.chain(*steps))

@@ -3,15 +3,17 @@
 Letters: E experiments, K clients, R = E * K rows (one per client of each experiment), C classes, S cohort.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.methods.method import Facts, Setting
+from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select, zeros_like
 
@@ -34,6 +36,7 @@ class Program:
     eval_batch: int = 500
     client_batch: int = 500  # batch of passes over one client's data
     dtype: Any = jnp.float32  # of the images that enter the model
+    public_pipeline: Pipeline | None = None
 
 
 class Samples(NamedTuple):
@@ -52,14 +55,32 @@ class Data(NamedTuple):
     train: Samples
     test: Samples
     class_counts: jax.Array  # [R, C] training samples
+    public: Any = ()  # [N, H, W, channels] uint8, if the run has public images
 
 
 class State(NamedTuple):
     """What crosses rounds."""
 
     servers: Tree  # [E, ...]
-    clients: Tree  # [R, ...]
-    statistics: Tree  # [R, ...] running statistics of each client, () unless they are local
+    clients: Tree  # [R, ...], or [J, ...] within a round whose clients were fetched from the host
+    statistics: Tree  # running statistics of each client, () unless they are local
+
+
+def samples_of(images, labels, lists: Sequence[np.ndarray]) -> Samples:
+    """Device arrays of one split; `lists` are the index lists of all rows."""
+    sizes = np.array([len(x) for x in lists], np.int32)
+    order = np.concatenate(lists) if sizes.sum() else np.zeros(1)
+    start = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    return Samples(*map(jnp.asarray, (images, labels, order.astype(np.int32), start.astype(np.int32), sizes)))
+
+
+def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
+    """Device arrays of the federations of all experiments, which share a data set, and of public images."""
+    dataset, partitions = federations[0].dataset, [f.partition for f in federations]
+    train = samples_of(dataset.x_train, dataset.y_train, [x for p in partitions for x in p.train])
+    test = samples_of(dataset.x_test, dataset.y_test, [x for p in partitions for x in p.test])
+    counts = np.concatenate([f.class_counts for f in federations])
+    return Data(train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public))
 
 
 def put(tree: Tree, row, value: Tree) -> Tree:
@@ -83,6 +104,18 @@ def lift(function: Callable, size: int) -> Callable:
     return one
 
 
+def unlabelled(program: Program, data: Data) -> Unlabelled | None:
+    """The public images, for hooks."""
+    pipeline = program.public_pipeline
+    if pipeline is None:
+        return None
+
+    def prepared(index, key):
+        return prepare(pipeline, data.public[index], key, train=key is not None, dtype=program.dtype)
+
+    return Unlabelled(data.public, prepared)
+
+
 def facts_of(program: Program, data: Data, row) -> Facts:
     """What is known of the client in a row."""
     clients, counts = program.setting.num_clients, data.class_counts
@@ -91,15 +124,18 @@ def facts_of(program: Program, data: Data, row) -> Facts:
 
 
 def sum_over_samples(function: Callable, samples: Samples, start, size, batch: int, template: Tree) -> Tree:
-    """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in batches.
+    """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in m batches.
+
+    A batch takes every m-th entry, so a list sorted by class gives mixed batches, and none is nearly empty.
 
     Args:
       template: shapes and dtypes of the function's result.
     """
+    batches = (size + batch - 1) // batch
 
     def body(i, total):
-        position = i * batch + jnp.arange(batch)
+        position = i + batches * jnp.arange(batch)
         index = samples.order[start + jnp.minimum(position, size - 1)]
         return jax.tree.map(jnp.add, total, function(index, position < size))
 
-    return jax.lax.fori_loop(0, (size + batch - 1) // batch, body, zeros_like(template))
+    return jax.lax.fori_loop(0, batches, body, zeros_like(template))

@@ -20,13 +20,15 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.methods.method import Hyper, Message, Method, Setting
-from fedjax_pcdd.models import uses_batch_norm
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Hyper, Message, Method, ServerContext, Setting
+from fedjax_pcdd.models import normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
-from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift
+from fedjax_pcdd.simulation.program import Program, State, Tree, facts_of, lift, load_data, unlabelled
+from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.trees import select, where
 
 
@@ -34,7 +36,7 @@ from fedjax_pcdd.trees import select, where
 class Local:
     """Local training: what every client does in a round."""
 
-    epochs: int = 10
+    epochs: int | tuple[int, ...] = 10  # of all clients, or of each
     batch_size: int = 100
     last_batch: schedule.LastBatch = "drop"
     optimizer: str = "sgd"
@@ -54,6 +56,7 @@ class Experiment(NamedTuple):
     method: Method
     local: Local
     seed: int
+    numbers: tuple[int, ...] = ()  # of the clients in the whole federation, where this one is a part of it
 
 
 class Report(NamedTuple):
@@ -69,28 +72,33 @@ class Evaluation(NamedTuple):
     generic: Any  # [E, C] global model, whole test set
     personal: Any  # [R, C] personal model between rounds, own test set
     local: Any  # [R, C] personal model between rounds, whole test set
+    further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
 
 
 def _round(program: Program, methods, hyper, data, keys, state: State, plan, jobs, round) -> tuple[State, Report]:
     """One round: local training of all jobs, then aggregation in every experiment."""
 
-    def job_key(row, experiment):
-        key = jax.random.fold_in(keys[experiment], round)
-        return jax.random.fold_in(key, row % program.setting.num_clients)
+    def job_key(number, experiment):
+        return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
 
-    job_keys = jax.vmap(job_key)(jobs.row, jobs.experiment)
+    job_keys = jax.vmap(job_key)(jobs.number, jobs.experiment)
     world = World(methods, hyper, state.servers, data, jobs, job_keys, round)
     outcome = run_lanes(program, world, state, plan)
     message, weights = outcome.message, jobs.weight.reshape(program.experiments, -1)
     each = jax.tree.map(lambda x: x.reshape(*weights.shape, *x.shape[1:]), message.each)
 
-    def aggregate(method, server, message, weights):
-        return where(weights.sum() > 0, method.aggregate(server, message, weights), server)
+    def aggregate(method, server, message, weights, key):
+        after = method.aggregate(server, message, weights)
+        if method.distils:
+            public = unlabelled(program, data)
+            key = jax.random.fold_in(jax.random.fold_in(key, round), program.setting.num_clients)
+            after = method.distil(after, message, ServerContext(program.model, program.setting, public, round, key))
+        return where(weights.sum() > 0, after, server)
 
     mean, total = message.mean, message.total
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (mean, total))
-    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights)
+    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights, keys)
     return State(servers, outcome.clients, outcome.statistics), Report(outcome.loss, outcome.correct)
 
 
@@ -100,17 +108,8 @@ def _stack(trees: Sequence[Tree]) -> Tree:
 
 def _hyper(local: Local) -> Hyper:
     clip = np.inf if local.clip is None else local.clip
-    return Hyper(
-        *(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, local.momentum, local.weight_decay, clip))
-    )
-
-
-def _samples(images, labels, lists: Sequence[np.ndarray]) -> Samples:
-    """Device arrays of one split; `lists` are the index lists of all rows."""
-    sizes = np.array([len(x) for x in lists], np.int32)
-    order = np.concatenate(lists) if sizes.sum() else np.zeros(1)
-    start = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    return Samples(*map(jnp.asarray, (images, labels, order.astype(np.int32), start.astype(np.int32), sizes)))
+    momentum = local.momentum if local.optimizer == "sgd" else 0.0  # Adam has none of its kind
+    return Hyper(*(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, momentum, local.weight_decay, clip)))
 
 
 class Simulation:
@@ -127,6 +126,8 @@ class Simulation:
         rounds: int = 1,
         weights: Literal["method", "uniform", "batches"] = "method",
         local_statistics: bool = False,
+        client_state: Literal["device", "host"] = "device",
+        public: tuple[Any, Pipeline] | None = None,
         eval_batch: int = 500,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
@@ -140,45 +141,51 @@ class Simulation:
           lanes: L, at most E * S are used.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
+          client_state: where the clients' state lives between rounds.
+          public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
         """
         first = experiments[0]
         federation, local = first.federation, first.local
+        everybody = tuple(range(federation.num_clients))
+        self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
         shape = federation.image_shape
         setting = Setting(
             num_classes=model.num_classes,
             feature_dim=feature_dim(model, shape),
             num_clients=federation.num_clients,
             rounds=rounds,
-            epochs=local.epochs,
+            epochs=int(np.max(local.epochs)),
             batch_size=local.batch_size,
-            batch_norm=uses_batch_norm(model),
+            normalised=normalises(model),
         )
-        self.local = replace(local, epochs=first.method.local_epochs(local.epochs))
+        self.sizes = np.stack([e.federation.sizes for e in experiments])
+        self.local = local
+        self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
         self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
+        self.client_state: Literal["device", "host"] = client_state
         self.methods = _stack([e.method.configure(setting) for e in experiments])
         self.hyper = _stack([_hyper(e.local) for e in experiments])
-        self.data = self._load_data()
-        self.sizes = np.stack([e.federation.sizes for e in experiments])
+        self.data = load_data([e.federation for e in experiments], public and public[0])
         self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
         self.program = Program(
             model, setting, pipeline, max(1, min(lanes, len(experiments) * cohort)), len(experiments), local.optimizer,
             any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
             self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
+            public and public[1],
         )  # fmt: skip
         self.keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments])
-        self.capacity = schedule.most_steps(list(self.steps * self.local.epochs), cohort, self.program.lanes)
+        self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes)
         self.weights = self._raw_weights(weights)
+        rows = self.sizes.size
+        self.storage = OnDevice(rows) if client_state == "device" else OnHost(rows, chunk=cohort)
         self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
-        self._evaluators = {}
+        self._generic_correct = jax.jit(partial(generic_correct, self.program))
+        self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
 
-    def _load_data(self) -> Data:
-        dataset = self.experiments[0].federation.dataset
-        partitions = [e.federation.partition for e in self.experiments]
-        train = _samples(dataset.x_train, dataset.y_train, [x for p in partitions for x in p.train])
-        test = _samples(dataset.x_test, dataset.y_test, [x for p in partitions for x in p.test])
-        counts = np.concatenate([e.federation.class_counts for e in self.experiments])
-        return Data(train, test, jnp.asarray(counts, jnp.result_type(float)))
+    def _of_each(self, value) -> np.ndarray:
+        """A number for each client [K], from one for all or one for each."""
+        return np.broadcast_to(value, (self.sizes.shape[1],))
 
     def _epoch_steps(self, samples: int) -> int:
         return schedule.batches_per_epoch(int(samples), self.local.batch_size, self.local.last_batch)
@@ -193,11 +200,14 @@ class Simulation:
         return int(min(most, -(-max(tests, 1) // 8) * 8))
 
     def _raw_weights(self, rule: str) -> np.ndarray:
-        """Aggregation weights [E, K] before normalisation."""
+        """Aggregation weights [E, K] before normalisation; UserError where an experiment has none."""
         if rule == "uniform":
             return np.ones(self.sizes.shape)
         if rule == "batches":
-            return (self.sizes // self.local.batch_size).astype(float)
+            full = self.sizes // self.local.batch_size
+            if not full.any(axis=1).all():
+                raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
+            return full.astype(float)
 
         def weight(row):
             method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], self.methods)
@@ -209,7 +219,7 @@ class Simulation:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         setting, program = self.program.setting, self.program
         servers, clients = [], []
-        for e, (federation, _, _, seed) in enumerate(self.experiments):
+        for e, (federation, _, _, seed, _) in enumerate(self.experiments):
             method = jax.tree.map(lambda x, e=e: x[e], self.methods)
             init, _, server_key, client_key = (jax.random.fold_in(jax.random.key(seed), i) for i in range(4))
             if variables is None:
@@ -217,7 +227,7 @@ class Simulation:
                 first = jax.tree.map(lambda x: x.astype(self.param_dtype), first)
             else:
                 first = select(variables, e)
-            rows = jnp.arange(setting.num_clients) + e * setting.num_clients
+            rows = np.arange(setting.num_clients) + e * setting.num_clients
             server = method.init_server(setting, first, self.data.class_counts[rows], server_key)
             servers.append(server)
 
@@ -225,17 +235,16 @@ class Simulation:
                 facts = facts_of(program, self.data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
-            clients.append(jax.jit(jax.vmap(init_client))(rows))
-        stacked = jax.tree.map(lambda *x: jnp.concatenate(x), *clients)
-        return State(_stack(servers), stacked, self._initial_statistics())
+            clients.append(self.storage.initial(init_client, rows))
+        return State(_stack(servers), self.storage.concatenate(clients), self._initial_statistics())
 
     def _initial_statistics(self) -> Tree:
         if not self.program.local_statistics:
             return ()
-        shape, rows = self.experiments[0].federation.image_shape, self.sizes.size
-        variables = dict(initialise(self.program.model, jax.random.key(0), shape))
+        variables = dict(initialise(self.program.model, jax.random.key(0), self.experiments[0].federation.image_shape))
         variables.pop("params")
-        return jax.tree.map(lambda x: jnp.repeat(x[None].astype(self.param_dtype), rows, 0), variables)
+        variables = jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+        return self.storage.initial(lambda row: variables, np.arange(self.sizes.size))
 
     def hyper_at(self, round: int) -> Hyper:
         """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""
@@ -247,22 +256,33 @@ class Simulation:
         pairs = zip(self.experiments, self.sizes, strict=True)
         return [schedule.cohort(e.seed, round, sizes, self.cohort_size) for e, sizes in pairs]
 
-    def jobs(self, round: int) -> tuple[schedule.Jobs, list[np.ndarray]]:
-        """Jobs of a round [J] and the batches of each [T_j, B]."""
+    def parts(self) -> list[np.ndarray]:
+        """All clients with samples in portions of a cohort, for one experiment."""
+        able = np.flatnonzero(self.sizes[0] > 0)
+        return [able[i : i + self.cohort_size] for i in range(0, len(able), self.cohort_size)]
+
+    def jobs(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Jobs, list[np.ndarray]]:
+        """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` in place of those drawn.
+
+        A cohort without any weight has no batches: what its clients learnt, nobody would hear of.
+        """
         size, local = self.cohort_size, self.local
         shape = (len(self.experiments), size)
         clients, weight = np.zeros(shape, np.int32), np.zeros(shape)
         batches = []
-        for e, chosen in enumerate(self.clients_of(round)):
+        for e, chosen in enumerate(cohorts or self.clients_of(round)):
             experiment = self.experiments[e]
             clients[e, : len(chosen)] = chosen
             weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
             lists = [experiment.federation.partition.train[k] for k in chosen]
             draw = partial(
-                schedule.job_batches, seed=experiment.seed, round=round, epochs=local.epochs, batch=local.batch_size,
-                rule=local.last_batch, shuffle=local.shuffle,
+                schedule.job_batches, seed=experiment.seed, round=round, batch=local.batch_size, rule=local.last_batch,
+                shuffle=local.shuffle,
             )  # fmt: skip
-            batches += [draw(x, client=int(k)) for k, x in zip(chosen, lists, strict=True)]
+            numbers = self.numbers[e, chosen]
+            epochs = self.epochs[chosen]
+            drawn = [draw(x, client=int(k), epochs=e) for k, x, e in zip(numbers, lists, epochs, strict=True)]
+            batches += drawn if weight[e].any() else [b[:0] for b in drawn]
             batches += [np.zeros((0, local.batch_size), np.int32)] * (size - len(chosen))
         weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
         return self.table(clients, weight, batches), batches
@@ -272,13 +292,15 @@ class Simulation:
         experiments = np.repeat(np.arange(len(clients), dtype=np.int32), clients.shape[1])
         rows = experiments * self.program.setting.num_clients + clients.ravel()
         steps = np.array([len(b) for b in batches], np.int32)
-        epochs = max(self.local.epochs, 1)
         dtype = np.dtype(jnp.result_type(float))
-        return schedule.Jobs(rows, experiments, weight.ravel().astype(dtype), steps, steps // epochs)
+        slots, weight = self.storage.slots(rows), weight.ravel().astype(dtype)
+        return schedule.Jobs(
+            rows, self.numbers.ravel()[rows], slots, experiments, weight, steps, self.steps.ravel()[rows]
+        )
 
-    def plan(self, round: int) -> tuple[schedule.Plan, schedule.Jobs]:
-        """The schedule of a round, host arrays that depend on (seed, round) alone."""
-        jobs, batches = self.jobs(round)
+    def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Plan, schedule.Jobs]:
+        """The schedule of a round, host arrays that depend on (seed, round) and the cohorts alone."""
+        jobs, batches = self.jobs(round, cohorts)
         return schedule.pack(batches, self.program.lanes, steps=self.capacity), jobs
 
     def step(self, state: State, round: int, plan: tuple[schedule.Plan, schedule.Jobs] | None = None):
@@ -288,8 +310,9 @@ class Simulation:
           (State, Report); both are still being computed when this returns.
         """
         arrays, jobs = plan or self.plan(round)
-        hyper = self.hyper_at(round)
-        return self.round(self.methods, hyper, self.data, self.keys, state, arrays, jobs, np.int32(round))
+        hyper, held = self.hyper_at(round), self.storage.fetch(state, jobs.row)
+        after, report = self.round(self.methods, hyper, self.data, self.keys, held, arrays, jobs, np.int32(round))
+        return self.storage.store(state, after, jobs.row, jobs.steps > 0), report
 
     @property
     def compilations(self) -> int:
@@ -302,32 +325,38 @@ class Simulation:
         Args:
           personal: also test every client's personal model between rounds on its own data.
         """
-        if personal not in self._evaluators:
-            self._evaluators[personal] = jax.jit(partial(_evaluate, self.program, personal))
-        return self._evaluators[personal](self.methods, state, self.data)
+        generic, local, further = (), (), {}
+        if self.experiments[0].method.global_model:
+            generic, further = self._generic_correct(self.methods, state.servers, self.data)
+        else:
+            local = self._personal(state, own=False)
+        return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
+
+    def _personal(self, state: State, *, own: bool) -> np.ndarray:
+        """Correct predictions [R, C] of all personal models."""
+        found = []
+        for rows in self.storage.chunks():
+            held = self.storage.fetch(state, rows)
+            found.append(np.asarray(self._personal_correct(own, self.methods, held, self.data, rows)))
+        return np.concatenate(found)[: self.sizes.size]
 
     def tuner(self, epochs: int) -> "Simulation":
-        """A simulation in which every client fine-tunes for PA, by the method's `tuner`."""
-        program = self.program
+        """A simulation in which every client fine-tunes for PA, by the method's `tuner`.
+
+        Its cohort is everybody, or this one's cohort where clients live on the host.
+        """
+        setting = self.program.setting
         plain = [
-            e._replace(
-                method=e.method.tuner(program.setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=())
-            )
+            e._replace(method=e.method.tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
             for e in self.experiments
         ]
+        return self.alike(plain, self.cohort_size if self.client_state == "host" else setting.num_clients)
+
+    def alike(self, experiments: Sequence[Experiment], cohort: int) -> "Simulation":
+        """A simulation of other experiments with this one's model and ways, its statistics averaged."""
+        program = self.program
         return Simulation(
-            program.model, plain, pipeline=program.pipeline, cohort=program.setting.num_clients, lanes=program.lanes,
-            eval_batch=program.eval_batch, dtype=program.dtype, param_dtype=self.param_dtype,
+            program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
+            client_state=self.client_state, eval_batch=program.eval_batch, dtype=program.dtype,
+            param_dtype=self.param_dtype,
         )  # fmt: skip
-
-
-def _evaluate(program: Program, personal: bool, methods, state: State, data: Data) -> Evaluation:
-    method = jax.tree.map(lambda x: x[0], methods)
-    generic, local, own = (), (), ()
-    if method.global_model:
-        generic = generic_correct(program, methods, state.servers, data)
-    else:
-        local = personal_correct(program, methods, state, data, own=False)
-    if personal:
-        own = personal_correct(program, methods, state, data, own=True)
-    return Evaluation(generic, own, local)

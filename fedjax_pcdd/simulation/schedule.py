@@ -33,7 +33,9 @@ class Plan(NamedTuple):
 class Jobs(NamedTuple):
     """What the lanes know of each job, all [J]."""
 
-    row: np.ndarray  # row of the client in the stacked state: experiment * K + client
+    row: np.ndarray  # experiment * K + client
+    number: np.ndarray  # of the client in the federation, which its random draws depend on
+    slot: np.ndarray  # where the state of that row is in what the round sees
     experiment: np.ndarray
     weight: np.ndarray  # p_k, normalised within the experiment's cohort; 0 for a job without steps
     steps: np.ndarray  # local steps in the round

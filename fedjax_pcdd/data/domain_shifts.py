@@ -1,0 +1,202 @@
+"""Pictures for tasks by domain: resizing as published, and domains made from scikit-learn's digits.
+
+Letters: n images, S side in pixels. The shifts work on floats in [0, 1], their lengths scale with S / 16, and what
+chance decides in them is drawn from a constant seed: a domain's pictures are the same on every machine. The
+federated seed decides only which of them are private.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+from scipy import ndimage
+
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.errors import UserError
+
+Shift = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+
+_SLOTS = 10
+
+
+def resize(images: np.ndarray, side: int) -> np.ndarray:
+    """Stretch to S x S by Pillow's bilinear filter, as torchvision does; grey is replicated to three channels.
+
+    Args:
+      images: [n, H, W, channels] uint8 with 1 or 3 channels.
+      side: S.
+
+    Returns:
+      [n, S, S, 3] uint8.
+
+    Raises:
+      UserError: another number of channels.
+    """
+    count, height, width, channels = images.shape
+    if channels not in (1, 3):
+        raise UserError(f"Images need 1 or 3 channels, not {channels}: convert them to grey or RGB.")
+    if (height, width) != (side, side):
+        stretched = np.empty((count, side, side, channels), np.uint8)
+        for i, image in enumerate(images):
+            picture = Image.fromarray(image[..., 0] if channels == 1 else image)
+            pixels = np.asarray(picture.resize((side, side), Image.Resampling.BILINEAR))
+            stretched[i] = pixels.reshape(side, side, channels)
+        images = stretched
+    return np.broadcast_to(images, (*images.shape[:3], 3)).copy()
+
+
+def windows(images: np.ndarray, side: int, random: np.random.Generator) -> np.ndarray:
+    """A window of S x S at a random place of each image: [n, H, W, channels] to [n, S, S, channels].
+
+    Raises:
+      UserError: the images are smaller.
+    """
+    count, height, width, _ = images.shape
+    if min(height, width) < side:
+        raise UserError(f"Images of {height}x{width} are too small for windows of {side}x{side}; use a smaller side.")
+    tops = random.integers(0, height - side + 1, count)
+    lefts = random.integers(0, width - side + 1, count)
+    places = zip(images, tops, lefts, strict=True)
+    return np.stack([image[top : top + side, left : left + side] for image, top, left in places])
+
+
+def _plain(x, random):
+    return x
+
+
+def _inverted(x, random):
+    return 1 - x
+
+
+def _rotated(x, random):
+    """By 40 degrees, a fifth smaller so that the corners stay in the picture."""
+    angle = np.deg2rad(40)
+    return _warped(x, 1.25 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]))
+
+
+def _warped(x, matrix):
+    """Pixels [n, S, S] fetched from `matrix` [2, 2] times their offset from the centre: bilinear, zero fill."""
+    middle = np.full(2, (x.shape[1] - 1) / 2)
+    pixels = [ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x]
+    return np.stack(pixels)
+
+
+def _blurred(x, random):
+    """White digits out of focus on a background that runs from one colour to another."""
+    unit = x.shape[1] / 16
+    ink = ndimage.gaussian_filter(x, (0, unit, unit))[..., None]
+    left, right = random.uniform(0, 0.7, (2, len(x), 1, 1, 3))
+    ramp = np.linspace(0, 1, x.shape[2])[:, None]
+    background = left * (1 - ramp) + right * ramp
+    return background + (1 - background) * ink
+
+
+def _sheared(x, random):
+    return _warped(x, np.array([[1, 0], [0.5, 1]]))
+
+
+def _mirrored(x, random):
+    return x[:, :, ::-1]
+
+
+def _outlined(x, random):
+    size = 1 + 2 * max(1, round(x.shape[1] / 16))
+    return ndimage.morphological_gradient(x, size=(1, size, size))
+
+
+def _noisy(x, random):
+    """A fifth of the pixels is black or white."""
+    chance = random.uniform(size=x.shape)
+    return np.where(chance < 0.1, 0, np.where(chance > 0.9, 1, x))
+
+
+def _tinted(x, random):
+    """Ink of one colour on paper of another."""
+    ink, paper = random.uniform(0, 1, (2, len(x), 1, 1, 3))
+    return paper + (ink - paper) * x[..., None]
+
+
+DOMAIN_SHIFTS: dict[str, Shift] = {
+    "plain": _plain,
+    "inverted": _inverted,
+    "rotated": _rotated,
+    "blurred": _blurred,
+}
+"""The private domains of `digits_domains`."""
+
+PUBLIC_SHIFTS: dict[str, Shift] = {
+    "sheared": _sheared,
+    "mirrored": _mirrored,
+    "outlined": _outlined,
+    "noisy": _noisy,
+    "tinted": _tinted,
+}
+"""What makes the unlabelled `digits_public` images; no private domain looks like these."""
+
+
+def shifted_digits(name: str, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """One private domain made of its own tenth of the digits for training and another tenth for tests.
+
+    Args:
+      name: a key of DOMAIN_SHIFTS.
+      side: S.
+
+    Returns:
+      x_train [n, S, S, 3] uint8, y_train [n], x_test [m, S, S, 3] uint8, y_test [m].
+    """
+    position = list(DOMAIN_SHIFTS).index(name)
+    images, labels, slots = digit_slots()
+    train, test = slots == 2 * position, slots == 2 * position + 1
+    x_train, x_test = (
+        _shifted(DOMAIN_SHIFTS[name], images[part], side=side, seed=seed)
+        for seed, part in enumerate((train, test), 2 * position)
+    )
+    return x_train, labels[train], x_test, labels[test]
+
+
+def public_digits(side: int) -> np.ndarray:
+    """The last two tenths of the digits, all of them under each public shift in turn: [n, S, S, 3] uint8."""
+    images, _, slots = digit_slots()
+    chosen = images[slots >= 2 * len(DOMAIN_SHIFTS)]
+    shifts = enumerate(PUBLIC_SHIFTS.values(), _SLOTS)
+    return np.concatenate([_shifted(shift, chosen, side=side, seed=seed) for seed, shift in shifts])
+
+
+def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All 1797 digits, and which tenth each belongs to: those of a class are dealt out in turn.
+
+    Dealing spreads each writer, whose digits lie together, over all tenths.
+
+    Returns:
+      Images [1797, 8, 8, 1] uint8, labels [1797], tenths [1797] in [0, 10).
+    """
+    digits = sources.load("digits")
+    labels = np.concatenate([digits.y_train, digits.y_test])
+    slots = np.empty(len(labels), np.int64)
+    for label in range(digits.num_classes):
+        members = np.flatnonzero(labels == label)
+        slots[members] = np.arange(len(members)) % _SLOTS
+    return np.concatenate([digits.x_train, digits.x_test]), labels, slots
+
+
+def _shifted(shift: Shift, images: np.ndarray, *, side: int, seed: int) -> np.ndarray:
+    """Grey or colour floats [n, S, S(, 3)] of a shift as [n, S, S, 3] uint8."""
+    grey = resize(images, side)[..., 0] / 255
+    pixels = shift(grey, np.random.default_rng(seed))
+    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
+    rounded = np.rint(255 * np.clip(pixels, 0, 1)).astype(np.uint8)
+    return np.broadcast_to(rounded, (*rounded.shape[:3], 3)).copy()
+
+
+def contact_sheet(rows: dict[str, np.ndarray], path: str | Path, columns: int = 20):
+    """Draw the first images of each named array [n, S, S, 3], a row each; the suffix of `path` sets the format."""
+    figure = Figure(figsize=(0.5 * columns + 1, 0.5 * len(rows)), dpi=100)
+    for axes, (name, images) in zip(figure.subplots(len(rows), 1, squeeze=False).flat, rows.items(), strict=True):
+        framed = np.pad(images[:columns], ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=255)
+        axes.imshow(np.concatenate(list(framed), axis=1), interpolation="nearest")
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+    figure.savefig(path, bbox_inches="tight")

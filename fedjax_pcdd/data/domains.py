@@ -1,0 +1,327 @@
+"""Tasks by domain: the same classes in several looks, one participant a look, and unlabelled public images.
+
+Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022 (FCCL). The two
+published tasks are `digits` and `office_home`; the others need less or no data. Sizes, transformations and file
+layouts are in docs/data.md. Letters: n images, S side in pixels, C classes.
+"""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.domain_shifts import DOMAIN_SHIFTS, public_digits, resize, shifted_digits, windows
+from fedjax_pcdd.errors import UserError, nearest
+
+SPLITS = ("held_out", "code")
+HELD_OUT = 0.3
+_IMAGES = ("x_train_delta", "x_train", "x")
+_ARCHIVE = ("x", "y", "domain", "domains")
+_UNREADABLE = (
+    OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+
+
+class Domain(NamedTuple):
+    """One participant's data.
+
+    Args:
+      name: of the domain.
+      x_train: [n, S, S, 3] uint8, the private images.
+      y_train: [n] int32 labels in [0, C).
+      x_test: [m, S, S, 3] uint8.
+      y_test: [m] int32.
+    """
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+
+
+class Task(NamedTuple):
+    """A task, read and drawn.
+
+    Args:
+      name: a key of TASKS.
+      domains: one for each participant.
+      num_classes: C.
+      private: number of private images of each domain.
+      local_epochs: E of each domain.
+      top: an answer is right if it is among the first `top`.
+      public: data set of the public images, for `load_public`.
+      public_samples: how many of them.
+      public_epochs: passes over them in a round.
+    """
+
+    name: str
+    domains: tuple[Domain, ...]
+    num_classes: int
+    private: tuple[int, ...]
+    local_epochs: tuple[int, ...]
+    top: int
+    public: str
+    public_samples: int
+    public_epochs: int
+
+    @property
+    def side(self) -> int:
+        """S, which the public images must share."""
+        return self.domains[0].x_train.shape[1]
+
+
+class Recipe(NamedTuple):
+    """What is known of a task before its data is read; fields as in `Task`.
+
+    `layout` says where the images lie: "shifts" (made from the built-in digits), "files" (a data set for each domain)
+    or "archive" (one file without a split). A size of None takes all images that are not tests.
+    """
+
+    description: str
+    layout: str
+    domains: tuple[str, ...]
+    private: tuple[int | None, ...]
+    local_epochs: tuple[int, ...]
+    num_classes: int = 10
+    top: int = 1
+    public: str = "cifar100"
+    public_samples: int = 5000
+    public_epochs: int = 1
+    side: int = 32
+
+
+TASKS = {
+    "digits_domains": Recipe(
+        "four looks of scikit-learn's digits, built in", "shifts",
+        tuple(DOMAIN_SHIFTS), (150,) * 4, (10,) * 4, public="digits_public", public_samples=1000, side=16,
+    ),
+    "digits2": Recipe("the first two domains of digits", "files", ("mnist", "usps"), (150, 80), (40, 35)),
+    "digits": Recipe(
+        "MNIST, USPS, SVHN and SYN (FCCL, tables 1 and 3)", "files",
+        ("mnist", "usps", "svhn", "syn"), (150, 80, 5000, 1800), (40, 35, 3, 4),
+    ),
+    "office_caltech10": Recipe(
+        "ten classes of objects from Amazon, Caltech-256, a DSLR and a webcam", "archive",
+        ("amazon", "caltech10", "dslr", "webcam"), (None,) * 4, (15, 15, 30, 30),
+    ),
+    "office_home": Recipe(
+        "Office-Home: 65 classes of objects in four styles (FCCL, tables 1 and 2)", "archive",
+        ("Art", "Clipart", "Product", "Real World"), (1400, 2000, 2500, 2000), (10, 6, 6, 6),
+        num_classes=65, top=5, public_epochs=2,
+    ),
+}  # fmt: skip
+"""The tasks by name."""
+
+
+def load_task(
+    name: str,
+    data_dir: str | os.PathLike | None = None,
+    *,
+    seed: int,
+    split: str = "held_out",
+    side: int | None = None,
+) -> Task:
+    """Read a task's domains and draw their private images; nothing is downloaded.
+
+    A domain's draw depends on the seed and its name only: `digits` and `digits2` share their subset of MNIST.
+
+    Args:
+      name: a key of TASKS.
+      data_dir: folder of the npz files, or TFDS root, as for `sources.load`.
+      seed: >= 0; decides which images are private and, where there is no original split, which are tests.
+      split: "held_out" tests on 30 % of each class that are never private; "code" (`office_home` only) is FCCL's
+        published code: all images of the domain are tests, and the private ones are, of the other 70 %, the first
+        in order of their class.
+      side: S; by default 16 for `digits_domains`, else 32.
+
+    Raises:
+      UserError: an unknown name, an option out of range, missing or unsuitable files.
+    """
+    if name not in TASKS:
+        raise UserError(f"There is no task '{name}'; {nearest(name, TASKS)}")
+    if split not in SPLITS:
+        raise UserError(f"There is no split '{split}'; {nearest(split, SPLITS)}")
+    if split == "code" and name != "office_home":
+        raise UserError(f"The split 'code' exists for office_home only; use 'held_out' for {name}.")
+    recipe = TASKS[name]
+    side = recipe.side if side is None else side
+    _check_draw(seed, side)
+    if recipe.layout == "shifts":
+        pools = [Domain(domain, *shifted_digits(domain, side)) for domain in recipe.domains]
+    elif recipe.layout == "files":
+        pools = _from_files(name, _root(data_dir))
+    else:
+        pools = _from_archive(name, _root(data_dir), seed, split)
+    domains = tuple(
+        _drawn(pool, size, side, None if split == "code" else _generator(seed, f"{pool.name} private"))
+        for pool, size in zip(pools, recipe.private, strict=True)
+    )
+    private = tuple(len(domain.y_train) for domain in domains)
+    public = recipe.public, recipe.public_samples, recipe.public_epochs
+    return Task(name, domains, recipe.num_classes, private, recipe.local_epochs, recipe.top, *public)
+
+
+def load_public(
+    name: str,
+    data_dir: str | os.PathLike | None = None,
+    *,
+    samples: int = 5000,
+    seed: int,
+    side: int = 32,
+) -> np.ndarray:
+    """Draw public images; labels are not read from npz files and never returned.
+
+    Args:
+      name: "digits_public" (built in; other digits than those of `digits_domains`) or any data set that
+        `sources.load` finds; an npz file needs no more than `x_train`, `x_train_delta` or `x`.
+      data_dir: as for `sources.load`.
+      samples: N_0, drawn without replacement from the training images.
+      seed: >= 0.
+      side: S. Images are resized, but of "tiny_imagenet" a window of S x S is cut from each, as published.
+
+    Returns:
+      [N_0, S, S, 3] uint8; `augment.public_pipeline(name, side)` feeds them to a model.
+
+    Raises:
+      UserError: a missing or unsuitable file, or fewer than N_0 images.
+    """
+    _check_draw(seed, side)
+    images = public_digits(side) if name == "digits_public" else _unlabelled(name, _root(data_dir))
+    if not 1 <= samples <= len(images):
+        raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
+    random = _generator(seed, f"{name} public")
+    images = images[random.permutation(len(images))[:samples]]
+    if name == "tiny_imagenet":
+        images = windows(images, side, random)
+    return resize(images, side)
+
+
+def _check_draw(seed: int, side: int):
+    if seed < 0:
+        raise UserError(f"The seed must be 0 or more, not {seed}.")
+    if side < 8:
+        raise UserError(f"The side of the images must be at least 8 pixels, not {side}.")
+
+
+def _root(data_dir: str | os.PathLike | None) -> Path:
+    return sources.default_root() if data_dir is None else Path(data_dir).expanduser()
+
+
+def _generator(seed: int, purpose: str) -> np.random.Generator:
+    """A stream that no other domain or purpose shares."""
+    return np.random.default_rng([seed, *purpose.encode()])
+
+
+def _drawn(pool: Domain, size: int | None, side: int, random: np.random.Generator | None) -> Domain:
+    """The first `size` training images in random order, or in their own; all images resized."""
+    available = len(pool.y_train)
+    if size is not None and size > available:
+        advice = "put the whole data set there."
+        raise UserError(f"The domain '{pool.name}' needs {size} training images but has {available}; {advice}")
+    chosen = (np.arange(available) if random is None else random.permutation(available))[:size]
+    x_train, x_test = resize(pool.x_train[chosen], side), resize(pool.x_test, side)
+    return Domain(pool.name, x_train, pool.y_train[chosen].astype(np.int32), x_test, pool.y_test.astype(np.int32))
+
+
+def _from_files(name: str, root: Path) -> list[Domain]:
+    recipe = TASKS[name]
+    if missing := [f"{domain}.npz" for domain in recipe.domains if not _present(domain, root)]:
+        layout = "with x_train, y_train, x_test and y_test, see docs/data.md"
+        raise UserError(f"The task '{name}' lacks {', '.join(missing)} in {root}; put them there ({layout}).")
+    pools = []
+    for domain in recipe.domains:
+        found = sources.load(domain, root)
+        if max(found.y_train.max(), found.y_test.max(initial=0)) >= recipe.num_classes:
+            wanted = f"labels from 0 to {recipe.num_classes - 1}"
+            raise UserError(f"'{domain}' in {root} has labels of other classes; the task '{name}' needs {wanted}.")
+        pools.append(Domain(domain, found.x_train, found.y_train, found.x_test, found.y_test))
+    return pools
+
+
+def _present(name: str, root: Path) -> bool:
+    folders = (root / sources.TFDS_NAMES.get(name, name), root / name)
+    return (root / f"{name}.npz").is_file() or any(folder.is_dir() for folder in folders)
+
+
+def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
+    file = root / f"{name}.npz"
+    if not file.is_file():
+        layout = "with x, y, domain and domains, see docs/data.md"
+        raise UserError(f"The task '{name}' lacks {name}.npz in {root}; put it there ({layout}).")
+    arrays = _read(file, _ARCHIVE)
+    if fault := _fault(arrays, TASKS[name]):
+        raise UserError(f"{file} cannot be used: {fault}; docs/data.md describes its layout.")
+    x, y, domain = arrays["x"], arrays["y"], arrays["domain"]
+    names, pools = arrays["domains"].astype(str).tolist(), []
+    for wanted in TASKS[name].domains:
+        rows = np.flatnonzero(domain == names.index(wanted))
+        rows = rows[np.argsort(y[rows], kind="stable")]
+        tests = _held_out(y[rows], _generator(seed, f"{wanted} tests"))
+        train, test = rows[~tests], rows if split == "code" else rows[tests]
+        pools.append(Domain(wanted, x[train], y[train], x[test], y[test]))
+    return pools
+
+
+def _held_out(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """[n] booleans: of each class, 30 % at random, rounded down."""
+    tests = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        tests[members[: int(HELD_OUT * len(members))]] = True
+    return tests
+
+
+def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
+    """What makes the arrays of an archive useless, if anything."""
+    if absent := [key for key in _ARCHIVE if key not in arrays]:
+        return f"it lacks {', '.join(absent)}"
+    x, y, domain, names = (arrays[key] for key in _ARCHIVE)
+    if x.dtype != np.uint8 or x.ndim != 4:
+        return f"x must be uint8 [n, H, W, channels], not {x.dtype} {list(x.shape)}"
+    for key, values in (("y", y), ("domain", domain)):
+        if values.dtype.kind not in "iu" or values.shape != (len(x),):
+            return f"{key} must be integers [{len(x)}], not {values.dtype} {list(values.shape)}"
+    if y.size and not 0 <= y.min() <= y.max() < recipe.num_classes:
+        return f"y must lie in [0, {recipe.num_classes}), not from {y.min()} to {y.max()}"
+    known = names.astype(str).ravel().tolist()
+    absent = [name for name in recipe.domains if name not in known or not np.any(domain == known.index(name))]
+    return f"it has no images of {', '.join(absent)}" if absent else None
+
+
+def _read(file: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """The wanted arrays of an npz file, as far as they are there; the others are not read."""
+    try:
+        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            return {key: np.asarray(archive[key]) for key in wanted if key in archive.files}
+    except _UNREADABLE as error:
+        advice = "write it anew with numpy.savez, without object arrays."
+        raise UserError(f"{file} is no readable npz archive; {advice}") from error
+
+
+def _unlabelled(name: str, root: Path) -> np.ndarray:
+    """Training images [n, H, W, channels] of a data set, uint8."""
+    file = root / f"{name}.npz"
+    if name == "cifar100" and not _present(name, root) and _present("cifar100_subset", root):
+        raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
+    if name == "digits" or not file.is_file():
+        return sources.load(name, root).x_train
+    arrays = _read(file, _IMAGES)
+    if not arrays:
+        raise UserError(f"{file} holds no images; it needs {', '.join(_IMAGES[:-1])} or {_IMAGES[-1]}.")
+    key, images = next(iter(arrays.items()))
+    if key == "x_train_delta":
+        fits, wanted = images.ndim == 4 and images.shape[1] == 3, "[n, 3, H, W]"
+    else:
+        fits, wanted = images.ndim in (3, 4), "[n, H, W] or [n, H, W, channels]"
+    if images.dtype != np.uint8 or not fits:
+        fault = f"{key} must be uint8 {wanted}, not {images.dtype} {list(images.shape)}"
+        raise UserError(f"{file} cannot be used: {fault}.")
+    if key == "x_train_delta":
+        return sources.decode_delta(images)
+    return images if images.ndim == 4 else images[..., None]

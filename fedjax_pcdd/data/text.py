@@ -1,0 +1,105 @@
+"""Text by speaker as a classification problem: windows of characters, and the character after each as its label.
+
+Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019 (Shakespeare). docs/data.md describes the file.
+Letters: V characters of the vocabulary, T characters of a window, m speeches, n characters or windows.
+"""
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from fedjax_pcdd.data.federation import Dataset
+from fedjax_pcdd.errors import UserError
+
+KEYS = ("text", "speech_start", "speech_end", "speech_speaker")
+OPTIONS = {"window": 80, "stride": 1}
+TEST_SHARE = 10  # one window in ten
+
+
+def is_text(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether the arrays of a file are a text rather than images."""
+    return not {"x", "x_train", "x_train_delta"} & set(arrays) and any(key in arrays for key in KEYS)
+
+
+def read_text(arrays: dict[str, np.ndarray], name: str) -> Dataset:
+    """The windows of every speaker who has enough to say for a training and a test window.
+
+    A speaker's speeches are joined by newlines (by nothing in a text without any) and cut into windows of T characters
+    that begin every `stride` characters. The last tenth of the windows are the test set; windows before them that
+    share a character with them, labels included, are left out. Classes are the characters of the whole text, sorted.
+
+    Args:
+      arrays: `text` [n] uint8; `speech_start`, `speech_end`, `speech_speaker` [m] integers; `window` (T, 80) and
+        `stride` (1) where they are not the usual ones.
+      name: the data set's name.
+
+    Returns:
+      Windows as uint8 codes [n, T, 1, 1], labels [n] in [0, V), groups the speakers' numbers.
+
+    Raises:
+      UserError: the arrays do not fit together, or no speaker says enough.
+    """
+    _check(arrays)
+    window, stride = (_option(arrays, key) for key in OPTIONS)
+    vocabulary, codes = np.unique(arrays["text"], return_inverse=True)
+    parts: dict[str, list[tuple[np.ndarray, int]]] = {"train": [], "test": []}
+    for speaker, stream in _streams(arrays, codes.astype(np.uint8)).items():
+        train, test = split(stream, window, stride)
+        if len(train) and len(test):
+            parts["train"].append((train, speaker))
+            parts["test"].append((test, speaker))
+    if not parts["train"]:
+        raise UserError(f"no speaker says enough for a training and a test window of {window} characters.")
+    x_train, y_train, groups_train = _stack(parts["train"])
+    x_test, y_test, groups_test = _stack(parts["test"])
+    names = tuple(repr(bytes([code]))[2:-1] for code in vocabulary)
+    return Dataset(name, x_train, y_train, x_test, y_test, len(names), names, groups_train, groups_test, text=True)
+
+
+def split(stream: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test windows [n, T + 1], labels last, of one speaker's text [n]; no character is in both."""
+    if len(stream) <= window:
+        empty = np.zeros((0, window + 1), stream.dtype)
+        return empty, empty
+    windows = sliding_window_view(stream, window + 1)[::stride]
+    first_test = len(windows) - len(windows) // TEST_SHARE
+    overlapping = -(-(window + 1) // stride) - 1
+    return windows[: max(first_test - overlapping, 0)], windows[first_test:]
+
+
+def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.ndarray]:
+    """What each speaker says, as codes, by the speaker's number."""
+    newline = codes[arrays["text"] == ord("\n")][:1]
+    said: dict[int, list[np.ndarray]] = {}
+    for start, end, speaker in zip(*(arrays[key].tolist() for key in KEYS[1:]), strict=True):
+        said.setdefault(speaker, []).extend((codes[start:end], newline))
+    return {speaker: np.concatenate(pieces[:-1]) for speaker, pieces in sorted(said.items())}
+
+
+def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Windows [n, T, 1, 1], labels [n] and speakers [n] of all speakers."""
+    sizes = [len(windows) for windows, _ in parts]
+    joined = np.concatenate([windows for windows, _ in parts])
+    speakers = np.repeat([speaker for _, speaker in parts], sizes).astype(np.int32)
+    return np.ascontiguousarray(joined[:, :-1])[..., None, None], joined[:, -1], speakers
+
+
+def _check(arrays: dict[str, np.ndarray]):
+    """UserError where the text or its speeches do not fit together."""
+    missing = [key for key in KEYS if key not in arrays]
+    if missing:
+        raise UserError(f"{missing[0]} is missing; a text needs {', '.join(KEYS)}.")
+    text, start, end, _ = (arrays[key] for key in KEYS)
+    if text.dtype != np.uint8 or text.ndim != 1 or len(np.unique(text)) < 2:
+        raise UserError(f"text must be uint8 [n] with at least two characters, not {text.dtype} {list(text.shape)}.")
+    for key in KEYS[1:]:
+        if arrays[key].dtype.kind not in "iu" or arrays[key].shape != start.shape or start.ndim != 1:
+            raise UserError("speech_start, speech_end and speech_speaker must give one integer a speech.")
+    if ((start < 0) | (start > end) | (end > len(text))).any():
+        raise UserError(f"speeches must begin before they end and lie within the {len(text)} characters of the text.")
+
+
+def _option(arrays: dict[str, np.ndarray], key: str) -> int:
+    value = arrays.get(key, np.asarray(OPTIONS[key]))
+    if value.dtype.kind not in "iu" or value.ndim or not 1 <= value < 2**31:
+        raise UserError(f"{key} must be one positive integer.")
+    return int(value)

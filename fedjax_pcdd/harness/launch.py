@@ -1,0 +1,41 @@
+"""The way in: one experiment, run to its end."""
+
+from typing import Any
+
+from fedjax_pcdd.harness import display, records
+from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.harness.tasks import ParticipantRun, TaskRun
+from fedjax_pcdd.methods import Method
+
+
+def kind_of_run(config: RunConfig, method: Method) -> type[Run]:
+    """Whether clients are those of a partition, have models of their own, or are the domains of a task."""
+    if config.task is not None:
+        return TaskRun
+    return ParticipantRun if config.models is not None or method.exchange != "never" else Run
+
+
+def run(config: RunConfig, method: Method) -> dict[str, Any]:
+    """Run (or resume) one experiment.
+
+    Returns:
+      What summary.json holds.
+
+    Raises:
+      UserError: a setting that cannot work, or a loss that is no longer finite; its text says what to do.
+    """
+    work = kind_of_run(config, method)(config, method)
+    try:
+        progress = work.rounds(work.begin())
+        summary = work.summary(progress)
+        work.folder.write_summary(summary)
+        title = f"{config.method}, {config.dataset}, seed {config.seed}"
+        records.draw_curves(progress.history.rows, work.folder.path / "curves.png", title)
+    finally:
+        work.checkpoints.close()
+        for writer in work.writers:
+            writer.close()
+    if not config.quiet:
+        display.show(summary, work.folder.path)
+    return summary

@@ -1,0 +1,112 @@
+"""FCCL: participants of any architecture make their logits on public images correlate, and remember what they knew.
+
+Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
+Sent: the logits of public images up, their mean down (per public epoch N C scalars each way); no parameters.
+Follows the paper where the published code differs, but that every public batch has a new Adam (`--public-optimizer`), and
+that the correlation is of centred columns with the unbiased standard deviation over B (code), which the paper leaves open.
+The code puts the previous model's logits in the place of one's own in the mean: `--own=previous`.
+"""
+
+from typing import ClassVar, Literal, NamedTuple
+
+from flax import struct
+
+from fedjax_pcdd.losses.correlation import cross_correlation, cross_correlation_loss
+from fedjax_pcdd.losses.distillation import kl_to_teacher
+from fedjax_pcdd.methods.method import Tree, hyperparameter
+from fedjax_pcdd.methods.participant import Exchanging
+from fedjax_pcdd.models.classifier import forward
+
+
+class Learner(NamedTuple):
+    """A participant's models; all three are the pre-trained one before the first round."""
+
+    variables: Tree  # theta
+    previous: Tree  # theta at the end of the last round
+    pretrained: Tree  # theta*
+
+
+class Words(NamedTuple):
+    """Logits of a public batch [B, C]."""
+
+    current: Tree
+    previous: Tree
+
+
+@struct.dataclass
+class FCCL(Exchanging):
+    """Public: L_col of the cross-correlation; private: CE + lambda_loc (KL to the previous + KL to the pre-trained)."""
+
+    paper: ClassVar[str] = "Huang et al., CVPR 2022"
+
+    lambda_col: float = hyperparameter(
+        0.0051, symbol="lambda_Col", help="weight of pairs of different classes", low=0.0
+    )
+    lambda_loc: float = hyperparameter(1.0, symbol="lambda_Loc", help="weight of both distillations", low=0.0)
+    collaborate: bool = hyperparameter(True, help="the exchange; no is the ablation without COL", static=True)
+    continual: bool = hyperparameter(True, help="the distillations; no is the ablation without CON", static=True)
+    own: Literal["current", "previous"] = hyperparameter(
+        "current", help="one's own part of the mean logits: the current model's, or the previous one's", static=True
+    )
+    average: Literal["never", "exchanged", "trained"] = hyperparameter(
+        "never",
+        help="of equal architectures, mean of the models: none, after the exchange (paper), after local training (code)",
+        static=True,
+    )
+    eps: float = hyperparameter(0.0, help="added to the variance of a column of logits", low=0.0)
+
+    @property
+    def exchange(self):
+        """Before local training."""
+        return "before" if self.collaborate else "never"
+
+    @property
+    def averages(self):
+        """When models are averaged."""
+        return self.average
+
+    def init_client(self, setting, server, facts, key):
+        """One model, three times."""
+        return Learner(server.variables, server.variables, server.variables)
+
+    def model_of(self, client):
+        """The current model."""
+        return client.variables
+
+    def keep(self, client, variables):
+        """Another current model."""
+        return client._replace(variables=variables)
+
+    def say(self, variables, batch, context):
+        """Logits of the current model and, if it is to take its place in the mean, of the previous one in eval mode."""
+        current = super().say(variables, batch, context)
+        if self.own == "current":
+            return Words(current, ())
+        return Words(current, forward(context.model, context.client.previous, batch.images, train=False)[0].logits)
+
+    def agree(self, public, said, counts):
+        """The mean logits, in which a participant's own may be replaced by those of its previous model."""
+        public, mean = super().agree(public, said.current, counts)
+        if self.own == "previous":
+            mean = mean + (said.previous - said.current) / said.current.shape[0]
+        return public, mean
+
+    def public_loss(self, logits, target, context):
+        """L_col, a scalar (equation 4)."""
+        return cross_correlation_loss(cross_correlation(logits, target, eps=self.eps), self.lambda_col)
+
+    def penalty(self, variables, outputs, batch, context):
+        """lambda_loc times both divergences from constant teachers in eval mode (equations 5 and 6)."""
+        if not self.continual:
+            return 0.0
+
+        def distance(teacher):
+            logits = forward(context.model, teacher, batch.images, train=False)[0].logits
+            return kl_to_teacher(logits, outputs.logits, mask=batch.mask)
+
+        return self.lambda_loc * (distance(context.client.previous) + distance(context.client.pretrained))
+
+    def upload(self, variables, summary, context):
+        """The trained model is also the next round's previous one."""
+        client, message = super().upload(variables, summary, context)
+        return client._replace(previous=variables), message

@@ -1,0 +1,42 @@
+"""FedMD: participants with models of their own agree on the logits of public images.
+
+Li and Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019.
+Sent: the logits of public images up, their mean down; no parameters. The FCCL paper speaks of the squared error, but both
+published codes take the absolute one, as we do by default. `--consensus=per_batch` makes the mean anew for every public
+batch, as FCCL's comparison does; `per_round` once a round from the models as they are, as the original.
+"""
+
+from typing import ClassVar, Literal
+
+from flax import struct
+
+from fedjax_pcdd.losses.distillation import absolute_error, squared_error
+from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.methods.participant import Exchanging
+from fedjax_pcdd.models.classifier import forward
+
+
+@struct.dataclass
+class FedMD(Exchanging):
+    """Public: mean |Z_i - Zbar| over batch and classes; private: cross-entropy."""
+
+    paper: ClassVar[str] = "Li and Wang, NeurIPS workshop 2019"
+
+    distance: Literal["absolute", "squared"] = hyperparameter("absolute", help="error of the logits", static=True)
+    consensus: Literal["per_batch", "per_round"] = hyperparameter(
+        "per_batch", help="mean logits made for each public batch, or once a round in eval mode", static=True
+    )
+
+    @property
+    def targets(self):
+        """When the mean is made."""
+        return "batch" if self.consensus == "per_batch" else "round"
+
+    def say(self, variables, batch, context):
+        """Logits [B, C], in training mode where they are made batch by batch."""
+        train = self.consensus == "per_batch"
+        return forward(context.model, variables, batch.images, train=train, key=context.key)[0].logits
+
+    def public_loss(self, logits, target, context):
+        """Distance of the logits [B, C] to the mean ones, a scalar."""
+        return (absolute_error if self.distance == "absolute" else squared_error)(target, logits)

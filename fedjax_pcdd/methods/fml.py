@@ -1,0 +1,94 @@
+"""FML: a private model of any architecture and a shared meme teach each other on every private batch.
+
+Shen et al., "Federated Mutual Learning", 2020.
+Sent: the meme, both ways (its normalisation statistics too). The meme is averaged with equal weights, as officially (so
+are its statistics); `--meme-weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
+optimiser that is new each round (officially the private model's goes on). FCCL does not say which meme it compared
+with: ResNet10 is ours. Published as it is, the official script never averages: its calls are commented out.
+"""
+
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd import models
+from fedjax_pcdd.losses.distillation import mutual_losses
+from fedjax_pcdd.methods.method import Message, Server, hyperparameter
+from fedjax_pcdd.methods.participant import Participant
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.pair import Pair, join, part
+
+
+@struct.dataclass
+class FML(Participant):
+    """L_private = alpha CE + (1 - alpha) KL(meme || private); L_meme = beta CE + (1 - beta) KL(private || meme)."""
+
+    paper: ClassVar[str] = "Shen et al., 2020"
+
+    alpha: float = hyperparameter(0.5, symbol="alpha", help="weight of CE for the private model", low=0.0, high=1.0)
+    beta_meme: float = hyperparameter(0.5, symbol="beta", help="weight of CE for the meme", low=0.0, high=1.0)
+    meme: str = hyperparameter("resnet10", help="architecture of the meme, see --list-models", static=True)
+    meme_weights: Literal["equal", "samples"] = hyperparameter("equal", help="weights of the memes' mean", static=True)
+    answer: Literal["private", "meme"] = hyperparameter("private", help="whose accuracy is measured", static=True)
+
+    def build(self, model):
+        """The participant's model and a meme."""
+        norm = getattr(model.backbone, "norm", "batch")
+        types = {"dtype": model.dtype, "param_dtype": model.param_dtype}
+        meme = models.build(self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), norm=norm, **types)
+        return Pair(model, meme)
+
+    def weight(self, facts):
+        """Equal, or n_k."""
+        return jnp.ones_like(facts.num_samples) if self.meme_weights == "equal" else facts.num_samples
+
+    def init_server(self, setting, variables, class_counts, key):
+        """The initial meme, the same whatever the private architecture."""
+        return Server(part(variables, "meme"))
+
+    def init_client(self, setting, server, facts, key):
+        """The private model."""
+        return part(server.variables, "private")
+
+    def download(self, server, client):
+        """The own model and the shared meme."""
+        return join(private=client, meme=server.variables)
+
+    def loss(self, variables, batch, context):
+        """L_private + L_meme; each teacher is constant, so the gradients do not mix."""
+        state, logits = {}, {}
+        for name in ("private", "meme"):
+            model, own = getattr(context.model, name), part(variables, name)
+            key = jax.random.fold_in(context.key, 1)
+            outputs, state[name] = forward(model, own, batch.images, train=True, mask=batch.mask, key=key)
+            logits[name] = outputs.logits
+        losses = mutual_losses(
+            logits["private"], logits["meme"], batch.labels, alpha=self.alpha, beta=self.beta_meme, mask=batch.mask
+        )
+        return sum(losses), {**self._kept(variables), **join(**state)}
+
+    def _kept(self, variables):
+        return {name: tree for name, tree in variables.items() if name != "params"}
+
+    def upload(self, variables, summary, context):
+        """Keep the private model, send the meme."""
+        return part(variables, "private"), Message(mean=part(variables, "meme"))
+
+    def aggregate(self, server, message, weights):
+        """The mean meme."""
+        return Server(message.mean)
+
+    def merge(self, servers, shares):
+        """The mean meme over all architectures."""
+        mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *servers)
+        return (mean,) * len(servers)
+
+    def personal_variables(self, server, client):
+        """The own model and the shared meme."""
+        return join(private=client, meme=server.variables)
+
+    def _logits(self, model, variables, images):
+        chosen = getattr(model, self.answer)
+        return forward(chosen, part(variables, self.answer), images, train=False)[0].logits

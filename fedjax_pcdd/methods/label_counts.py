@@ -1,0 +1,43 @@
+"""Class counts that a client sends: the samples it owns, or what it has seen of each class while it trained."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.losses.classification import memberships
+from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.parts import SEEN, unobserved
+
+
+@struct.dataclass
+class LabelCounts(Method):
+    """A method whose clients send class counts [C]; its server has `variables`, and something [C] called `known`."""
+
+    label_counts: Literal["owned", "seen"] = hyperparameter(
+        "owned", help="class counts: of the samples owned, or of those seen in training and 1 more", static=True
+    )
+
+    def download(self, server, client):
+        """The global model, and where they count the labels seen [C], of which there is one each."""
+        if self.label_counts == "owned":
+            return server.variables
+        return {**server.variables, SEEN: {"labels": jnp.ones(server.known.shape)}}
+
+    def observe(self, variables, outputs, batch, context):
+        """The labels seen so far [C], where they count."""
+        if self.label_counts == "owned":
+            return {}
+        members = memberships(batch.labels, context.setting.num_classes, batch.mask)
+        return {SEEN: {"labels": variables[SEEN]["labels"] + jnp.sum(members, axis=0)}}
+
+    def split(self, variables: Tree, context: Context) -> tuple[Tree, jax.Array]:
+        """The model, and the class counts [C] that are sent."""
+        counts = context.facts.class_counts if self.label_counts == "owned" else variables[SEEN]["labels"]
+        return unobserved(variables), counts
+
+    def samples(self, counts: jax.Array, present: jax.Array) -> jax.Array:
+        """Samples of each class [C] behind the counts [S, C] of the clients that are present [S] bool."""
+        more = 0 if self.label_counts == "owned" else jnp.sum(present)
+        return jnp.sum(jnp.where(present[:, None], counts, 0), axis=0) - more

@@ -1,0 +1,131 @@
+"""Methods whose clients keep models of their own, perhaps of different architectures, and talk through public images.
+
+Such clients are called participants. Nothing but what `say` returns (logits on a batch of public images) crosses
+architectures. A round: exchange (before or after local training), local training, and in a federation of one
+architecture perhaps an average of the models. In an exchange, over every batch of public images:
+
+    say (each participant) -> agree (server) -> imitate (each participant) -> optimiser
+
+Letters as in `method.py`; N public images, K participants, all of which take part in every round.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.methods.method import Context, Message, Method, Setting, Tree, hyperparameter
+from fedjax_pcdd.models.classifier import forward
+
+
+class PublicBatch(NamedTuple):
+    """One batch of public images, prepared, and what this participant is to make of them."""
+
+    images: jax.Array  # [B, H, W, channels], augmented if public images are
+    plain: jax.Array  # [B, H, W, channels], never augmented
+    target: Tree  # leaves [B, ...]; () while participants speak
+
+
+@struct.dataclass
+class Participant(Method):
+    """Local training of a model that stays with its client; by itself nothing is sent."""
+
+    target: ClassVar[str] = "personal"
+    global_model: ClassVar[bool] = False
+    fine_tune: ClassVar[bool] = False
+    own_models: ClassVar[bool] = True
+
+    def init_client(self, setting, server, facts, key):
+        """The participant's state, from `server.variables`: its own initial (or pre-trained) model."""
+        return server.variables
+
+    def model_of(self, client: Tree) -> Tree:
+        """Variables of the model in a participant's state."""
+        return client
+
+    def keep(self, client: Tree, variables: Tree) -> Tree:
+        """The state with another model."""
+        return variables
+
+    def download(self, server, client):
+        """The participant's own model."""
+        return self.model_of(client)
+
+    def upload(self, variables, summary, context):
+        """Keep the model, send nothing."""
+        return self.keep(context.client, variables), Message()
+
+    def aggregate(self, server, message, weights):
+        """Nothing arrives, nothing changes."""
+        return server
+
+    def personal_variables(self, server, client):
+        """The participant's own model."""
+        return self.model_of(client)
+
+    def pretrainer(self) -> "Participant":
+        """The method of training before the first round: plain cross-entropy."""
+        return Participant()
+
+
+@struct.dataclass
+class Exchanging(Participant):
+    """A participant that talks through logits on public images; by default FedMD's exchange with FCCL's schedule."""
+
+    exchange: ClassVar[Literal["never", "before", "after"]] = "before"
+
+    public_epochs: int = hyperparameter(1, help="passes over the public images in a round", static=True, low=1)
+    public_optimizer: Literal["per_batch", "per_round"] = hyperparameter(
+        "per_batch",
+        help="a new optimiser for each public batch, as the published FCCL code, or one a round",
+        static=True,
+    )
+
+    @property
+    def targets(self) -> Literal["batch", "round"]:
+        """Targets made anew from every batch, or once a round from all public images."""
+        return "batch"
+
+    def init_public(self, setting: Setting, images: int) -> Tree:
+        """What the server keeps between exchanges; `images` is N."""
+        return ()
+
+    def say(self, variables: Tree, batch: PublicBatch, context: Context) -> Tree:
+        """What a participant tells of public images, leaves [B, ...]: the logits, of the model in training mode."""
+        return forward(context.model, variables, batch.images, train=True, key=context.key)[0].logits
+
+    def agree(self, public: Tree, said: Tree, counts: jax.Array) -> tuple[Tree, Tree]:
+        """What each participant is to imitate, constant: the mean of what was said.
+
+        Args:
+          public: what the server keeps.
+          said: leaves [K, B, ...]; [K, N, ...] where targets are made once a round.
+          counts: [K, C] private samples.
+
+        Returns:
+          (public, target with leaves [K, B, ...]).
+        """
+        return public, jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), said)
+
+    def public_loss(self, logits: jax.Array, target: Tree, context: Context) -> jax.Array:
+        """The loss of one participant on a public batch, a scalar, from its logits [B, C]."""
+        raise NotImplementedError
+
+    def imitate(self, variables: Tree, batch: PublicBatch, context: Context) -> tuple[jax.Array, Tree]:
+        """Public objective and the model state after this batch."""
+        outputs, state = forward(context.model, variables, batch.images, train=True, key=context.key)
+        return self.public_loss(outputs.logits, batch.target, context), state
+
+    def public_trainable(self, params: Tree) -> Tree | None:
+        """Which parameters move in an exchange: a tree of booleans, None for all."""
+        return None
+
+
+def over_all(function: Callable[[jax.Array], Tree], total: int, batch: int) -> Tree:
+    """function(index [B]), leaves [B, ...], for the indices 0 ... total - 1 in batches: leaves [total, ...]."""
+    batch = min(batch, total)
+    index = jnp.minimum(jnp.arange(-(-total // batch) * batch), total - 1).reshape(-1, batch)
+    found = jax.lax.map(function, index)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:total], found)

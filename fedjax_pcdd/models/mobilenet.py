@@ -1,0 +1,103 @@
+"""MobileNetV2 for images of about 32x32.
+
+Sandler et al., "MobileNetV2: Inverted Residuals and Linear Bottlenecks", CVPR 2018, table 2, in the form of the FCCL
+paper's code: the stem and the stage of 24 channels have stride 1, ReLU takes the place of ReLU6, the first block
+expands too (by 1), and every block of stride 1 has a shortcut, a 1x1 convolution with norm where channels change.
+
+Kernels start uniform within +-1 / sqrt(fan_in), as the reference framework's do. Trainable parameters on 3 channels,
+with 10 classes (a 1x1 or 3x3 convolution counts with the 2 C of its norm):
+
+    stem 928; stages 2 528, 14 400, 39 696, 183 872, 309 504, 795 264, 525 760; last 412 160; head 12 810
+    together 2 296 922
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+
+from fedjax_pcdd.models.blocks import ConvNorm, Normalised, global_average
+
+
+class Stage(NamedTuple):
+    """Blocks of one stage; the first has the stride."""
+
+    expand: int
+    features: int
+    blocks: int
+    stride: int
+
+
+V2 = (
+    Stage(1, 16, 1, 1),
+    Stage(6, 24, 2, 1),
+    Stage(6, 32, 3, 2),
+    Stage(6, 64, 4, 2),
+    Stage(6, 96, 3, 1),
+    Stage(6, 160, 3, 2),
+    Stage(6, 320, 1, 1),
+)
+"""The stages of MobileNetV2 for small images."""
+
+
+class InvertedBlock(Normalised):
+    """conv1x1 - depthwise conv3x3 - conv1x1 with norms: [B, H, W, in] to [B, h, w, features], h = ceil(H / stride).
+
+    ReLU follows the first two. With stride 1 the input is added.
+
+    Attributes:
+      features: output channels.
+      expand: channels between are that many times the input's.
+      stride: of the depthwise convolution.
+    """
+
+    features: int
+    expand: int
+    stride: int = 1
+
+    @nn.compact
+    def __call__(self, x, *, train: bool, mask=None):
+        """Runs one block; mask [B] is 1 for samples that enter batch statistics."""
+        wide = self.expand * x.shape[-1]
+
+        def conv(x, name, features, **form):
+            return ConvNorm(features, name=name, **form, **self.shared)(x, train=train, mask=mask)
+
+        y = conv(x, "expand", wide)
+        y = conv(y, "depthwise", wide, kernel=3, stride=self.stride, groups=wide)
+        y = conv(y, "project", self.features, activation=None)
+        if self.stride != 1:
+            return y
+        if x.shape != y.shape:
+            x = conv(x, "shortcut", self.features, activation=None)
+        return x + y
+
+
+class MobileNet(Normalised):
+    """[B, H, W, channels] to [B, last], the global average in at least float32.
+
+    Attributes:
+      stages: of inverted blocks.
+      stem: channels of the first convolution.
+      last: channels of the 1x1 convolution before the average.
+    """
+
+    stages: Sequence[Stage] = V2
+    stem: int = 32
+    last: int = 1280
+
+    @nn.compact
+    def __call__(self, x, *, train: bool, mask=None):
+        """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
+        x = ConvNorm(self.stem, 3, name="stem", **self.shared)(x, train=train, mask=mask)
+        self.sow("intermediates", "layers", x)
+        for s, (expand, features, blocks, stride) in enumerate(self.stages, 1):
+            for i in range(blocks):
+                name = f"stage{s}_block{i + 1}"
+                block = InvertedBlock(features, expand, 1 if i else stride, name=name, **self.shared)
+                x = block(x, train=train, mask=mask)
+            self.sow("intermediates", "layers", x)
+        x = ConvNorm(self.last, name="last", **self.shared)(x, train=train, mask=mask)
+        x = global_average(x)
+        self.sow("intermediates", "layers", x)
+        return x

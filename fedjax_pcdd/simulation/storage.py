@@ -1,0 +1,98 @@
+"""Where the clients' state lives between rounds: on the device, or in host memory, from which a cohort is fetched.
+
+Both give the same numbers; host memory serves when clients times parameters outgrow the device. A *slot* is the place
+of a row (one client of one experiment) in the state that a round sees.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.simulation.program import State, Tree
+
+
+class OnDevice:
+    """All rows in device memory; a row is its own slot."""
+
+    def __init__(self, rows: int):
+        """Args: rows: R."""
+        self.rows = rows
+
+    def initial(self, make: Callable[[jax.Array], Tree], rows: np.ndarray) -> Tree:
+        """State of the rows, stacked; `make` gives that of one."""
+        return jax.jit(jax.vmap(make))(jnp.asarray(rows))
+
+    def concatenate(self, parts: list[Tree]) -> Tree:
+        """The states of all experiments one after another."""
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    def slots(self, rows: np.ndarray) -> np.ndarray:
+        """Slots of a round's jobs."""
+        return rows
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """All rows, in the portions in which they can be looked at."""
+        yield np.arange(self.rows, dtype=np.int32)
+
+    def fetch(self, state: State, rows: np.ndarray) -> State:
+        """The state that a round of these rows sees."""
+        return state
+
+    def store(self, state: State, after: State, rows: np.ndarray, trained: np.ndarray) -> State:
+        """The state after a round; rows [J], trained [J] says which of them took part."""
+        return after
+
+
+class OnHost(OnDevice):
+    """All rows in numpy arrays, changed in place; the device holds those of a cohort."""
+
+    def __init__(self, rows: int, chunk: int):
+        """Args: rows: R; chunk: rows that the device holds at once."""
+        super().__init__(rows)
+        self.chunk = max(1, min(chunk, rows))
+
+    def initial(self, make, rows):
+        """State of the rows, stacked, made in chunks."""
+        lifted = jax.jit(jax.vmap(make))
+        parts = [jax.tree.map(np.asarray, lifted(jnp.asarray(chunk))) for chunk in self._split(rows)]
+        return jax.tree.map(lambda *x: np.concatenate(x)[: len(rows)], *parts)
+
+    def concatenate(self, parts):
+        """The states of all experiments one after another."""
+        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def slots(self, rows):
+        """Slots of a round's jobs: one for each."""
+        return np.arange(len(rows), dtype=np.int32)
+
+    def chunks(self):
+        """All rows in chunks; the last is filled up with row 0."""
+        yield from self._split(np.arange(self.rows, dtype=np.int32))
+
+    def fetch(self, state, rows):
+        """The state with the clients of these rows alone, on the device."""
+
+        def gather(tree):
+            return jax.tree.map(lambda x: jnp.asarray(x[rows]), tree)
+
+        return State(state.servers, gather(state.clients), gather(state.statistics))
+
+    def store(self, state, after, rows, trained):
+        """The state after a round: rows that took part are written to host memory, which waits for the round."""
+
+        def scatter(tree, new):
+            def write(old, value):
+                old[rows[trained]] = np.asarray(value)[trained]
+                return old
+
+            return jax.tree.map(write, tree, new)
+
+        clients, statistics = scatter(state.clients, after.clients), scatter(state.statistics, after.statistics)
+        return State(after.servers, clients, statistics)
+
+    def _split(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        for start in range(0, len(rows), self.chunk):
+            part = rows[start : start + self.chunk]
+            yield np.concatenate([part, np.full(self.chunk - len(part), rows[0], part.dtype)])

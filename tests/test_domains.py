@@ -1,0 +1,451 @@
+"""Tasks by domain and public images."""
+
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedjax_pcdd.data import augment, domain_shifts, sources
+from fedjax_pcdd.data.domains import TASKS, load_public, load_task
+from fedjax_pcdd.errors import UserError
+
+DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+OFFICE = TASKS["office_caltech10"].domains
+
+
+@functools.cache
+def builtin(seed=0):
+    return load_task("digits_domains", seed=seed)
+
+
+@functools.cache
+def real(name, seed=0):
+    files = TASKS[name].domains if TASKS[name].layout == "files" else (name,)
+    if not all((DATA / f"{file}.npz").is_file() for file in files):
+        pytest.skip(f"{', '.join(files)} not in {DATA}; set PCDD_DATA")
+    return load_task(name, DATA, seed=seed)
+
+
+def numbered(n, shape=(8, 8, 3)):
+    """Images that tell their number."""
+    images = np.zeros((n, *shape), np.uint8)
+    images[:, 0, 0, 0], images[:, 0, 1, 0] = np.arange(n) % 256, np.arange(n) // 256
+    return images
+
+
+def numbers(images):
+    low, high = images[:, 0, :2, 0].astype(int).T
+    return low + 256 * high
+
+
+def archive(names=OFFICE, per_class=10, num_classes=10):
+    n = len(names) * num_classes * per_class
+    return {
+        "x": numbered(n),
+        "y": np.arange(n) // per_class % num_classes,
+        "domain": np.arange(n) // (num_classes * per_class),
+        "domains": np.array(names),
+    }
+
+
+def stored_archive(folder, arrays, name="office_caltech10", seed=0, split="held_out"):
+    np.savez(folder / f"{name}.npz", **arrays)
+    return load_task(name, folder, side=8, seed=seed, split=split)
+
+
+def stored_files(folder, names, sizes, labels=10, channels=1):
+    for name, size in zip(names, sizes, strict=True):
+        x, y = numbered(size, (8, 8, channels)), np.arange(size) % labels
+        np.savez(folder / f"{name}.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+
+
+def same(first, second):
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Digits, built in
+
+
+def test_the_tenths_of_the_digits_are_stratified():
+    _, labels, slots = domain_shifts.digit_slots()
+    counts = np.array([np.bincount(labels[slots == slot], minlength=10) for slot in range(10)])
+    assert np.ptp(counts, axis=0).max() == 1
+
+
+def test_every_part_is_made_of_digits_of_its_own(monkeypatch):
+    """With shifts that change nothing, all images of all parts together are the 1797 digits, each once."""
+    plain = domain_shifts.DOMAIN_SHIFTS["plain"]
+    monkeypatch.setattr(domain_shifts, "PUBLIC_SHIFTS", {"plain": plain})
+    for name in domain_shifts.DOMAIN_SHIFTS:
+        monkeypatch.setitem(domain_shifts.DOMAIN_SHIFTS, name, plain)
+    parts = [domain_shifts.shifted_digits(name, 8)[::2] for name in domain_shifts.DOMAIN_SHIFTS]
+    used = np.concatenate([*(x for pair in parts for x in pair), domain_shifts.public_digits(8)])
+    digits = sources.load("digits")
+    stored = np.concatenate([digits.x_train, digits.x_test])
+    assert sorted(image.tobytes() for image in used[..., 0]) == sorted(image.tobytes() for image in stored)
+
+
+def test_the_seed_moves_no_image_into_the_tests():
+    assert all(same(a[3:], b[3:]) for a, b in zip(builtin(0).domains, builtin(1).domains, strict=True))
+
+
+def test_all_shifts_look_different():
+    """Of the same images, any two shifts make pictures that are more than 10 of 255 grey levels apart on average."""
+    images = sources.load("digits").x_train[:50]
+    shifts = {**domain_shifts.DOMAIN_SHIFTS, **domain_shifts.PUBLIC_SHIFTS}
+    results = [domain_shifts._shifted(shift, images, side=16, seed=0).astype(int) for shift in shifts.values()]
+    gaps = [np.abs(a - b).mean() for i, a in enumerate(results) for b in results[:i]]
+    assert min(gaps) > 10
+
+
+def test_digits_domains_have_the_stated_sizes_and_types():
+    task = builtin()
+    assert (task.private, task.side, task.top, task.num_classes) == ((150,) * 4, 16, 1, 10)
+    for domain in task.domains:
+        assert domain.x_train.shape == (150, 16, 16, 3)
+        assert domain.x_test.shape == (len(domain.y_test), 16, 16, 3)
+        assert domain.x_train.dtype == domain.x_test.dtype == np.uint8
+        assert domain.y_train.dtype == domain.y_test.dtype == np.int32
+
+
+def test_the_side_is_an_argument():
+    assert load_task("digits_domains", seed=0, side=32).domains[3].x_test.shape[1:] == (32, 32, 3)
+
+
+def test_the_same_seed_gives_the_same_task():
+    again = load_task("digits_domains", seed=0)
+    assert all(same(a[1:], b[1:]) for a, b in zip(builtin().domains, again.domains, strict=True))
+
+
+def test_another_seed_draws_other_private_images():
+    assert not np.array_equal(builtin(0).domains[0].x_train, builtin(1).domains[0].x_train)
+
+
+def test_private_images_keep_their_labels(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 100))
+    for domain in load_task("digits2", tmp_path, seed=3, side=8).domains:
+        np.testing.assert_array_equal(domain.y_train, numbers(domain.x_train) % 10)
+
+
+# One data set a domain
+
+
+def test_private_sizes_are_drawn_once_each(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 100))
+    task = load_task("digits2", tmp_path, seed=0, side=8)
+    assert [len(set(numbers(domain.x_train))) for domain in task.domains] == [150, 80]
+    assert task.private == (150, 80)
+
+
+def test_digits_and_digits2_share_their_draws(tmp_path):
+    stored_files(tmp_path, TASKS["digits"].domains, (200, 100, 5001, 1801))
+    four, two = (load_task(name, tmp_path, seed=5, side=8) for name in ("digits", "digits2"))
+    assert four.private == (150, 80, 5000, 1800)
+    assert all(same(a[1:], b[1:]) for a, b in zip(four.domains, two.domains, strict=False))
+
+
+def test_missing_domains_are_all_named(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 100))
+    with pytest.raises(UserError, match=r"'digits' lacks svhn\.npz, syn\.npz") as caught:
+        load_task("digits", tmp_path, seed=0)
+    assert "x_train, y_train, x_test and y_test" in str(caught.value)
+
+
+def test_too_few_training_images_are_named(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 79))
+    with pytest.raises(UserError, match="'usps' needs 80 training images but has 79"):
+        load_task("digits2", tmp_path, seed=0)
+
+
+def test_foreign_labels_are_named(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 100), labels=11)
+    with pytest.raises(UserError, match="labels from 0 to 9"):
+        load_task("digits2", tmp_path, seed=0)
+
+
+def test_foreign_channels_are_named(tmp_path):
+    stored_files(tmp_path, ("mnist", "usps"), (200, 100), channels=2)
+    with pytest.raises(UserError, match="1 or 3 channels, not 2"):
+        load_task("digits2", tmp_path, seed=0)
+
+
+# One file without a split
+
+
+def test_three_tenths_of_each_class_are_held_out(tmp_path):
+    for domain in stored_archive(tmp_path, archive(per_class=13)).domains:
+        np.testing.assert_array_equal(np.bincount(domain.y_test), [3] * 10)
+        np.testing.assert_array_equal(np.bincount(domain.y_train), [10] * 10)
+
+
+def test_held_out_images_are_never_private(tmp_path):
+    arrays = archive()
+    task = stored_archive(tmp_path, arrays)
+    used = np.concatenate([numbers(x) for domain in task.domains for x in (domain.x_train, domain.x_test)])
+    np.testing.assert_array_equal(np.sort(used), np.arange(len(arrays["x"])))
+
+
+def test_every_domain_gets_its_own_rows(tmp_path):
+    arrays = archive()
+    order = np.random.default_rng(0).permutation(len(arrays["x"]))
+    shuffled = {key: value[order] if key != "domains" else value for key, value in arrays.items()}
+    for position, domain in enumerate(stored_archive(tmp_path, shuffled).domains):
+        rows = numbers(domain.x_train)
+        assert set(arrays["domain"][rows]) == {position}
+        np.testing.assert_array_equal(domain.y_train, arrays["y"][rows])
+
+
+def test_the_seed_chooses_the_held_out_images(tmp_path):
+    first, second = (stored_archive(tmp_path, archive(), seed=seed).domains[0] for seed in (0, 1))
+    assert not np.array_equal(first.x_test, second.x_test)
+
+
+@pytest.fixture(scope="module")
+def office_home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    arrays = archive(TASKS["office_home"].domains, per_class=60, num_classes=65)
+    return {split: stored_archive(folder, arrays, "office_home", split=split) for split in ("held_out", "code")}
+
+
+def test_office_home_has_the_published_sizes(office_home):
+    task = office_home["held_out"]
+    assert (task.private, task.local_epochs) == ((1400, 2000, 2500, 2000), (10, 6, 6, 6))
+    assert (task.top, task.public_epochs, task.public) == (5, 2, "cifar100")
+
+
+def test_office_home_by_default_has_private_samples_of_all_classes(office_home):
+    for domain in office_home["held_out"].domains:
+        assert len(np.unique(domain.y_train)) == 65
+
+
+def test_the_code_split_tests_on_the_whole_domain(office_home):
+    for domain in office_home["code"].domains:
+        assert len(domain.y_test) == 65 * 60
+        assert set(numbers(domain.x_train)) < set(numbers(domain.x_test))
+
+
+def test_the_code_split_takes_the_first_classes(office_home):
+    """Of 42 images a class, 1400 fill 33 classes and a third of the next."""
+    labels = office_home["code"].domains[0].y_train
+    np.testing.assert_array_equal(np.bincount(labels), [42] * 33 + [14])
+    assert np.all(np.diff(labels) >= 0)
+
+
+BROKEN = {
+    "no labels": ({"y": None}, "it lacks y;"),
+    "no names": ({"domain": None, "domains": None}, "it lacks domain, domains;"),
+    "float images": ({"x": np.zeros((400, 8, 8, 3))}, "x must be uint8"),
+    "no channels": ({"x": np.zeros((400, 8, 8), np.uint8)}, "x must be uint8"),
+    "short labels": ({"y": np.zeros(399, int)}, r"y must be integers \[400\]"),
+    "float domains": ({"domain": np.zeros(400)}, r"domain must be integers \[400\]"),
+    "too many classes": ({"y": np.full(400, 10)}, r"y must lie in \[0, 10\), not from 10 to 10"),
+    "other names": ({"domains": np.array(["amazon", "dslr", "x", "y"])}, "no images of caltech10, webcam"),
+    "an empty domain": ({"domain": np.zeros(400, int)}, "no images of caltech10, dslr, webcam"),
+    "objects": ({"y": np.array([None] * 400)}, "no readable npz archive"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_unsuitable_archives_are_named_with_what_is_wrong(tmp_path, case):
+    change, reason = BROKEN[case]
+    arrays = {key: value for key, value in (archive() | change).items() if value is not None}
+    with pytest.raises(UserError, match=reason) as caught:
+        stored_archive(tmp_path, arrays)
+    assert str(tmp_path / "office_caltech10.npz") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut", b"\x93NUMPY", b"\x80\x04."])
+def test_what_is_no_archive_is_refused(tmp_path, content):
+    (tmp_path / "office_home.npz").write_bytes(content)
+    with pytest.raises(UserError, match="no readable npz archive"):
+        load_task("office_home", tmp_path, seed=0)
+
+
+def test_a_single_array_is_refused(tmp_path):
+    with open(tmp_path / "office_home.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(UserError, match="no readable npz archive"):
+        load_task("office_home", tmp_path, seed=0)
+
+
+def test_damaged_bytes_are_refused_or_harmless(tmp_path):
+    np.savez_compressed(tmp_path / "mine.npz", x=np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), np.uint8))
+    content = np.frombuffer((tmp_path / "mine.npz").read_bytes(), np.uint8)
+    expected = load_public("mine", tmp_path, samples=4, seed=0, side=8)
+    refused = 0
+    for position in range(0, len(content), 7):
+        damaged = content.copy()
+        damaged[position] ^= 255
+        (tmp_path / "mine.npz").write_bytes(damaged.tobytes())
+        try:
+            np.testing.assert_array_equal(load_public("mine", tmp_path, samples=4, seed=0, side=8), expected)
+        except UserError:
+            refused += 1
+    assert refused > 100
+
+
+def test_a_missing_archive_is_named_with_its_layout(tmp_path):
+    with pytest.raises(UserError, match=r"lacks office_home\.npz in .*with x, y, domain and domains"):
+        load_task("office_home", tmp_path, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("digit_domains", {}, "did you mean 'digits_domains'"),
+        ("office_home", {"split": "cod"}, "did you mean 'code'"),
+        ("office_caltech10", {"split": "code"}, "office_home only"),
+        ("digits_domains", {"seed": -1}, "seed must be 0 or more"),
+        ("digits_domains", {"side": 4}, "at least 8 pixels"),
+    ],
+)
+def test_wrong_options_are_one_sentence(name, options, says):
+    with pytest.raises(UserError, match=says):
+        load_task(name, **({"seed": 0} | options))
+
+
+# Public images
+
+
+def test_public_digits_come_without_files():
+    images = load_public("digits_public", samples=builtin().public_samples, seed=0, side=16)
+    assert (images.shape, images.dtype) == ((1000, 16, 16, 3), np.uint8)
+
+
+@pytest.mark.parametrize("arrays", [{"x_train": numbered(40)}, {"x": numbered(40)}], ids=["x_train", "x"])
+def test_public_images_need_no_labels(tmp_path, arrays):
+    np.savez(tmp_path / "mine.npz", **arrays)
+    drawn = numbers(load_public("mine", tmp_path, samples=30, seed=0, side=8))
+    assert len(set(drawn)) == 30
+
+
+def test_public_labels_are_not_read(tmp_path):
+    """Reading them would fail: they are pickled objects."""
+    np.savez(tmp_path / "mine.npz", x_train=numbered(40), y_train=np.array([None] * 40))
+    assert load_public("mine", tmp_path, samples=40, seed=0, side=8).shape == (40, 8, 8, 3)
+
+
+def test_public_images_may_be_delta_coded(tmp_path):
+    delta = np.zeros((5, 3, 8, 8), np.uint8)
+    delta[..., 0] = 7
+    np.savez(tmp_path / "mine.npz", x_train_delta=delta)
+    images = load_public("mine", tmp_path, samples=5, seed=0, side=8)
+    np.testing.assert_array_equal(images, np.broadcast_to([14, 7, 14], (5, 8, 8, 3)))
+
+
+def test_public_draws_follow_the_seed(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=numbered(40))
+    first, again, other = (load_public("mine", tmp_path, samples=9, seed=seed, side=8) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("samples", [0, 41])
+def test_public_samples_must_exist(tmp_path, samples):
+    np.savez(tmp_path / "mine.npz", x=numbered(40))
+    with pytest.raises(UserError, match="'mine' has 40 images"):
+        load_public("mine", tmp_path, samples=samples, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"y_train": np.zeros(4)}, "holds no images"),
+        ({"x": np.zeros((4, 8, 8, 3))}, "x must be uint8"),
+        ({"x_train_delta": np.zeros((4, 8, 8, 3), np.uint8)}, r"x_train_delta must be uint8 \[n, 3, H, W\]"),
+    ],
+)
+def test_unsuitable_public_files_are_named(tmp_path, arrays, says):
+    np.savez(tmp_path / "mine.npz", **arrays)
+    with pytest.raises(UserError, match=says):
+        load_public("mine", tmp_path, samples=4, seed=0)
+
+
+def test_a_missing_public_set_is_named(tmp_path):
+    with pytest.raises(UserError, match="'cifar100' was not found"):
+        load_public("cifar100", tmp_path, seed=0)
+
+
+def test_the_subset_of_cifar100_is_proposed_by_its_name(tmp_path):
+    np.savez(tmp_path / "cifar100_subset.npz", x=numbered(40))
+    with pytest.raises(UserError, match="name cifar100_subset as the public data set"):
+        load_public("cifar100", tmp_path, seed=0)
+
+
+def test_tiny_imagenet_is_cut_and_not_resized(tmp_path):
+    image = np.arange(20 * 20 * 3).reshape(1, 20, 20, 3) % 251
+    np.savez(tmp_path / "tiny_imagenet.npz", x=np.repeat(image, 6, axis=0).astype(np.uint8))
+    windows = np.lib.stride_tricks.sliding_window_view(image[0].astype(np.uint8), (8, 8, 3)).reshape(-1, 8, 8, 3)
+    known = {window.tobytes() for window in windows}
+    drawn = {cut.tobytes() for cut in load_public("tiny_imagenet", tmp_path, samples=6, seed=0, side=8)}
+    assert drawn < known
+    assert len(drawn) > 1
+
+
+def test_tiny_images_must_hold_a_window(tmp_path):
+    np.savez(tmp_path / "tiny_imagenet.npz", x=numbered(40))
+    with pytest.raises(UserError, match="too small for windows of 32x32"):
+        load_public("tiny_imagenet", tmp_path, samples=6, seed=0)
+
+
+# Pixels
+
+
+def test_images_of_the_right_size_are_not_touched():
+    images = np.random.default_rng(0).integers(0, 256, (3, 9, 9, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(domain_shifts.resize(images, 9), images)
+
+
+def test_resizing_is_bilinear_between_pixel_centres():
+    """Twice the size: new pixels lie a quarter and three quarters of the way between old ones."""
+    image = np.array([0, 100, 200, 40], np.uint8).reshape(1, 1, 4, 1).repeat(4, axis=1)
+    row = domain_shifts.resize(image, 8)[0, 3]
+    np.testing.assert_array_equal(row, np.repeat([[0], [25], [75], [125], [175], [160], [80], [40]], 3, axis=1))
+
+
+def test_private_images_have_the_constants_of_imagenet():
+    pipeline = augment.DOMAIN_PIPELINE
+    assert not pipeline.random
+    assert (pipeline.mean, pipeline.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@pytest.mark.parametrize("name", ["cifar100", "cifar100_subset"])
+def test_public_cifar100_is_fed_as_cifar100(name):
+    assert augment.public_pipeline(name) == augment.pipeline("cifar100", True, (32, 32, 3))
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "tiny_imagenet", "cifar10"])
+def test_other_public_sets_are_augmented_alike_with_the_constants_of_imagenet(name):
+    pipeline = augment.public_pipeline(name)
+    assert (pipeline.mean, pipeline.std) == (augment.DOMAIN_PIPELINE.mean, augment.DOMAIN_PIPELINE.std)
+    assert (pipeline.crop, pipeline.padding, pipeline.flip, pipeline.rotate) == ("zero", 4, True, 15.0)
+
+
+def test_the_contact_sheet_is_a_picture(tmp_path):
+    domain_shifts.contact_sheet({domain.name: domain.x_train for domain in builtin().domains}, tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Real files
+
+
+def test_digits2_tests_on_the_full_test_sets():
+    task = real("digits2")
+    assert [domain.x_test.shape for domain in task.domains] == [(10000, 32, 32, 3), (2007, 32, 32, 3)]
+    assert task.private == (150, 80)
+
+
+def test_office_caltech10_is_used_whole():
+    task = real("office_caltech10")
+    tests = [len(domain.y_test) for domain in task.domains]
+    assert [a + b for a, b in zip(task.private, tests, strict=True)] == [958, 1123, 157, 295]
+
+
+def test_public_fashion_mnist_is_resized_and_replicated():
+    if not (DATA / "fashion_mnist.npz").is_file():
+        pytest.skip(f"fashion_mnist.npz is not in {DATA}; set PCDD_DATA")
+    images = load_public("fashion_mnist", DATA, seed=0)
+    assert images.shape == (5000, 32, 32, 3)
+    np.testing.assert_array_equal(images[..., 0], images[..., 2])

@@ -1,0 +1,104 @@
+"""Local training at its edges: clients without steps, cohorts without weight, statistics of a client's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import Message, Method
+
+
+def arrays(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_same(one, other):
+    for a, b in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+without_steps = pytest.mark.parametrize("name", ["fednova", "moon", "feddyn", "feddc", "scaffold"])
+
+
+@without_steps
+def test_a_client_without_steps_keeps_its_state_and_spoils_nothing(name):
+    simulated = toy.simulation(name, last_batch="strict", cohort=5)
+    before = arrays(jax.tree.map(lambda x: x[0], simulated.start().clients))  # client 0 has one sample, a batch 8
+    state, _ = simulated.step(simulated.start(), 0)
+    assert_same(jax.tree.map(lambda x: x[0], state.clients), before)
+    assert all(np.isfinite(x).all() for x in arrays(state))
+
+
+@without_steps
+def test_a_cohort_without_steps_changes_nothing(name):
+    simulated = toy.simulation(name, last_batch="strict", cohort=5)
+    before = arrays(simulated.start())
+    state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0])]))
+    assert_same(state, before)
+
+
+@pytest.mark.parametrize("name", ["moon", "scaffold"])
+def test_a_cohort_without_weight_does_not_train(name):
+    simulated = toy.simulation(name, weights="batches", batch_size=30, cohort=1)
+    round = next(r for r in range(9) if simulated.clients_of(r)[0] != 4)  # client 4 alone has a full batch
+    before = arrays(simulated.start())
+    state, _ = simulated.step(simulated.start(), round)
+    assert_same(state, before)
+
+
+def test_weights_by_batches_need_a_client_with_a_full_one():
+    with pytest.raises(UserError, match="--weights=batches"):
+        toy.simulation(weights="batches", batch_size=31)
+
+
+@struct.dataclass
+class Starting(Method):
+    """Batch norm, and clients that keep what their training started from."""
+
+    def build(self, model):
+        return model.clone(feature_norm=True)
+
+    def init_client(self, setting, server, facts, key):
+        return server.variables
+
+    def upload(self, variables, summary, context):
+        return context.start, Message(mean=variables)
+
+
+def test_the_start_has_the_statistics_of_the_client_where_they_are_local():
+    simulated = toy.simulation(method=Starting(), cohort=5, local_statistics=True)
+    state, _ = simulated.step(simulated.start(), 0)
+    statistics, params = arrays(state.statistics), arrays(state.servers.variables["params"])
+    state, _ = simulated.step(state, 1)
+    assert_same(state.clients["batch_stats"], statistics)
+    assert_same(jax.tree.map(lambda x: x[:1], state.clients["params"]), params)
+
+
+@struct.dataclass
+class Drawing(Method):
+    """Sums of a draw, its square and 1 over the passes' batches, kept by the client."""
+
+    @property
+    def summary_augmented(self):
+        return False
+
+    def init_client(self, setting, server, facts, key):
+        return jnp.zeros(3)
+
+    def summarise(self, variables, batch, context):
+        draw = jax.random.uniform(context.key)
+        return jnp.stack([draw, draw**2, jnp.ones(())])
+
+    def upload(self, variables, summary, context):
+        return summary, Message(mean=variables)
+
+
+def test_every_batch_of_a_pass_over_the_data_draws_anew():
+    state, _ = toy.train(toy.simulation(method=Drawing(), cohort=5), (0,))
+    total, squares, batches = np.array(state.clients).T
+    several = batches > 1
+    assert several.sum() == 4
+    assert ((squares / batches - (total / batches) ** 2)[several] > 1e-4).all()

@@ -1,0 +1,344 @@
+"""The papers' presets: every cell can be run, variants are chosen, and printed numbers stand beside the right cells.
+
+A cell is (split, method, variant); the variant is "" for a method that has none in the preset.
+"""
+
+import csv
+import functools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from fedjax_pcdd.data.sources import DATASETS
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import cli, options
+from fedjax_pcdd.harness.config import build, partition_tag, values
+from fedjax_pcdd.harness.presets import Preset, preset_method, preset_values, read_preset
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedgela import FedGELA
+from fedjax_pcdd.methods.fedmr import FedMR
+from fedjax_pcdd.models import MODELS
+
+ROOT = Path(__file__).parents[1]
+PRESETS, EXPECTED = ROOT / "experiments" / "presets", ROOT / "experiments" / "expected"
+SHIPPED = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.rglob("*.yaml"))]
+TABLES = [path.stem for path in sorted(EXPECTED.glob("*.csv"))]
+COLUMNS = ["split", "method", "variant", "metric", "value", "std", "note"]
+
+# Data sets of the papers that come as an npz file of the user and have no entry in DATASETS.
+OWN_FILES = {"isic2019"}
+
+WITHOUT_PRESET = {
+    "fedmr_table3": "sizes of messages, no runs",
+    "fedmr_table9": "tuned weights: those of fedmr/table1 and its subsets",
+    "fedmr_table10": "tuned weights: those of fedmr/table2 and its subsets",
+    "fedmr_table13": "model and rounds are not printed",
+    "fedgela_table3": "Fed-ISIC2019, whose settings are not printed",
+    "fccl_table1": "needs public data and several architectures",
+    "fccl_table2": "needs public data and several architectures",
+    "fccl_table3": "needs public data",
+}
+NO_RUN = {
+    ("fedmr_table15", "best-baseline", ""): "the best of several methods",
+    ("fedgela_table5", "best-baseline", ""): "the best of several methods",
+    **{
+        ("fedmr_table8", method, "with-prototypes"): "no method has this option"
+        for method in ("fedprox", "fednova", "moon", "feddyn", "feddc")
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch):
+    """The same few texts are read thousands of times."""
+    monkeypatch.setattr(options, "_read", _READ)
+
+
+_READ = functools.cache(options._read)
+
+
+@functools.cache
+def preset_of(name: str) -> Preset:
+    return read_preset(name, PRESETS)
+
+
+def rows_of(preset: Preset) -> list[tuple[str, str]]:
+    """(method, variant) of the rows of a preset's table."""
+    own = {name: str(variant["method"]) for name, variant in preset.variants.items()}
+    plain = [(method, "") for method in preset.methods if method not in own.values()]
+    return plain + [(method, name) for name, method in own.items()]
+
+
+def run_of(preset: Preset, split: str, method: str, variant: str):
+    return build(preset_values(preset, method, split, variant or None) | {"method": method})
+
+
+@functools.cache
+def printed(table: str) -> list[dict[str, str]]:
+    with open(EXPECTED / f"{table}.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def averaged(row: dict[str, str]) -> list[str]:
+    """The splits that a number is the mean of, from its note; else its own one."""
+    start = "mean of "
+    own = row["split"].endswith("avg") and row["note"].startswith(start)
+    return row["note"].split(";")[0].removeprefix(start).split() if own else [row["split"]]
+
+
+def table_of(name: str) -> str:
+    return name.replace("/", "_")
+
+
+COVERED = [name for name in SHIPPED if table_of(name) in TABLES]
+SPLITS = [(name, split) for name in SHIPPED for split in preset_of(name).splits]
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
+def test_every_cell_of_a_preset_is_a_run(name, split):
+    preset = preset_of(name)
+    for method, variant in rows_of(preset):
+        config, _ = run_of(preset, split, method, variant)
+        assert config.method == method
+        assert config.model in MODELS
+        assert config.dataset in {*DATASETS, *OWN_FILES}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_every_printed_number_belongs_to_cells_of_its_preset(name):
+    preset, table = preset_of(name), table_of(name)
+    known = {(split, *row) for split in preset.splits for row in rows_of(preset)}
+    strangers = [
+        row
+        for row in printed(table)
+        if (table, row["method"], row["variant"]) not in NO_RUN
+        and not {(split, row["method"], row["variant"]) for split in averaged(row)} <= known
+    ]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_every_cell_of_a_preset_has_a_printed_number(name):
+    preset, table = preset_of(name), table_of(name)
+    found = {(split, row["method"], row["variant"]) for row in printed(table) for split in averaged(row)}
+    cells = {(split, *row) for split in preset.splits for row in rows_of(preset)}
+    assert cells - found == set()
+
+
+def test_every_exception_is_still_one():
+    found = {(table, row["method"], row["variant"]) for table in TABLES for row in printed(table)}
+    assert set(NO_RUN) <= found
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_methods_beside_those_of_the_table_can_be_run_too(name):
+    preset = preset_of(name)
+    own = {str(variant["method"]) for variant in preset.variants.values()}
+    for method in set(METHODS) - own:
+        assert run_of(preset, next(iter(preset.splits)), method, "")[0].method == method
+
+
+def test_every_preset_has_printed_numbers():
+    assert [name for name in SHIPPED if name not in COVERED] == []
+
+
+def test_a_table_without_a_preset_is_listed_with_its_reason():
+    assert {table for table in TABLES if table not in map(table_of, COVERED)} <= set(WITHOUT_PRESET)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_expected_tables_have_one_layout(table):
+    with open(EXPECTED / f"{table}.csv", newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert header == COLUMNS
+    assert {len(row) for row in rows} == {len(COLUMNS)}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_cell_is_printed_once(table):
+    keys = [tuple(row[column] for column in COLUMNS[:4]) for row in printed(table)]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_printed_value_is_a_number_or_its_absence_is_noted(table):
+    for row in printed(table):
+        assert float(row["value"]) >= 0 if row["value"] else row["note"]
+        assert not row["std"] or float(row["std"]) > 0
+
+
+def test_means_of_table_1_of_fedmr_follow_from_its_rows_or_the_note_says_not():
+    cells = {(row["split"], row["method"]): float(row["value"]) for row in printed("fedmr_table1")}
+    wrong = []
+    for row in printed("fedmr_table1"):
+        mean = sum(cells[split, row["method"]] for split in averaged(row)) / len(averaged(row))
+        if abs(mean - float(row["value"])) > 0.0101:
+            wrong.append(f"the rows give {mean:.2f}" in row["note"])
+    assert wrong == [True] * 4
+
+
+@functools.cache
+def tuned_weights() -> dict[tuple, float]:
+    """(data set, partition, method, option) -> the weight of Tables 9 and 10 of FedMR."""
+    found = {}
+    for table, name in (("fedmr_table9", "fedmr/table1"), ("fedmr_table10", "fedmr/table2")):
+        for row in printed(table):
+            if not row["note"].startswith("as printed"):  # one weight is a misprint
+                config, _ = run_of(preset_of(name), row["split"], row["method"], "")
+                found[config.dataset, partition_tag(config), row["method"], row["metric"]] = float(row["value"])
+    return found
+
+
+OF_FEDMR = [name for name in SHIPPED if name.startswith("fedmr/") and name != "fedmr/table15"]
+
+
+@pytest.mark.parametrize("name", OF_FEDMR)
+def test_the_methods_of_fedmr_have_the_printed_weights(name):
+    preset, compared = preset_of(name), 0
+    for split in preset.splits:
+        for method, variant in rows_of(preset):
+            config, chosen = run_of(preset, split, method, variant)
+            for option in set(values(config, chosen)) - set(preset.variants.get(variant, {})):
+                weight = tuned_weights().get((config.dataset, partition_tag(config), method, option))
+                if weight is not None:
+                    assert getattr(chosen, option) == weight, (split, method, option)
+                    compared += 1
+    assert compared >= len(preset.splits)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith(("fedmr/", "fedgela/", "fedrl/"))])
+def test_a_partition_is_the_one_that_its_split_names(name):
+    preset = preset_of(name)
+    method, variant = rows_of(preset)[0]
+    for split in preset.splits:
+        config, _ = run_of(preset, split, method, variant)
+        tag = partition_tag(config).replace("dirichlet", "dir").lower()
+        assert split.lower().endswith(tag), split
+        assert (config.cohort is not None) == ((config.clients or 0) > 10), split
+        assert ("partial" in split) <= (config.clients == 50), split
+
+
+def test_every_preset_is_on_the_page():
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert [name for name in SHIPPED if f"`{name}`" not in page] == []
+
+
+def test_every_table_without_a_preset_is_on_the_page():
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
+    assert [table for table in TABLES if table in WITHOUT_PRESET and f"`{table}`" not in page] == []
+
+
+def test_one_cell_is_run_by_three_names():
+    config, method = cli.parse(["--preset=fedmr/table1", "--method=fedmr", "--split=P10C2"], PRESETS)
+    assert (config.dataset, config.model, config.rounds) == ("fashion_mnist", "resnet18", 100)
+    assert (partition_tag(config), method) == ("P10C2", FedMR(mu1=0.01, mu2=1e-4))
+
+
+def test_a_smaller_cell_is_the_preset_with_options_over_it():
+    over = ["--model=simple_cnn", "--rounds=3", "--dataset=cifar100_subset"]
+    config, _ = cli.parse(["--preset=fedmr/table1", "--split=svhn-P10C2", "--method=moon", *over], PRESETS)
+    assert (config.dataset, config.model, config.rounds, config.batch_size) == ("cifar100_subset", "simple_cnn", 3, 128)
+
+
+WRITTEN = """
+run: {lr: 0.1}
+splits: {a: {lr: 0.2}, b: {rounds: 3}}
+methods: {fedmr: {mu1: 0.3, mu2: 0.4, splits: {b: {mu1: 0.5}}}}
+variants:
+  intra-only: {method: fedmr, terms: intra}
+  strong: {method: fedmr, mu1: 7, batch-size: 9, splits: {a: {mu1: 8}}}
+  fedge: {method: fedgela, phi: none}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(WRITTEN)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("split", "variant", "expected"),
+    [
+        ("a", "intra-only", {"lr": 0.2, "mu1": 0.3, "mu2": 0.4, "terms": "intra"}),
+        ("b", "intra-only", {"lr": 0.1, "rounds": 3, "mu1": 0.5, "mu2": 0.4, "terms": "intra"}),
+        ("a", "strong", {"lr": 0.2, "mu1": 8.0, "mu2": 0.4, "batch_size": 9}),
+        ("b", "strong", {"lr": 0.1, "rounds": 3, "mu1": 7.0, "mu2": 0.4, "batch_size": 9}),
+    ],
+)
+def test_a_variant_wins_over_its_method(mine, split, variant, expected):
+    assert preset_values(read_preset(str(mine), PRESETS), "fedmr", split, variant) == expected
+
+
+def test_a_variant_names_the_method(mine):
+    config, method = cli.parse([f"--preset={mine}", "--split=a", "--variant=fedge"], PRESETS)
+    assert (config.method, method) == ("fedgela", FedGELA(phi="none"))
+
+
+def test_a_variant_may_stand_beside_its_method(mine):
+    config, _ = cli.parse([f"--preset={mine}", "--split=a", "--variant=fedge", "--method=fedgela"], PRESETS)
+    assert config.method == "fedgela"
+
+
+def test_options_win_over_a_variant(mine):
+    _, method = cli.parse([f"--preset={mine}", "--split=a", "--variant=strong", "--mu1=1"], PRESETS)
+    assert method == FedMR(mu1=1.0, mu2=0.4)
+
+
+def test_a_method_without_variants_needs_none(mine):
+    assert cli.parse([f"--preset={mine}", "--split=a", "--method=fedavg"], PRESETS)[0].method == "fedavg"
+
+
+def test_without_a_variant_the_preset_names_the_method(mine):
+    assert preset_method(read_preset(str(mine), PRESETS)) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--preset=FILE --split=a --method=fedmr", "FILE has variants of fedmr: add --variant with one of intra-only,"),
+        ("--preset=FILE --split=a --variant=intra", "FILE has no variant 'intra': did you mean 'intra-only'?"),
+        (
+            "--preset=FILE --split=a --variant=fedge --method=fedmr",
+            "variant 'fedge' of FILE is one of fedgela, not of fedmr: drop --method or choose another --variant.",
+        ),
+        ("--preset=fedmr/table1 --split=P5C2 --variant=full", "PRESETS/fedmr/table1.yaml has no variants: drop"),
+        ("--variant=full", "--variant chooses a variant of a preset: add --preset, or drop it."),
+        ("--variant", "--variant needs a value: write --variant=VALUE."),
+        ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
+    ],
+)
+def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, argv, sentence):
+    stub = types.SimpleNamespace(run=lambda config, method: pytest.fail("this must not run"))
+    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.runner", stub)
+    assert cli.main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
+    said = capsys.readouterr().err.replace(str(mine), "FILE").replace(str(PRESETS), "PRESETS")
+    assert said.startswith(sentence)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("variants: {a: {terms: intra}}", "variant 'a' in FILE needs a line `method: NAME`."),
+        ("variants: {a: {method: fedmrr}}", "unknown method 'fedmrr' in FILE: did you mean 'fedmr'?"),
+        ("variants: {a: {method: fedmr, ew: 1}}", "unknown key 'ew' in variant 'a' of FILE: "),
+        ("variants: {a: {method: fedmr, mu1: x}}", "'mu1' in variant 'a' of FILE takes a number"),
+        ("variants: {a: {method: fedmr, splits: {z: {}}}}", "'splits' of variant 'a' of FILE may name no other"),
+        ("variants: [a]", "'variants' in FILE must name variants, not"),
+        ("variants: {a: 3}", "variant 'a' in FILE must hold `name: value` lines"),
+    ],
+)
+def test_a_wrong_variant_in_a_file_is_refused(tmp_path, text, sentence):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        preset_values(read_preset("mine", tmp_path), "fedmr", None, "a")
+    assert str(error.value).replace(str(tmp_path / "mine.yaml"), "FILE").startswith(sentence)
+
+
+def test_the_help_shows_the_option(capsys):
+    cli.main(["--help"], presets=PRESETS)
+    assert "--variant " in capsys.readouterr().out

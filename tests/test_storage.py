@@ -1,0 +1,60 @@
+"""Client state in host memory: what the device sees of it, and whole runs either way."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.harness.cli import main
+from fedjax_pcdd.simulation.program import State
+from fedjax_pcdd.simulation.storage import OnHost
+
+
+def test_the_device_sees_the_cohort_alone():
+    simulated = toy.simulation("moon", client_state="host")
+    state, rows = simulated.start(), np.array([4, 1, 3])
+    held = simulated.storage.fetch(state, rows)
+    for whole, part in zip(jax.tree.leaves(state.clients), jax.tree.leaves(held.clients), strict=True):
+        assert isinstance(part, jax.Array)
+        np.testing.assert_array_equal(whole[rows], part)
+
+
+def test_only_clients_that_trained_are_written():
+    storage = OnHost(4, chunk=2)
+    state = State((), {"w": np.arange(4.0)}, ())
+    after = State((), {"w": np.array([10.0, 20.0])}, ())
+    found = storage.store(state, after, np.array([2, 0]), np.array([True, False]))
+    assert found.clients["w"].tolist() == [0.0, 1.0, 10.0, 3.0]
+
+
+def test_chunks_are_equally_long_and_cover_all_rows():
+    chunks = list(OnHost(5, chunk=2).chunks())
+    assert {len(c) for c in chunks} == {2}
+    assert np.concatenate(chunks)[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_local_statistics_live_on_the_host_too():
+    kept = {}
+    for where in ("device", "host"):
+        simulated = toy.simulation("fedavg", model="resnet10", client_state=where, local_statistics=True)
+        kept[where] = toy.train(simulated, (0, 1))[0].statistics
+    for a, b in zip(jax.tree.leaves(kept["device"]), jax.tree.leaves(kept["host"]), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedrep", "feddyn"])
+def test_a_run_gives_the_same_result_and_can_be_resumed(method, tmp_path):
+    """Fine-tuning included, which visits everybody."""
+    common = ["--rounds=3", "--cohort=4", "--local-epochs=1", "--fine-tune-epochs=2", "--lanes=1", "--quiet"]
+    results = {}
+    for where in ("device", "host"):
+        folder = tmp_path / where
+        assert main([f"--method={method}", *common, f"--client-state={where}", f"--run-dir={folder}"]) == 0
+        results[where] = json.loads((folder / "summary.json").read_text())
+    for key in ("ga_best", "ga_last", "pa_best", "pa_last"):
+        assert results["device"][key] == pytest.approx(results["host"][key], abs=1e-6)
+    assert main([f"--resume={tmp_path / 'host'}", "--quiet"]) == 0
+    again = json.loads((tmp_path / "host" / "summary.json").read_text())
+    assert again["pa_last"] == results["host"]["pa_last"]

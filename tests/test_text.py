@@ -1,0 +1,317 @@
+"""Text by speaker: windows and labels, the character LSTM, and federations as their writers or speakers made them."""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy import train
+
+from fedjax_pcdd import models
+from fedjax_pcdd.data import augment, sources
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.partition import natural
+from fedjax_pcdd.data.text import split
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import cli
+from fedjax_pcdd.harness.assembly import default_model, federate
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.lstm import LSTM
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+
+DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+SPOKEN = ("abc bca ", "\ncab", "aabb")
+SIZES = (14, 9, 20, 1)  # repetitions of each speech by its speaker
+
+
+def made_up(sizes=SIZES, window=8, stride=3):
+    """Four speakers who take turns; the last says too little."""
+    turns = [(k, SPOKEN[(k + i) % 3]) for i in range(max(sizes)) for k, n in enumerate(sizes) if i < n]
+    starts = np.cumsum([0] + [len(speech) + 2 for _, speech in turns])[:-1]
+    text = "".join("#" + speech + "\n" for _, speech in turns)
+    return {
+        "text": np.frombuffer(text.encode(), np.uint8),
+        "speech_start": starts + 1,
+        "speech_end": starts + 1 + [len(speech) for _, speech in turns],
+        "speech_speaker": np.array([k for k, _ in turns]),
+        "window": np.array(window),
+        "stride": np.array(stride),
+    }
+
+
+def stored(folder, arrays, name="play"):
+    np.savez(folder / f"{name}.npz", **arrays)
+    return sources.load(name, folder)
+
+
+def speakers(dataset):
+    """Who says each training and each test window."""
+    return np.asarray(dataset.groups_train), np.asarray(dataset.groups_test)
+
+
+@functools.cache
+def federation():
+    arrays = made_up()
+    dataset = sources.text.read_text(arrays, "play")
+    return Federation(dataset, natural(*speakers(dataset)))
+
+
+def said(arrays, speaker):
+    """A speaker's text by plain Python."""
+    parts = zip(arrays["speech_start"], arrays["speech_end"], arrays["speech_speaker"], strict=True)
+    return "\n".join(arrays["text"][s:e].tobytes().decode() for s, e, k in parts if k == speaker)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("stride", [1, 3, 20])
+def test_windows_are_those_of_each_speakers_text_and_labels_follow_them(stride):
+    arrays = made_up((60, 50, 70, 1), stride=stride)
+    dataset = sources.text.read_text(arrays, "play")
+    letters = sorted(set(arrays["text"].tobytes().decode()))
+    who = speakers(dataset)
+    for x, y, groups in ((dataset.x_train, dataset.y_train, who[0]), (dataset.x_test, dataset.y_test, who[1])):
+        for speaker in (0, 1, 2):
+            own = said(arrays, speaker)
+            expected = {own[i : i + 9] for i in range(0, len(own) - 8, stride)}
+            rows = np.concatenate([x[groups == speaker].reshape(-1, 8), y[groups == speaker, None]], 1)
+            assert {"".join(letters[c] for c in row) for row in rows} <= expected
+
+
+def test_the_last_tenth_of_the_windows_is_the_test_set():
+    windows = split(np.arange(111), 10, 1)
+    assert [len(part) for part in windows] == [81, 10]
+    np.testing.assert_array_equal(windows[1][-1], np.arange(100, 111))
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 9, 10, 11, 25])
+def test_no_character_is_in_both_training_and_test_windows(stride):
+    train, test = split(np.arange(997), 9, stride)
+    assert train.max() < test.min()
+    assert test.min() - train.max() <= stride
+
+
+def test_text_shorter_than_a_window_gives_none():
+    assert [len(part) for part in split(np.arange(9), 9, 1)] == [0, 0]
+
+
+def test_speakers_who_say_too_little_are_left_out():
+    assert np.unique(speakers(federation().dataset)[0]).tolist() == [0, 1, 2]
+
+
+def test_classes_are_the_characters_of_the_text():
+    dataset = federation().dataset
+    assert (dataset.num_classes, dataset.class_names) == (6, ("\\n", " ", "#", "a", "b", "c"))
+
+
+def test_the_usual_window_is_80_characters_at_every_place(tmp_path):
+    arrays = {key: value for key, value in made_up((60, 0, 0, 0)).items() if key not in ("window", "stride")}
+    dataset = stored(tmp_path, arrays)
+    assert (dataset.text, dataset.x_train.shape[1:], dataset.x_train.dtype) == (True, (80, 1, 1), np.uint8)
+    np.testing.assert_array_equal(dataset.x_train[1:, 0], dataset.x_train[:-1, 1])
+
+
+BROKEN = {
+    "missing speakers": ({"speech_speaker": None}, "speech_speaker is missing; a text needs"),
+    "missing text": ({"text": None}, "text is missing"),
+    "a string": ({"text": np.array("abc")}, "text must be uint8"),
+    "one character": ({"text": np.zeros(800, np.uint8)}, "at least two characters"),
+    "uneven speeches": ({"speech_start": np.arange(3)}, "one integer a speech"),
+    "float speeches": ({"speech_end": np.zeros(44)}, "one integer a speech"),
+    "speeches beyond the end": ({"speech_end": np.full(44, 10**6)}, "lie within"),
+    "speeches that end first": ({"speech_start": np.full(44, 90), "speech_end": np.full(44, 80)}, "lie within"),
+    "no window": ({"window": np.array(0)}, "window must be one positive integer"),
+    "wide strides": ({"stride": np.array([1, 2])}, "stride must be one positive integer"),
+    "long windows": ({"window": np.array(10**6)}, "no speaker says enough"),
+    "nothing known": (dict.fromkeys(made_up()) | {"other": np.zeros(3)}, "neither images .* nor a text"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_foreign_files_are_named_with_what_is_wrong(tmp_path, case):
+    change, reason = BROKEN[case]
+    arrays = {key: value for key, value in (made_up() | change).items() if value is not None}
+    with pytest.raises(UserError, match=reason) as caught:
+        stored(tmp_path, arrays)
+    assert str(tmp_path / "play.npz") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(UserError, match=r"shakespeare\.npz.*docs/data\.md"):
+        sources.load("shakespeare", tmp_path)
+
+
+# Pipeline and model
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_codes_reach_the_model_as_they_are(dtype):
+    codes = np.arange(256, dtype=np.uint8).reshape(4, 64, 1, 1)
+    pipeline = augment.pipeline("shakespeare", True, (64, 1, 1), text=True)
+    for train_now in (False, True):
+        np.testing.assert_array_equal(augment.prepare(pipeline, codes, None, train=train_now, dtype=dtype), codes)
+
+
+def test_size_of_the_lstm_is_that_of_the_formula():
+    model = models.build("lstm", num_classes=65, image_shape=(80, 1, 1), text=True)
+    lstm = sum(4 * width * (before + width + 1) for before, width in ((8, 256), (256, 256)))
+    assert models.sizes(model, (80, 1, 1)) == (65 * 8 + lstm + 65 * 257, 813_897, 256, 65 * 257)
+
+
+def narrow(*hidden):
+    return Classifier(LSTM(6, hidden=hidden), num_classes=6)
+
+
+def test_the_lstm_is_that_of_the_textbook():
+    model, codes = narrow(5, 7), np.random.default_rng(0).integers(0, 6, (3, 7, 1, 1), dtype=np.uint8)
+    variables = jax.tree.map(lambda w: w + 0.1, models.initialise(model, jax.random.key(0), (7, 1, 1)))
+    params = jax.tree.map(np.asarray, variables["params"]["backbone"])
+    x = params["embedding"]["embedding"][codes[..., 0, 0]]
+    for name, width in (("lstm1", 5), ("lstm2", 7)):
+        cell, c, h, states = params[name], np.zeros((3, width)), np.zeros((3, width)), []
+        for t in range(7):
+            gates = {
+                g: x[:, t] @ cell[f"i{g}"]["kernel"] + h @ cell[f"h{g}"]["kernel"] + cell[f"h{g}"]["bias"]
+                for g in "ifgo"
+            }
+            i, f, o = (1 / (1 + np.exp(-gates[g])) for g in "ifo")
+            c = f * c + i * np.tanh(gates["g"])
+            h = o * np.tanh(c)
+            states.append(h)
+        x = np.stack(states, 1)
+    outputs, _ = jax.jit(lambda: models.forward(model, variables, jnp.asarray(codes), train=True))()
+    np.testing.assert_allclose(outputs.features, x[:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_tells_neighbouring_codes_apart():
+    model = Classifier(LSTM(256, hidden=(7,), dtype=jnp.bfloat16), num_classes=3, dtype=jnp.bfloat16)
+    variables = models.initialise(model, jax.random.key(0), (1, 1, 1))
+    codes = np.arange(256, dtype=np.uint8).reshape(256, 1, 1, 1)
+    outputs, _ = jax.jit(lambda: models.forward(model, variables, jnp.asarray(codes), train=False))()
+    assert outputs.logits.dtype == jnp.float32
+    assert len(np.unique(outputs.features, axis=0)) == 256
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "sentence"),
+    [
+        ("simple_cnn", True, "Model 'simple_cnn' reads images, not text: take lstm."),
+        ("mlp", True, "Model 'mlp' reads images, not text: take lstm."),
+        ("lstm", False, "Model 'lstm' reads text, not images: take mlp or mcmahan_cnn."),
+    ],
+)
+def test_text_and_images_need_their_own_models(model, text, sentence):
+    with pytest.raises(UserError) as caught:
+        models.build(model, num_classes=6, image_shape=(8, 1, 1) if text else (4, 4, 1), text=text)
+    assert str(caught.value).startswith(sentence[:-1])
+
+
+def test_text_is_read_by_the_lstm_unless_told_otherwise():
+    assert default_model(federation().dataset) == "lstm"
+    assert default_model(sources.load("digits")) == "mlp"
+
+
+# Federations
+
+
+@functools.cache
+def simulation(method, lanes=1):
+    parts, hyper = federation(), METHODS[method]()
+    pipeline = augment.pipeline("play", True, parts.image_shape, text=True)
+    experiment = Experiment(parts, hyper, Local(1, 4, "drop", "sgd", 0.1), 0)
+    return Simulation(hyper.build(narrow(7)), [experiment], pipeline=pipeline, cohort=3, lanes=lanes, rounds=2)
+
+
+@pytest.mark.parametrize("method", ["fedmr", "fedgela", "moon", "fedrep"])
+def test_methods_train_every_weight_of_the_lstm(method):
+    before = jax.tree.map(np.array, simulation(method).start().servers.variables["params"]["backbone"])
+    state, _ = train(simulation(method), (0,))
+    after = state.servers.variables["params"]["backbone"]
+    moved = jax.tree.map(lambda a, b: bool((a != b).any() and np.isfinite(b).all()), before, after)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_lanes_do_not_change_results():
+    one, two = (jax.tree.leaves(train(simulation("fedmr", lanes), (0, 1))[0]) for lanes in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+def test_natural_federation_runs_on_the_command_line(tmp_path, method):
+    np.savez(tmp_path / "play.npz", **made_up())
+    options = ["--dataset=play", f"--data-dir={tmp_path}", "--partition=natural", "--clients=2", "--rounds=2"]
+    short = ["--local-epochs=1", "--batch-size=8", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
+    assert cli.main([f"--method={method}", *options, *short, f"--run-dir={tmp_path / 'run'}"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2]
+    assert all(0 <= row["ga"] <= 1 and 0 <= row["pa"] <= 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model=simple_cnn"], "Model 'simple_cnn' reads images, not text: take lstm.\n"),
+        (["--clients=4"], "'play' has 3 groups, not --clients=4: lower it or leave it out.\n"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, options, sentence):
+    np.savez(tmp_path / "play.npz", **made_up())
+    where = [f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
+    assert cli.main(["--dataset=play", "--partition=natural", *where, *options]) == 2
+    assert capsys.readouterr().err == sentence
+    assert not (tmp_path / "run").exists()
+
+
+def natural_sizes(folder, **given):
+    np.savez(folder / "play.npz", **made_up())
+    config, _ = build({"dataset": "play", "data_dir": folder, "partition": "natural"} | given)
+    made = federate(config)
+    return made.sizes.tolist(), made.test_sizes.sum() == len(made.dataset.y_test)
+
+
+def test_natural_takes_every_speaker_or_those_with_the_most_windows(tmp_path):
+    everyone, _ = natural_sizes(tmp_path)
+    assert len(everyone) == 3
+    smallest = everyone.index(min(everyone))
+    assert natural_sizes(tmp_path, clients=2)[0] == everyone[:smallest] + everyone[smallest + 1 :]
+
+
+def test_the_global_test_set_is_that_of_the_clients(tmp_path):
+    assert natural_sizes(tmp_path, clients=2)[1]
+
+
+def test_clients_are_ten_unless_told_otherwise():
+    assert build({})[0].clients == 10
+
+
+# Real files
+
+
+@functools.cache
+def real(name, **given):
+    if not (DATA / f"{name}.npz").is_file():
+        pytest.skip(f"{name}.npz is not in {DATA}; set PCDD_DATA")
+    config, _ = build({"dataset": name, "data_dir": DATA, "partition": "natural"} | given)
+    return federate(config)
+
+
+def test_shakespeare_has_its_speakers_and_characters():
+    made = real("shakespeare", clients=50)
+    assert (made.num_clients, made.dataset.num_classes, made.image_shape) == (50, 65, (80, 1, 1))
+    assert (len(made.dataset.y_train), len(made.dataset.y_test)) == (639_323, 71_459)
+
+
+def test_femnist_by_writer_suits_the_cnn():
+    made = real("femnist")
+    assert made.num_clients == 105
+    model = models.build("mcmahan_cnn", num_classes=made.dataset.num_classes, image_shape=made.image_shape)
+    assert models.sizes(model, made.image_shape).features == 512
