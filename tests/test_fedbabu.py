@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 
 from fedjax_pcdd.harness.config import RunConfig
 from fedjax_pcdd.harness.fine_tuning import fine_tuned
@@ -31,6 +32,25 @@ def test_head_keeps_its_bits_in_all_rounds():
     state, _ = toy.train(simulated)
     assert not moved(first, state.servers.variables, "head").any()
     assert moved(first, state.servers.variables, "backbone").all()
+
+
+@struct.dataclass
+class Kept(FedBABU):
+    """Clients keep the model they have trained."""
+
+    def init_client(self, setting, server, facts, key):
+        return server.variables
+
+    def upload(self, variables, summary, context):
+        return variables, super().upload(variables, summary, context)[1]
+
+
+def test_no_client_trains_its_head():
+    simulated = toy.simulation(method=Kept(), cohort=5)
+    before = jax.tree.map(jnp.copy, simulated.start().clients)
+    state, _ = simulated.step(simulated.start(), 0)
+    assert not moved(before, state.clients, "head").any()
+    assert moved(before, state.clients, "backbone").all()
 
 
 @pytest.mark.parametrize(("part", "moving"), [("all", (True, True)), ("head", (True, False)), ("body", (False, True))])

@@ -182,7 +182,8 @@ def test_models_that_are_not_chosen_are_counted_beside_the_one_that_is(choice, o
 def one_round(tmp_path_factory):
     """A run of one round."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    config, method = build({"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 1, "run_dir": folder})
+    options = {"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 2, "lr": 0.1, "run_dir": folder}
+    config, method = build(options)
     work = Run(config, method)
     progress = work.rounds(work.begin())
     work.checkpoints.close()

@@ -241,6 +241,28 @@ def penalty(known=OWNED, round=1, epoch=0, labels=(0, 1, 0, 1, 0, 1), gradient=F
     return jax.grad(value, (0, 1))(head(), features) if gradient else float(value(head(), features))
 
 
+def log_softmax(x):
+    x = np.asarray(x, float)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def test_penalty_is_the_sheets_in_a_later_round_with_another_batch_and_an_unknown_label():
+    method, size, labels = small(synthetic_batch=4), 4, np.array([0, 1, 2, 1, 0, 1])
+    server = fresh(method, known=jnp.array(OWNED))
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 2))
+    drawn = np.array(draw_labels(keys[0], server.known, size))
+    wanted = jnp.concatenate([drawn, labels])
+    _, latents, _ = generate(server.generator, keys[1], wanted, CLASSES)
+    kernel, bias = np.array(head()["kernel"]), np.array(head()["bias"])
+    generated = log_softmax(latents @ kernel + bias)
+    predicted = log_softmax(jax.random.normal(jax.random.key(5), (BATCH, DIM)) @ kernel + bias)
+    teaching = -generated[np.arange(size), drawn].mean() * size / BATCH
+    divergence = (np.exp(generated[size:]) * (generated[size:] - predicted)).sum(-1)
+    weight = 10 * 0.98**2
+    expected = weight * (teaching + divergence[labels != 2].sum() / BATCH)
+    np.testing.assert_allclose(penalty(round=2, labels=labels, synthetic_batch=size), expected, 1e-5)
+
+
 def test_no_term_counts_before_the_generator_knows_a_class():
     assert penalty(known=[False] * CLASSES) == 0
     assert not any(x.any() for x in jax.tree.leaves(penalty(known=[False] * CLASSES, gradient=True)))

@@ -7,8 +7,10 @@ import toy
 from golden_vectors import cases
 from trajectories import train
 
+from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedrep import FedRep
+from fedjax_pcdd.models.classifier import forward
 
 PHASES = {"head_epochs": 1, "body_epochs": 1}
 
@@ -51,6 +53,48 @@ def test_heads_of_clients_that_do_not_take_part_keep_their_bits():
     absent = np.setdiff1d(np.arange(5), simulated.clients_of(1)[0])
     assert len(absent)
     np.testing.assert_array_equal(before[absent], np.array(state.clients["kernel"])[absent])
+
+
+def test_adams_first_step_on_the_body_is_a_first_step_although_the_head_went_before():
+    simulated = toy.simulation(
+        "fedrep", head_epochs=3, body_epochs=1, batch_size=30, cohort=1, optimizer="adam", lr=0.01
+    )  # one step an epoch
+    before = body(simulated.start())
+    state, _ = simulated.step(simulated.start(), 0)
+    moved = max(np.abs(a - b).max() for a, b in zip(before, body(state), strict=True))
+    np.testing.assert_allclose(moved, 0.01, 1e-3)
+
+
+def one_of(state, k):
+    """The server, and the state of client k."""
+    return jax.tree.map(lambda x: x[0], state.servers), jax.tree.map(lambda x: x[k], state.clients)
+
+
+def test_personal_model_is_the_shared_body_under_the_own_head():
+    simulated = toy.simulation("fedrep")
+    state, _ = toy.train(simulated, (0,))
+    k = int(simulated.clients_of(0)[0][-1])
+    server, client = one_of(state, k)
+    expected = {"params": {"backbone": server.variables["params"]["backbone"], "head": client}}
+    found = FedRep().personal_variables(server, client)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_pa_counts_the_clients_own_tests_under_its_personal_model():
+    simulated = toy.simulation("fedrep")
+    state, _ = toy.train(simulated)
+    federation = simulated.experiments[0].federation
+    expected = np.zeros((5, toy.CLASSES))
+    for k, tests in enumerate(federation.partition.test):
+        images = prepare(Pipeline(), federation.dataset.x_test[tests], None, train=False)
+        server, client = one_of(state, k)
+        variables = {"params": server.variables["params"] | {"head": client}}
+        guess = np.argmax(forward(simulated.program.model, variables, images, train=False)[0].logits, -1)
+        np.add.at(expected[k], federation.dataset.y_test[tests], guess == federation.dataset.y_test[tests])
+    found = np.array(simulated.evaluate(state, personal=True).personal)
+    np.testing.assert_array_equal(found, expected)
+    assert 0 < expected.sum() < sum(map(len, federation.partition.test))
 
 
 def test_without_epochs_of_the_head_it_is_fedavg_of_the_body_under_the_initial_head():

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from golden_vectors import cases
 from linear_model import context, dense, loss, loss_and_gradients
 from trajectories import train
 
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.runner import Run
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 from fedjax_pcdd.methods.fedrod import FedRoD
-from fedjax_pcdd.methods.method import Server
+from fedjax_pcdd.methods.method import Batch, Server
 
 RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(6, 4)).astype(np.float32), np.array([0, 0, 1, 1, 0, 1])
@@ -104,6 +107,36 @@ def test_first_personal_head_is_zero_or_the_generic_one(start):
     np.testing.assert_array_equal(head["kernel"], expected)
 
 
-@pytest.mark.parametrize("pa_model", ["local", "server"])
-def test_pa_is_read_from_the_model_asked_for(pa_model):
-    assert FedRoD(pa_model=pa_model).personal_model == pa_model
+@pytest.mark.parametrize("personal_logits", ["sum", "alone"])
+def test_padding_does_not_change_the_loss(personal_logits):
+    method = FedRoD(personal_logits=personal_logits)
+    features = np.concatenate([FEATURES, RNG.normal(size=(2, 4)).astype(np.float32)])
+    batch = Batch(features, jnp.asarray([*LABELS, 2, 0]), jnp.arange(8) < 6)
+    padded = method.loss({"params": LAYERS}, batch, context(method, COUNTS, features=4))[0]
+    np.testing.assert_allclose(padded, loss(method, LAYERS, FEATURES, LABELS, COUNTS), 1e-6)
+
+
+def test_personal_model_is_the_global_one_with_the_own_head():
+    simulated = toy.simulation("fedrod")
+    state, _ = toy.train(simulated, (0,))
+    k = int(simulated.clients_of(0)[0][-1])
+    server, client = (jax.tree.map(lambda x: x[0], state.servers), jax.tree.map(lambda x: x[k], state.clients))
+    assert np.abs(client["kernel"]).max() > 1e-4
+    expected = {"params": server.variables["params"] | {"personal": client}}
+    found = FedRoD().personal_variables(server, client)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_pa_is_read_from_the_model_asked_for(tmp_path):
+    read = {}
+    for source in ("local", "server"):
+        options = {"method": "fedrod", "pa_model": source, "lanes": 1, "rounds": 1, "local_epochs": 1, "clients": 4}
+        work = Run(*build(options | {"lr": 0.1, "beta": 1.0, "batch_size": 50, "run_dir": tmp_path / source}))
+        progress = work.rounds(work.begin())
+        work.checkpoints.close()
+        correct = np.array(work.simulation.evaluate(progress.state, personal=True).personal).sum(1)
+        of_server = np.mean(correct / work.federation.test_sizes)
+        read[source] = progress.history.rows[0]["pa"], of_server
+    assert read["server"][0] == pytest.approx(read["server"][1])
+    assert read["local"][0] != pytest.approx(read["local"][1], abs=1e-3)

@@ -10,6 +10,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.methods import METHODS, Context
+from fedjax_pcdd.simulation.groups import Groups, Public
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 CLASSES = 4
@@ -50,6 +51,32 @@ def simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
         eval_batch=eval_batch,
+    )  # fmt: skip
+
+
+def architectures(*necks: int) -> list:
+    """An mlp for each of the five clients; those with equal necks are one architecture."""
+    plain = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
+    return [plain.clone(neck=neck) for neck in necks]
+
+
+def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
+    """Unlabelled images [count, 5, 5, 1]."""
+    return np.random.default_rng(seed).integers(0, 256, (count, 5, 5, 1)).astype(np.uint8)
+
+
+@functools.cache
+def groups(
+    name="fedmd", *, necks=(0, 1, 0, 1, 0), lanes=2, method=None, parts=None, images=21, batch=8, seed=0, epochs=2,
+    batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
+    **hyper,
+):  # fmt: skip
+    """Participants on the toy federation, two architectures by default; equal arguments share one."""
+    method = METHODS[name](**hyper) if method is None else method
+    local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, None)
+    return Groups(
+        architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
+        public=Public(public_images(images), public, batch), pipeline=PLAIN, lanes=lanes, rounds=3,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Everything is generated from `RunConfig` and the method's dataclass; a new hyper
 """
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
     """
     config = None
     try:
-        given = scan(sys.argv[1:] if argv is None else argv)
+        argv = sys.argv[1:] if argv is None else argv
+        given = scan(argv)
         if shown := information(given):
             print(shown)
             return 0
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
             config = dataclasses.replace(config, run_dir=run_folder(config))
         from fedjax_pcdd.harness import launch  # JAX programs are not needed for the help and for mistakes
 
-        launch.run(config, method)
+        launch.run(config, method, _origin(given, argv))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -65,6 +67,12 @@ def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
         print(f"stopped; continue with --resume={config.run_dir}" if config else "stopped.", file=sys.stderr)
         return 130
     return 0
+
+
+def _origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:
+    """How a run was asked for: by it a report finds the cell of a paper's table."""
+    cell = {name: given.get(name) for name in ("preset", "split", "variant")}
+    return {**cell, "command": shlex.join(["python", "experiments/run.py", *argv])}
 
 
 def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
@@ -133,7 +141,16 @@ def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Metho
     own = _own_values(given, name)
     base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
     task = (base | own).get("task")
+    if task:
+        _check_task(own)
     return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
+
+
+def _check_task(own: Mapping[str, Any]) -> None:
+    """UserError where options say how a data set is spread over clients, beside a task."""
+    for name in own:
+        if name in RUN and RUN[name].group == "data" and name != "data_dir":
+            raise UserError(f"a task brings its own data and participants: drop {RUN[name].flag}, or --task.")
 
 
 def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:

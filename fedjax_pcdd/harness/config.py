@@ -155,6 +155,8 @@ class RunConfig:
     def __post_init__(self):
         for option in options_of(type(self)).values():
             check(option, getattr(self, option.name), option.flag)
+        if self.local_epochs is None and self.task is None:
+            raise UserError("--local-epochs=none stands for the epochs of a task's domains: give a number, or --task.")
         if self.clients is None and self.partition != "natural":
             object.__setattr__(self, "clients", 10)
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:

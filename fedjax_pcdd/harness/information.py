@@ -48,10 +48,9 @@ def information(given: Mapping[str, str]) -> str:
 
 def _list(name: str) -> str:
     if name == "list_methods":
-        rows = [
-            (name, cls.paper, cls.target, cls.__module__.replace(".", "/") + ".py") for name, cls in METHODS.items()
-        ]
-        return table(("method", "paper", "optimises", "file"), rows)
+        from fedjax_pcdd.harness.catalogue import HEADER, rows
+
+        return table(HEADER, rows())
     if name == "list_datasets":
         from fedjax_pcdd.data.sources import DATASETS
 

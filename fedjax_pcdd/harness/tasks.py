@@ -5,10 +5,12 @@ one, each averaged over the participants (FCCL, equations 8 and 9, the own domai
 Letters: K participants, D = K domains, C classes.
 """
 
+from dataclasses import replace
 
 import jax
 import numpy as np
 
+from fedjax_pcdd.analysis import correlation
 from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Dataset, Federation
@@ -18,6 +20,7 @@ from fedjax_pcdd.harness.assembly import PRECISION, build_model, default_model, 
 from fedjax_pcdd.harness.metrics import History, accuracy, plain
 from fedjax_pcdd.harness.runner import Run
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.simulation.groups import Groups, Public
 from fedjax_pcdd.simulation.program import State
 
@@ -55,10 +58,21 @@ class ParticipantRun(Run):
         """Local epochs of each participant, if they differ."""
         return None
 
-    def _assemble(self, method: Method, lanes: int) -> Groups:
+    def _check(self, method: Method) -> None:
+        """UserError for options that mean nothing here."""
         config = self.config
         if config.cohort not in (None, self.federation.num_clients) or config.client_state == "host":
-            raise UserError("participants with models of their own all take part: drop --cohort and --client-state.")
+            raise UserError("all participants take part in every round: drop --cohort and --client-state.")
+        if config.model and config.models:
+            raise UserError("--models names all architectures: drop --model.")
+        if not method.own_models and config.pretrain_epochs:
+            raise UserError(f"{config.method} has one common model, so nobody is pre-trained: drop --pretrain-epochs.")
+        if not method.own_models and config.task is None:
+            raise UserError(f"{config.method} has one common model: name it with --model, not --models.")
+
+    def _assemble(self, method: Method, lanes: int) -> Groups:
+        config = self.config
+        self._check(method)
         plain_models = [build_model(config, name, self.federation.dataset) for name in self._model_names(method)]
         private, public = self._pipelines()
         return Groups(
@@ -87,10 +101,20 @@ class TaskRun(ParticipantRun):
 
     def _federate(self) -> Federation:
         config = self.config
-        self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
-        if self.config.models is None and self.config.model is not None:
+        if config.model is not None:
             raise UserError("--model is for a data set: name the participants' architectures with --models.")
+        self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
         return federation_of(self.task)
+
+    def _check(self, method):
+        super()._check(method)
+        if self.config.fine_tune_epochs and method.fine_tune:
+            raise UserError("in a task PA is that of the models as they are: use --fine-tune-epochs=0.")
+
+    def _assemble(self, method, lanes):
+        if isinstance(method, Exchanging) and method.public_epochs is None:
+            method = replace(method, public_epochs=self.task.public_epochs)
+        return super()._assemble(method, lanes)
 
     def _default_models(self, method: Method) -> str:
         if not method.own_models or method.averages != "never":
@@ -105,10 +129,8 @@ class TaskRun(ParticipantRun):
         config, task = self.config, self.task
         if method.exchange == "never" and not method.distils:
             return None
-        named = config.__class__(**{
-            **vars(config), "public": config.public or task.public,
-            "public_samples": config.public_samples or task.public_samples,
-        })  # fmt: skip
+        samples = config.public_samples or (task.public_samples if config.public in (None, task.public) else None)
+        named = replace(config, public=config.public or task.public, public_samples=samples)
         return Public(public_images(named, self.federation.image_shape), pipeline, config.public_batch)
 
     def _epochs(self):
@@ -116,7 +138,7 @@ class TaskRun(ParticipantRun):
 
     def _pretrain_epochs(self):
         if not self.method.own_models:
-            return 0
+            return 0  # and nobody asked for more, see `_check`
         return PRETRAIN_EPOCHS if self.config.pretrain_epochs is None else self.config.pretrain_epochs
 
     def _first_accuracies(self, state: State, history: History) -> None:
@@ -153,7 +175,17 @@ class TaskRun(ParticipantRun):
         found["models"] = self._model_names(self.method)
         found["intra"], found["inter"] = rows[-1]["intra"], rows[-1]["inter"]
         found["domain_accuracy"] = self.shares(progress.state)[:, :, 0].tolist()
+        self._write_correlation(progress.state)
         return found
+
+    def _write_correlation(self, state: State) -> None:
+        """How the participants' logits on the public images correlate with their mean (FCCL, Figure 5)."""
+        if self.simulation.public is None:
+            return
+        matrices = np.asarray(correlation.correlation_matrices(self.simulation.public_logits(state)))
+        names = [domain.name for domain in self.task.domains]
+        np.savez_compressed(self.folder.path / "correlation.npz", matrices=matrices, participants=names)
+        correlation.draw_matrices(matrices, names, self.folder.path / "correlation.png")
 
 
 def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,10 @@ class FML(Participant):
         """The participant's model and a meme."""
         norm = getattr(model.backbone, "norm", "batch")
         types = {"dtype": model.dtype, "param_dtype": model.param_dtype}
-        meme = models.build(self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), norm=norm, **types)
+        text = hasattr(model.backbone, "vocabulary")
+        meme = models.build(
+            self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), text=text, norm=norm, **types
+        )
         return Pair(model, meme)
 
     def weight(self, facts):

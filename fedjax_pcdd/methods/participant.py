@@ -76,12 +76,18 @@ class Exchanging(Participant):
 
     exchange: ClassVar[Literal["never", "before", "after"]] = "before"
 
-    public_epochs: int = hyperparameter(1, help="passes over the public images in a round", static=True, low=1)
+    public_epochs: int | None = hyperparameter(
+        None, help="passes over the public images in a round; by default the task's, else 1", static=True, low=1
+    )
     public_optimizer: Literal["per_batch", "per_round"] = hyperparameter(
         "per_batch",
         help="a new optimiser for each public batch, as the published FCCL code, or one a round",
         static=True,
     )
+
+    def configure(self, setting):
+        """One pass, where neither task nor user says otherwise."""
+        return self if self.public_epochs else self.replace(public_epochs=1)  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def targets(self) -> Literal["batch", "round"]:

@@ -24,6 +24,7 @@ from fedjax_pcdd.models.googlenet import GoogLeNet
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
+from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet
 from fedjax_pcdd.models.wide_resnet import WideResNet
@@ -153,13 +154,16 @@ def build(
     return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype)
 
 
-def uses_batch_norm(model: Classifier) -> bool:
+def uses_batch_norm(model: Classifier | Pair) -> bool:
     """Whether the model keeps running statistics."""
+    if isinstance(model, Pair):
+        return uses_batch_norm(model.private) or uses_batch_norm(model.meme)
     return model.feature_norm or getattr(model.backbone, "norm", None) == "batch"
 
 
 def normalises(model: nn.Module) -> bool:
     """Whether the model's backbone has normalisation layers, over batches or groups."""
+    model = model.private if isinstance(model, Pair) else model
     return hasattr(getattr(model, "backbone", None), "norm")
 
 

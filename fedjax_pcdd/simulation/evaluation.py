@@ -8,8 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.losses.classification import correct_per_class
+from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, sum_over_samples
 from fedjax_pcdd.trees import select
 
@@ -60,6 +61,25 @@ def domain_correct(program: Program, methods, state: State, data: Data, tests: S
         return jax.lax.map(domain, (tests.start, tests.size))
 
     return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients, state.statistics))
+
+
+def public_logits(
+    program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
+) -> jax.Array:
+    """Logits [n, N, C] of the personal models of all rows on public images [N, H, W, channels]."""
+    method, server = select((methods, state.servers), 0)
+
+    def one(entry):
+        row, client = entry
+        variables, facts = method.personal_variables(server, client), facts_of(program, data, row)
+
+        def say(index):
+            prepared = prepare(pipeline, images[index], None, train=False, dtype=program.dtype)
+            return method.predict_local(program.model, server, client, facts, variables, prepared)
+
+        return over_all(say, images.shape[0], program.eval_batch)
+
+    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients))
 
 
 def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:

@@ -127,7 +127,7 @@ def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tre
 def _step(table: Table, talk: Talk, targets: Tree, t, seats: tuple[Seat, ...], public: Tree):
     """One public batch: everybody speaks, the server makes the targets, everybody takes one step."""
     index = talk.plan[t]
-    batch = _batch(table, talk, index, jax.random.fold_in(talk.key, t))
+    batch = _batch(table, talk, index, jax.random.fold_in(jax.random.fold_in(talk.key, t), 0))
 
     def lifted(g, function):
         return lift(function, len(table.members[g]))

@@ -26,7 +26,7 @@ from fedjax_pcdd.methods.method import Method, Server
 from fedjax_pcdd.methods.participant import Participant
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.simulation import schedule
-from fedjax_pcdd.simulation.evaluation import domain_correct
+from fedjax_pcdd.simulation.evaluation import domain_correct, public_logits
 from fedjax_pcdd.simulation.exchange import Table, run_exchange
 from fedjax_pcdd.simulation.program import State, Tree, facts_of, samples_of
 from fedjax_pcdd.simulation.round import Evaluation, Experiment, Local, Report, Simulation
@@ -68,11 +68,12 @@ class Groups:
           options: of every group's `Simulation`, as pipeline, lanes, rounds.
 
         Raises:
-          UserError: several architectures where the method averages models, or no public images for an exchange.
+          UserError: several architectures where the method averages models, no public images for an exchange, or
+            local statistics beside own models, which have them by themselves.
         """
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
         self.members = _members(models)
-        self._check(method)
+        self._check(method, options)
         on_device = replace(federation.dataset, **_on_device(federation.dataset))
         if public is not None and method.distils:
             options = options | {"public": (public.images, public.pipeline)}
@@ -91,15 +92,18 @@ class Groups:
         self.tests = samples_of(on_device.x_test, on_device.y_test, federation.partition.test)
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
         self._domains = [jax.jit(partial(domain_correct, g.program)) for g in self.groups]
+        self._logits = [jax.jit(partial(public_logits, g.program, self.table.pipeline)) for g in self.groups]
         self._mean = jax.jit(_mean_of_models, donate_argnums=1)
 
-    def _check(self, method: Method) -> None:
+    def _check(self, method: Method, options: dict[str, Any]) -> None:
         if len(self.members) > 1 and not method.own_models:
             raise UserError("this method averages models, so all participants need the same one: name one in --models.")
         if len(self.members) > 1 and method.averages != "never":
             raise UserError("models of different architectures cannot be averaged: name one in --models.")
         if (method.exchange != "never" or method.distils) and self.public is None:
             raise UserError("this method needs public images: name a data set with --public.")
+        if method.own_models and options.get("local_statistics"):
+            raise UserError("models of the participants' own keep their statistics anyway: drop --bn=local.")
 
     @property
     def sizes(self) -> np.ndarray:
@@ -179,8 +183,8 @@ class Groups:
         for g, group in enumerate(self.groups):
             trainer = self.method.pretrainer()
             first = group.experiments[0]
-            sizes = first.federation.sizes
-            local = replace(first.local, epochs=epochs, batch_size=int(min(batch_size, sizes.max())), lr_steps=())
+            local = replace(first.local, epochs=epochs, batch_size=batch_size, lr_steps=())
+            local = replace(local, batch_size=_batch_size(local, first.federation.sizes, {}))
             alone = group.alike([first._replace(method=trainer, local=local)], len(self.members[g]))
             after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)
             clients.append(self._clients(g, after.clients))
@@ -277,6 +281,15 @@ class Groups:
         ]
         return self._in_order(found)
 
+    def public_logits(self, state: State) -> np.ndarray:
+        """What every participant's model says of the public images as they are [K, N, C]."""
+        assert self.public is not None, "there are no public images"
+        found = [
+            said(group.methods, self._of_group(state, g), group.data, self.images)
+            for g, (group, said) in enumerate(zip(self.groups, self._logits, strict=True))
+        ]
+        return self._in_order(found)
+
     def _of_group(self, state: State, g: int) -> State:
         return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
 
@@ -299,9 +312,15 @@ def _group(model, dataset, federation, method, local, seed, members, epochs, opt
     train, test = federation.partition.train, federation.partition.test
     part = Federation(dataset, Partition(tuple(train[k] for k in members), tuple(test[k] for k in members)))
     own = tuple(epochs[k] for k in members) if epochs else local.epochs
-    local = replace(local, epochs=own, batch_size=int(min(local.batch_size, part.sizes.max())))
+    local = replace(local, epochs=own, batch_size=_batch_size(local, part.sizes, options))
     experiment = Experiment(part, method, local, seed, members)
     return Simulation(model, [experiment], cohort=len(members), **options)
+
+
+def _batch_size(local: Local, sizes: np.ndarray, options: dict[str, Any]) -> int:
+    """B, or less where no client fills a batch and nothing but padding is lost."""
+    counts = local.last_batch in ("strict", "top_up") or options.get("weights") == "batches"
+    return local.batch_size if counts else int(min(local.batch_size, max(1, sizes.max())))
 
 
 def _mean_of_models(method: Participant, clients: Tree) -> Tree:

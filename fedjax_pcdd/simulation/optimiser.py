@@ -1,10 +1,13 @@
 """The local optimiser, with the reference semantics of the papers' code; every number is traced."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.methods.method import Hyper
+from fedjax_pcdd.trees import zeros_like
 
 
 def clip_by_norm(limit) -> optax.GradientTransformation:
@@ -26,14 +29,15 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     adam = optax.scale_by_adam()
 
     def init(params):
-        return adam.init(params)._replace(count=jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params))
+        count: Any = jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params)
+        return optax.ScaleByAdamState(count, zeros_like(params), zeros_like(params))
 
     def update(updates, state, params=None, *, moving=None, **others):
-        pairs = jax.tree.map(lambda g, *own: adam.update(g, type(state)(*own)), updates, *state)
+        pairs = jax.tree.map(lambda g, *own: adam.update(g, optax.ScaleByAdamState(*own)), updates, *state)
         directions, after = jax.tree.transpose(jax.tree.structure(updates), None, pairs)
         if moving is not None:
             kept = (jax.tree.map(jnp.where, moving, new, old) for new, old in zip(after, state, strict=True))
-            after = type(state)(*kept)
+            after = optax.ScaleByAdamState(*kept)
         return directions, after
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -21,7 +21,7 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Hyper, Message, Method, ServerContext, Setting
+from fedjax_pcdd.methods.method import Hyper, Message, Method, Server, ServerContext, Setting
 from fedjax_pcdd.models import normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
@@ -231,7 +231,9 @@ class Simulation:
             server = method.init_server(setting, first, self.data.class_counts[rows], server_key)
             servers.append(server)
 
-            def init_client(row, method=method, server=server, key=client_key):
+            seen = Server(first) if method.own_models else server  # the models of its own that a client begins with
+
+            def init_client(row, method=method, server=seen, key=client_key):
                 facts = facts_of(program, self.data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 

@@ -1,0 +1,9 @@
+"""Tables, curves and a page over run folders: `python experiments/report.py runs/`; `--help` lists the options."""
+
+import sys
+from pathlib import Path
+
+from fedjax_pcdd.harness.report.command import report_main
+
+if __name__ == "__main__":
+    sys.exit(report_main(Path(__file__).parent))

@@ -1,0 +1,205 @@
+"""What a method sends and what a client holds, counted from the program itself: FedMR's Table 3, and its section 4.5.
+
+A job is traced, not run. Sent up is what `upload` returns, sent down is every array of the server's state that a client's
+job depends on and that `aggregate` changes (what never changes is handed out once), held is what the local steps and the
+upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C classes, D features.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.methods.method import Context, Message, Method
+from fedjax_pcdd.methods.participant import PublicBatch
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.simulation.lanes import World, context_of, load, summary_of, train_step
+from fedjax_pcdd.simulation.program import Tree, facts_of
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from fedjax_pcdd.trees import select
+
+
+PUBLIC = 5000  # N, public images
+
+
+class Traffic(NamedTuple):
+    """Scalars of one client in one round.
+
+    Attributes:
+      up, down: sent to and by the server.
+      client: kept between rounds.
+      held: in memory during local training, but for activations, optimiser and data.
+      model: P + Q of the model that this method trains.
+      head: of them in the head.
+      features: D.
+    """
+
+    up: int
+    down: int
+    client: int
+    held: int
+    model: int
+    head: int
+    features: int
+
+
+def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> Traffic:
+    """Count for one method.
+
+    Args:
+      method: as made from its options.
+      model: the plain model, before `Method.build`.
+      image_shape: (H, W, channels).
+    """
+    simulated = _simulation(method, model, image_shape)
+    state, method = simulated.start(), select(simulated.methods, 0)
+    server, clients = select(state.servers, 0), state.clients
+    client = select(clients, 0)
+    job = _Job(simulated, clients)
+    lane = jax.eval_shape(job.loaded, server, client)
+    sent = jax.eval_shape(job.uploaded, server, client, lane)[1]
+    needed = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
+    changed = _changed(simulated, method, server, sent)
+    reads = _used(job.steps, server, client, lane)
+    leaves = jax.tree.leaves(server)
+    number = len(leaves)
+    down = sum(x.size for x, used, moves in zip(leaves, needed[:number], changed, strict=True) if used and moves)
+    held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
+    params = lane.variables["params"]
+    said, aims = _exchanged(simulated, method, client, image_shape) if method.exchange != "never" else (0, 0)
+    return Traffic(
+        up=_size(sent) + said, down=down + aims, client=_size(client), held=_size(lane.variables) + sum(held),
+        model=_size(_model_part(simulated, lane.variables)), head=_size(params.get("head", {})),
+        features=simulated.program.setting.feature_dim,
+    )  # fmt: skip
+
+
+class _Job:
+    """The stages of one job as functions of the server's and the client's state."""
+
+    def __init__(self, simulated: Simulation, clients: Tree):
+        plan, jobs = simulated.plan(0)
+        self.jobs = jax.tree.map(jnp.asarray, jobs)
+        self.simulated, self.clients, self.indices = simulated, clients, jnp.asarray(plan.indices[0, 0])
+        self.program = simulated.program
+
+    def world(self, server: Tree) -> World:
+        one = self.simulated
+        servers = jax.tree.map(lambda x: x[None], server)
+        keys = jnp.repeat(one.keys[:1], len(self.jobs.row))
+        return World(one.methods, one.hyper, servers, one.data, self.jobs, keys, jnp.int32(0))
+
+    def loaded(self, server: Tree, client: Tree):
+        stacked = jax.tree.map(lambda x: x[None], client)
+        return load(self.program, self.world(server), stacked, (), 0, 0)
+
+    def steps(self, server: Tree, client: Tree, lane):
+        """One local step and the upload, given the loaded lane."""
+        lane = lane._replace(client=client)
+        lane = train_step(self.program, self.world(server), lane, self.indices, 0)
+        return lane.variables, lane.optimiser, lane.loss, self.uploaded(server, client, lane)
+
+    def trained(self, server: Tree, client: Tree):
+        return train_step(self.program, self.world(server), self.loaded(server, client), self.indices, 0)
+
+    def uploaded(self, server: Tree, client: Tree, lane) -> tuple[Tree, Message]:
+        world = self.world(server)
+        lane = lane._replace(client=client)
+        context = context_of(self.program, world, lane, 1)
+        summary = summary_of(self.program, world, lane, context)
+        return select(self.simulated.methods, 0).upload(lane.variables, summary, context)
+
+
+def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tuple[int, ...]) -> tuple[int, int]:
+    """What a participant says of N public images, and what it is to imitate."""
+    program = simulated.program
+    images = jax.ShapeDtypeStruct((PUBLIC, *image_shape), jnp.float32)
+    public = jax.eval_shape(lambda: method.init_public(program.setting, PUBLIC))
+
+    def talk(client, images):
+        context = Context(
+            program.model, program.setting, select(simulated.hyper, 0), public, client, method.model_of(client),
+            facts_of(program, simulated.data, 0), 0, 0, 0, jax.random.key(0),
+        )  # fmt: skip
+        said = method.say(method.model_of(client), PublicBatch(images, images, ()), context)
+        everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
+        _, aims = method.agree(zeros, everybody, jnp.ones((3, program.setting.num_classes)))
+        return said, select(aims, 0)
+
+    said, aims = jax.eval_shape(talk, client, images)
+    return _size(said), _size(aims)
+
+
+def _used(function, *arguments) -> list[bool]:
+    """Which leaves of the arguments the results depend on."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    jaxpr: Any = closed.jaxpr
+    return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+
+
+def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message) -> list[bool]:
+    """Which leaves of the server's state a round changes."""
+    jobs = simulated.cohort_size
+    each = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
+    message = Message(sent.mean, sent.total, each)
+    weights = jax.ShapeDtypeStruct((jobs,), jnp.float32)
+    jaxpr: Any = jax.make_jaxpr(method.aggregate)(server, message, weights).jaxpr
+    before = jaxpr.invars[: len(jax.tree.leaves(server))]
+    return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
+
+
+def _size(tree: Tree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _model_part(simulated: Simulation, variables: Tree) -> Tree:
+    """The variables that the model itself has; methods may train further ones."""
+    own = jax.eval_shape(
+        lambda: simulated.program.model.init(
+            jax.random.key(0), jnp.zeros((1, *simulated.experiments[0].federation.image_shape)), train=False
+        )
+    )
+    return {name: tree for name, tree in own.items() if name in variables}
+
+
+def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> Simulation:
+    """Two clients with a few made-up samples; nothing of it is run."""
+    classes = model.num_classes
+    labels = np.arange(2 * classes) % classes
+    images = np.zeros((len(labels), *image_shape), np.uint8)
+    halves = tuple(np.split(np.arange(len(labels)), 2))
+    parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves))
+    public = (np.zeros((PUBLIC, *image_shape), np.uint8), Pipeline()) if method.distils else None
+    return Simulation(
+        method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=Pipeline(),
+        cohort=2, public=public,
+    )  # fmt: skip
+
+
+def in_words(count: int, found: Traffic, classes: int) -> str:
+    """A count as a sum of known sizes: P of the model (statistics included), C prototypes of D, N C logits, the head.
+
+    >>> in_words(130, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
+    'P + 30'
+    >>> in_words(224, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
+    '2P + C D'
+    >>> in_words(168, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
+    '2P - head + 1'
+    """
+    prototypes, logits = classes * found.features, PUBLIC * classes
+    known = {logits: "N C", logits + 1: "N C + 1", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
+    known |= {-found.head: "-head", 1 - found.head: "-head + 1", 1: "1", 0: ""} if found.head else {1: "1", 0: ""}
+    for models in range(9):
+        rest = count - models * found.model
+        if rest in known:
+            terms = [f"{models}P" if models > 1 else "P"] * (models > 0) + [known[rest]] * bool(known[rest])
+            return " + ".join(terms).replace("+ -", "- ") or "0"
+    models, rest = divmod(count, found.model)
+    return " + ".join([f"{models}P" if models > 1 else "P"] * (models > 0) + [str(rest)] * bool(rest))

@@ -1,0 +1,198 @@
+"""Tables of means over seeds, beside the papers' numbers.
+
+Accuracies are in percent but where a paper prints shares. A standard deviation is that of a sample (n - 1).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedjax_pcdd.harness.report.collect import RunRecord
+from fedjax_pcdd.harness.report.expected import SUMMARY_VALUES, TITLES, Expected, kind, measured
+from fedjax_pcdd.harness.report.grouping import Entry, Group
+
+# Columns of a group's own table: entry of summary.json, heading, factor.
+COLUMNS = (
+    ("ga_best", "GA best", 100.0),
+    ("ga_last", "GA last", 100.0),
+    ("ga_mean_last10", "GA mean of last 10", 100.0),
+    ("pa_best", "PA best", 100.0),
+    ("pa_last", "PA last", 100.0),
+    ("seconds_per_round", "s a round", 1.0),
+)
+# Entry of summary.json -> heading, for those that are accuracies.
+ACCURACIES = {name: heading for name, heading, _ in COLUMNS if name != "seconds_per_round"}
+NOT_RANKED = ("seconds_per_round",)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table.
+
+    Args:
+      mean, std: over `seeds` runs; std None for fewer than two.
+      paper, paper_std: what the paper prints.
+      rank: 1 for the best of its column, 2 for the second best, else 0.
+      note: the caveat of the paper's number.
+    """
+
+    mean: float | None = None
+    std: float | None = None
+    seeds: int = 0
+    paper: float | None = None
+    paper_std: float | None = None
+    rank: int = 0
+    note: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's."""
+        return None if self.mean is None or self.paper is None else self.mean - self.paper
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment, `cells` in the order of the columns."""
+
+    method: str
+    variant: str
+    settings: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def label(self) -> str:
+        """As `Entry.label`."""
+        return Entry(self.method, self.variant, self.settings, ()).label
+
+
+@dataclass(frozen=True)
+class Table:
+    """Experiments down, columns across; `metrics` names the metric of each column, `digits` those after the point."""
+
+    title: str
+    columns: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: tuple[Row, ...]
+    note: str = ""
+    digits: int = 2
+
+
+def cell(values: Iterable[float | None]) -> Cell:
+    """Mean and deviation of the values that are there.
+
+    >>> cell([1.0, None, 3.0])
+    Cell(mean=2.0, std=1.4142135623730951, seeds=2, paper=None, paper_std=None, rank=0, note='')
+    """
+    known = np.array([value for value in values if value is not None], float)
+    if not len(known):
+        return Cell()
+    return Cell(float(known.mean()), float(known.std(ddof=1)) if len(known) > 1 else None, len(known))
+
+
+def own_table(group: Group) -> Table:
+    """Best and last of GA and PA of each experiment of a group, and its seconds a round."""
+    rows = []
+    for entry in group.entries:
+        cells = tuple(
+            cell(_scaled((run.summary or {}).get(name), factor) for run in entry.runs) for name, _, factor in COLUMNS
+        )
+        rows.append(Row(entry.method, entry.variant, entry.settings, cells))
+    names = tuple(name for name, _, _ in COLUMNS)
+    return _marked(Table(group.title, tuple(heading for _, heading, _ in COLUMNS), names, tuple(rows)))
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
+
+
+def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
+    """The tables of a paper, one a metric: methods down, splits across, of which at least one was run.
+
+    Args:
+      preset: as `fedmr/table1`.
+      groups: those of this preset.
+      expected: what the paper prints there.
+    """
+    runs = {
+        (entry.method, entry.variant, entry.settings, group.split): entry.runs
+        for group in groups
+        for entry in group.entries
+    }
+    numbers = {(one.split, one.metric, one.method, one.variant): one for one in expected}
+    tables = []
+    for name in dict.fromkeys(kind(one.metric) for one in expected):
+        if name in TITLES:
+            columns = _columns(name, expected, {group.split for group in groups})
+            if columns:
+                tables.append(_paper_table(preset, name, columns, runs, numbers))
+    return tables
+
+
+def _columns(name: str, expected: Sequence[Expected], splits: set) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(split, metric) of a table's columns -> the splits that it is the mean of."""
+    return {
+        (one.split, one.metric): one.splits or (one.split,)
+        for one in expected
+        if kind(one.metric) == name and splits.issuperset(one.splits or (one.split,))
+    }
+
+
+def _paper_table(preset: str, name: str, columns: Mapping, runs: Mapping, numbers: Mapping) -> Table:
+    rows = []
+    for method, variant, settings in _row_names(columns, runs, numbers):
+        cells = []
+        for (split, metric), parts in columns.items():
+            printed = numbers.get((split, metric, method, variant))
+            ours = _over(parts, metric, [runs.get((method, variant, settings, part), ()) for part in parts])
+            if printed is not None:
+                ours = replace(ours, paper=printed.value, paper_std=printed.std, note=printed.note)
+            cells.append(ours)
+        rows.append(Row(method, variant, settings, tuple(cells)))
+    headings = tuple(f"{split} {metric.partition(':')[2]}".rstrip() for split, metric in columns)
+    metrics = tuple(metric for _, metric in columns)
+    digits = 4 if name == "ga_fraction" else 2
+    return _marked(Table(f"{preset}: {TITLES[name]}", headings, metrics, tuple(rows), _note(name), digits))
+
+
+def _row_names(columns: Mapping, runs: Mapping, numbers: Mapping) -> list[tuple[str, str, str]]:
+    """Methods in the paper's order, then ours alone; each with the settings that were run, if any."""
+    parts = {part for several in columns.values() for part in several}
+    ours = dict.fromkeys(key[:3] for key in runs if key[3] in parts)
+    printed = dict.fromkeys(key[2:] for key in numbers if key[:2] in columns)
+    ordered = dict.fromkeys([*printed, *(key[:2] for key in ours)])
+    found = []
+    for names in ordered:
+        found += [key for key in ours if key[:2] == names] or [(*names, "")]
+    return found
+
+
+def _over(parts: Sequence[str], metric: str, runs: Sequence[Sequence[RunRecord]]) -> Cell:
+    """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
+    found = [{run.seed: measured(run, metric) for run in several} for several in runs]
+    seeds = [seed for seed in found[0] if all(part.get(seed) is not None for part in found)]
+    return cell(float(np.mean([part[seed] for part in found])) for seed in seeds)
+
+
+def _note(name: str) -> str:
+    if name not in SUMMARY_VALUES or name in NOT_RANKED:
+        return ""
+    return "Best round, chosen on the test data as in the papers, which flatters every number."
+
+
+def _marked(table: Table) -> Table:
+    """The table with the best and second best of each column; nothing is marked among fewer than two."""
+    ranks = [_ranks([row.cells[c].mean for row in table.rows], m) for c, m in enumerate(table.metrics)]
+    rows = tuple(
+        replace(row, cells=tuple(replace(one, rank=ranks[c][r]) for c, one in enumerate(row.cells)))
+        for r, row in enumerate(table.rows)
+    )
+    return replace(table, rows=rows)
+
+
+def _ranks(means: Sequence[float | None], metric: str) -> list[int]:
+    """1 for the largest, 2 for the next, equal ones alike, else 0."""
+    known = sorted({mean for mean in means if mean is not None}, reverse=True)
+    several = sum(mean is not None for mean in means) > 1
+    marks = {value: place + 1 for place, value in enumerate(known[:2])} if several and metric not in NOT_RANKED else {}
+    return [0 if mean is None else marks.get(mean, 0) for mean in means]

@@ -1,0 +1,73 @@
+"""The table of methods: what is sent and kept, counted from the program."""
+
+from pathlib import Path
+
+import pytest
+
+from fedjax_pcdd import models
+from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
+from fedjax_pcdd.harness.catalogue import BLOCK, markdown, rows
+from fedjax_pcdd.harness.cli import main
+from fedjax_pcdd.methods import METHODS
+
+README = Path(__file__).parents[1] / "README.md"
+SHAPE = (8, 8, 1)
+P, C, D = 64 * 200 + 200 + 200 * 10 + 10, 10, 200
+HEAD = C * D + C
+
+
+def counted(name, **hyper) -> Traffic:
+    return traffic(METHODS[name](**hyper), models.build("mlp", num_classes=C, image_shape=SHAPE), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("name", "down", "up", "client"),
+    [
+        ("fedavg", P, P, 0),
+        ("fedmr", P + C * D + C, P + C * D + C, 0),
+        ("scaffold", 2 * P, 2 * P, P),
+        ("fedrep", P - HEAD, P - HEAD, HEAD),
+        ("fedproto", C * D + C, C * D + C, P),
+        ("solo", 0, 0, P),
+        ("fedmd", 5000 * C, 5000 * C, P),
+    ],
+)
+def test_traffic_is_that_of_the_equations(name, down, up, client):
+    found = counted(name)
+    assert (found.down, found.up, found.client) == (down, up, client)
+
+
+@pytest.mark.parametrize(("name", "held"), [("fedavg", P), ("fedprox", 2 * P), ("feddyn", 3 * P), ("scaffold", 4 * P)])
+def test_a_client_holds_what_the_equations_need(name, held):
+    assert counted(name).held == held
+
+
+def test_an_option_changes_the_count():
+    assert counted("fedgela", layers=2).model > counted("fedgela", layers=0).model
+
+
+def test_sums_are_put_in_words():
+    sizes = Traffic(0, 0, 0, 0, model=1000, head=84, features=8)
+    assert in_words(2083, sizes, 10) == "2P + 83"
+    assert in_words(1080, sizes, 10) == "P + C D"
+
+
+def test_readme_and_command_line_show_all_methods_with_their_counts(capsys):
+    block = BLOCK.search(README.read_text())
+    assert block is not None
+    assert block[0] == f"<!-- methods -->\n{markdown(rows())}<!-- /methods -->"
+    assert not any("?" in row for row in rows())
+    assert main(["--list-methods"]) == 0
+    shown = capsys.readouterr().out
+    assert all(row.name in shown and row.up in shown for row in rows())
+
+
+def test_committed_counts_are_those_of_the_program():
+    """A few of them; all are written by one command."""
+    plain = models.build("mlp", num_classes=10, image_shape=(28, 28, 1))
+    known = {row.name: row for row in rows()}
+    for name in ("fedgela", "feddc", "fccl"):
+        found = traffic(METHODS[name](), plain, (28, 28, 1))
+        row = known[name]
+        words = [in_words(getattr(found, key), found, 10) for key in ("down", "up", "client", "held")]
+        assert words == [row.down, row.up, row.client, row.held]

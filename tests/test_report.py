@@ -1,0 +1,264 @@
+"""Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import in_preset, write_experiments, write_run
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness.cli import parse
+from fedjax_pcdd.harness.config import dump
+from fedjax_pcdd.harness.report.collect import collect, read_run
+from fedjax_pcdd.harness.report.command import compare_main, report_main
+from fedjax_pcdd.harness.report.curves import band
+from fedjax_pcdd.harness.report.expected import read_expected
+from fedjax_pcdd.harness.report.grouping import Cells, group
+from fedjax_pcdd.harness.report.tables import own_table, paper_tables
+
+
+@pytest.fixture
+def experiments(tmp_path):
+    return write_experiments(tmp_path / "experiments")
+
+
+@pytest.fixture
+def cells(experiments):
+    return Cells(experiments / "presets")
+
+
+def papers(runs, cells, experiments, preset=None):
+    return paper_tables("toy/table1", group(runs, cells, preset), read_expected(experiments / "expected", "toy/table1"))
+
+
+def row(table, label):
+    (found,) = [one for one in table.rows if one.label == label]
+    return dict(zip(table.columns, found.cells, strict=True))
+
+
+def test_runs_below_a_folder_are_found_once(tmp_path):
+    write_run(tmp_path / "runs/deep/a")
+    write_run(tmp_path / "runs/b", seed=1)
+    assert [run.path.name for run in collect([tmp_path / "runs/b", tmp_path / "runs"])] == ["b", "a"]
+
+
+def test_a_folder_without_a_run_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"holds no run .*: name the folder of a run\.$"):
+        collect([tmp_path])
+
+
+def test_a_configuration_of_something_else_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("theme: dark\n")
+    with pytest.raises(UserError, match=r"is not the configuration of a run: leave .* out\.$"):
+        collect([tmp_path])
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        collect([tmp_path / "nothing"])
+
+
+def test_a_broken_summary_is_a_user_error(tmp_path):
+    write_run(tmp_path / "a")
+    (tmp_path / "a/summary.json").write_text("{")
+    with pytest.raises(UserError, match="has files that cannot be read"):
+        collect([tmp_path])
+
+
+def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"momentum: .*\n", "", text))
+    assert read_run(folder).config["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--method=fedprox", "--mu=0.5", "--no-retry", "--cohort=2", "--grad-clip=none", "--rounds=3"],
+        ["--method=fccl", "--task=digits_domains", "--local-epochs=2"],
+    ],
+)
+def test_a_command_that_was_not_recorded_is_made_from_the_options(tmp_path, argv):
+    (tmp_path / "config.yaml").write_text(dump(*parse(argv)))
+    command = read_run(tmp_path).command.split()
+    assert dump(*parse(command[2:])) == dump(*parse(argv))
+
+
+def test_mean_and_sample_deviation_are_over_seeds(tmp_path, cells):
+    for seed, ga in enumerate((0.5, 0.6, 0.7)):
+        write_run(tmp_path / f"runs/{seed}", ga, seed=seed)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    found = row(own_table(one), "fedavg")["GA best"]
+    assert (found.mean, found.std, found.seeds) == (pytest.approx(60.0), pytest.approx(10.0), 3)
+
+
+def test_one_seed_has_no_deviation(tmp_path, cells):
+    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
+    assert row(own_table(one), "fedavg")["GA best"].std is None
+
+
+def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
+    for method, ga in {"fedavg": 0.5, "fedprox": 0.7, "fedrs": 0.6, "fedlc": 0.6}.items():
+        write_run(tmp_path / f"runs/{method}", ga, method=method)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    ranks = {entry.method: entry.cells[0].rank for entry in own_table(one).rows}
+    assert ranks == {"fedavg": 0, "fedprox": 1, "fedrs": 2, "fedlc": 2}
+
+
+def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
+    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
+    assert {found.rank for found in own_table(one).rows[0].cells} == {0}
+
+
+def test_seconds_are_not_ranked(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="fedprox")
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert {entry.cells[-1].rank for entry in own_table(one).rows} == {0}
+
+
+def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
+    write_run(tmp_path / "runs/a", method="fedprox", mu=0.1)
+    write_run(tmp_path / "runs/b", method="fedprox", mu=1.0, seed=1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [entry.label for entry in one.entries] == ["fedprox (mu=0.1)", "fedprox (mu=1.0)"]
+
+
+def test_methods_that_ran_with_other_rounds_are_labelled_so(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="moon", rounds=5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [entry.label for entry in one.entries] == ["fedavg (rounds=3)", "moon (rounds=5)"]
+
+
+def test_options_that_change_no_result_do_not_split_an_experiment(tmp_path, cells):
+    write_run(tmp_path / "runs/a", lanes=2, keep=5)
+    write_run(tmp_path / "runs/b", seed=1, device="cpu")
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [run.seed for run in one.entries[0].runs] == [0, 1]
+
+
+def test_runs_without_a_preset_are_grouped_by_data_partition_and_model(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", partition="pcdd")
+    write_run(tmp_path / "runs/c", model="mcmahan_cnn")
+    titles = [one.title for one in group(collect([tmp_path / "runs"]), cells)]
+    parts = ["dirichlet0.1 · default model", "P10C2 · default model", "dirichlet0.1 · mcmahan_cnn"]
+    assert titles == [f"digits · {part}" for part in parts]
+
+
+def test_a_repeated_seed_counts_once(tmp_path, cells):
+    write_run(tmp_path / "runs/a", 0.5)
+    write_run(tmp_path / "runs/b", 0.5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert (len(one.entries[0].runs), len(one.entries[0].repeated)) == (1, 1)
+
+
+def test_a_cell_of_the_paper_is_joined_and_the_difference_taken(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", ga=0.52)
+    in_preset(tmp_path / "runs/b", "A", ga=0.54, seed=1)
+    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    found = row(table, "fedavg")["A"]
+    assert (found.mean, found.paper, found.paper_std) == (pytest.approx(53.0), 50.0, 0.5)
+    assert found.difference == pytest.approx(3.0)
+
+
+def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, experiments):
+    (table,) = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    found = row(table, "moon")["A"]
+    assert (found.mean, found.paper, found.difference) == (None, 55.0, None)
+
+
+def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
+    (table,) = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    assert table.columns == ("A",)
+
+
+def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", "fedrs", "weak", ga=0.72)
+    in_preset(tmp_path / "runs/b", "A", "fedrs", "strong", ga=0.3)
+    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    assert row(table, "fedrs weak")["A"].difference == pytest.approx(2.0)
+    assert row(table, "fedrs strong")["A"].paper is None
+
+
+def test_a_smaller_run_says_what_differs_from_the_preset(tmp_path, cells, experiments):
+    (table,) = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
+    assert row(table, "fedavg (rounds=2)")["A"].paper == 50.0
+
+
+def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", ga=0.5)
+    in_preset(tmp_path / "runs/a1", "A", ga=0.9, seed=1)
+    in_preset(tmp_path / "runs/b", "B", ga=0.4)
+    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    found = row(table, "fedavg")["avg"]
+    assert (found.mean, found.seeds, found.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+
+
+def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cells, experiments):
+    folder = tmp_path / "runs/a"
+    in_preset(folder, "B", "fedprox")
+    (folder / "resolved.json").unlink()
+    write_run(tmp_path / "runs/other", beta=0.7)
+    (one,) = group(collect([tmp_path / "runs"]), cells, "toy/table1")
+    assert (one.split, [entry.label for entry in one.entries]) == ("B", ["fedprox"])
+
+
+def test_the_expected_tables_of_the_papers_can_all_be_read():
+    folder = Path(__file__).parent.parent / "experiments/expected"
+    presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv")]
+    assert all(read_expected(folder, preset) for preset in presets)
+
+
+def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
+    runs = [read_run(write_run(tmp_path / "a", 0.3)), read_run(write_run(tmp_path / "b", 0.6, rounds=6))]
+    rounds, mean, deviation = band(runs, "ga")
+    assert rounds.tolist() == [1, 2, 3]
+    np.testing.assert_allclose(mean, [0.1, 0.2, 0.3])
+    assert deviation is not None
+    np.testing.assert_allclose(deviation, 0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "name at least one folder of runs, as runs/."),
+        (["x", "--outptu=y"], "there is no option --outptu: did you mean '--output'?"),
+        (["nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
+        (["RUNS", "--preset=toy/table2"], "there is no preset 'toy/table2': did you mean 'toy/table1'?"),
+        (["RUNS", "--preset=toy/table1"], "none of the 1 runs is a finished one of toy/table1: leave --preset out"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys, argv, sentence):
+    runs = str(write_run(tmp_path / "runs/a", beta=0.7))
+    assert report_main(experiments, [runs if word == "RUNS" else word for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+def test_a_value_that_does_not_fit_is_one_sentence(capsys):
+    assert compare_main(["runs", "--confidence=x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("main", [compare_main, lambda argv: report_main(Path(), argv)])
+def test_help_lists_the_options(capsys, main):
+    assert main(["--help"]) == 0
+    assert "folders of runs" in capsys.readouterr().out
+
+
+def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
+    from fedjax_pcdd.harness import cli, launch
+
+    found = {}
+    monkeypatch.setattr(launch, "run", lambda config, method, origin: found.update(origin))
+    assert cli.main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
+    assert found == {
+        "preset": None, "split": None, "variant": None,
+        "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",
+    }  # fmt: skip
