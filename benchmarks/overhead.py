@@ -2,9 +2,9 @@
 
 python -m benchmarks.overhead --workloads w1 w4 --rounds 4 --out benchmarks/results/overhead
 
-Each method's rounds are timed between two groups of FedAvg's, and the ratio is that of the medians, so that a machine that
-becomes slower meanwhile slows both. Beside it stands what extra forward passes explain: each costs a share of a step that
-is measured in the same process.
+Each method's rounds are timed between two groups of FedAvg's, and the ratio is that of the medians, so that a machine
+that becomes slower meanwhile slows both. Beside it stands what extra forward passes explain: each costs a share of a
+step that is measured in the same process.
 """
 
 import argparse
@@ -129,10 +129,17 @@ def markdown(results: dict[str, list[Cost]]) -> str:
     head = f"One lane, {platform.processor() or platform.machine()}, jax {jax.__version__} ({jax.default_backend()}).\n"
     text = [head]
     for workload, costs in results.items():
-        text.append(f"\n## {workload.upper()}\n\n| method | s a round | times FedAvg | explained by forward passes | held |")
+        text.append(
+            f"\n## {workload.upper()}\n\n| method | s a round | times FedAvg | extra forward passes explain | held |"
+        )
         text.append("|---|---|---|---|---|")
         text += [f"| {c.method} | {c.seconds:.4f} | {c.ratio:.2f} | {c.explained:.2f} | {c.held} |" for c in costs]
     return "\n".join(text) + "\n"
+
+
+def _plain(method: Any) -> bool:
+    """Whether a method runs on a partition without public images and models of its own."""
+    return method.exchange == "never" and not method.distils
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4, help="timed rounds of each method")
     parser.add_argument("--out", type=Path, help="file without its ending, for Markdown and JSON")
     args = parser.parse_args(argv)
-    names = args.methods or [n for n, c in METHODS.items() if c().exchange == "never" and not c().distils and n != "fml"]
+    names = args.methods or [name for name, cls in METHODS.items() if _plain(cls())]
     results = {name: measure(WORKLOADS[name], names, args.rounds) for name in args.workloads}
     print(markdown(results))
     if args.out:

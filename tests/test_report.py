@@ -33,7 +33,7 @@ def papers(runs, cells, experiments, preset=None):
 
 
 def row(table, label):
-    (found,) = [one for one in table.rows if one.label == label]
+    (found,) = [one for one, name in zip(table.rows, table.labels, strict=True) if name == label]
     return dict(zip(table.columns, found.cells, strict=True))
 
 
@@ -186,8 +186,16 @@ def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
 
 
 def test_a_smaller_run_says_what_differs_from_the_preset(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", rounds=2)
+    in_preset(tmp_path / "runs/b", "A")
+    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    assert row(table, "fedavg (rounds=2)")["A"].paper == row(table, "fedavg")["A"].paper == 50.0
+
+
+def test_what_differs_in_all_runs_is_said_once(tmp_path, cells, experiments):
     (table,) = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
-    assert row(table, "fedavg (rounds=2)")["A"].paper == 50.0
+    assert "fedavg" in table.labels
+    assert table.remarks.startswith("Not as the preset in all runs: rounds=2. ")
 
 
 def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cells, experiments):

@@ -38,7 +38,7 @@ def test_chunks_are_equally_long_and_cover_all_rows():
 def test_local_statistics_live_on_the_host_too():
     kept = {}
     for where in ("device", "host"):
-        simulated = toy.simulation("fedavg", model="resnet10", client_state=where, local_statistics=True)
+        simulated = toy.simulation("fedgela", normalise="batch", client_state=where, local_statistics=True)
         kept[where] = toy.train(simulated, (0, 1))[0].statistics
     for a, b in zip(jax.tree.leaves(kept["device"]), jax.tree.leaves(kept["host"]), strict=True):
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)

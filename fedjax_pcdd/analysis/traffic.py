@@ -1,8 +1,9 @@
 """What a method sends and what a client holds, counted from the program itself: FedMR's Table 3, and its section 4.5.
 
-A job is traced, not run. Sent up is what `upload` returns, sent down is every array of the server's state that a client's
-job depends on and that `aggregate` changes (what never changes is handed out once), held is what the local steps and the
-upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C classes, D features.
+A job is traced, not run. Sent up is what `upload` returns, sent down is every array of the server's state that a
+client's job depends on and that `aggregate` changes (what never changes is handed out once), held is what the local
+steps and the upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C
+classes, D features.
 """
 
 import math
@@ -23,7 +24,6 @@ from fedjax_pcdd.simulation.lanes import World, context_of, load, summary_of, tr
 from fedjax_pcdd.simulation.program import Tree, facts_of
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select
-
 
 PUBLIC = 5000  # N, public images
 
@@ -125,7 +125,7 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
     def talk(client, images):
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, method.model_of(client),
-            facts_of(program, simulated.data, 0), 0, 0, 0, jax.random.key(0),
+            facts_of(program, simulated.data, 0), *[jnp.zeros((), jnp.int32)] * 3, jax.random.key(0),
         )  # fmt: skip
         said = method.say(method.model_of(client), PublicBatch(images, images, ()), context)
         everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)
@@ -194,7 +194,14 @@ def in_words(count: int, found: Traffic, classes: int) -> str:
     '2P - head + 1'
     """
     prototypes, logits = classes * found.features, PUBLIC * classes
-    known = {logits: "N C", logits + 1: "N C + 1", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
+    known = {
+        logits: "N C",
+        logits + 1: "N C + 1",
+        2 * logits: "2 N C",
+        classes: "C",
+        prototypes: "C D",
+        prototypes + classes: "C D + C",
+    }
     known |= {-found.head: "-head", 1 - found.head: "-head + 1", 1: "1", 0: ""} if found.head else {1: "1", 0: ""}
     for models in range(9):
         rest = count - models * found.model

@@ -62,7 +62,7 @@ def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
     clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
     return Local(
-        config.local_epochs, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
+        config.local_epochs or 1, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
         config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
         config.lr_decay,
     )  # fmt: skip

@@ -36,12 +36,13 @@ class Row(NamedTuple):
 
 def rows(counts: Mapping[str, Mapping[str, str]] | None = None) -> list[Row]:
     """All registered methods; a method that has not been counted yet has question marks."""
-    counts = json.loads(COUNTS.read_text()) if counts is None else counts
+    known: Mapping[str, Mapping[str, str]] = json.loads(COUNTS.read_text()) if counts is None else counts
     found = []
     for name, cls in METHODS.items():
-        sizes = [counts.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held")]
+        down, up, client, held = (known.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held"))
         status = "reconstruction" if "reconstructed" in cls.paper else "complete"
-        found.append(Row(name, cls.paper, cls().target, *sizes, cls.__module__.replace(".", "/") + ".py", status))
+        file = cls.__module__.replace(".", "/") + ".py"
+        found.append(Row(name, cls.paper, cls().target, down, up, client, held, file, status))
     return found
 
 

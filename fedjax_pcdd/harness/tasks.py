@@ -205,5 +205,6 @@ def federation_of(task: Task) -> Federation:
     """All domains as one data set, of which each participant holds its own part."""
     sizes = [len(d.y_train) for d in task.domains], [len(d.y_test) for d in task.domains]
     lists = [tuple(np.split(np.arange(sum(s)), np.cumsum(s)[:-1])) for s in sizes]
-    joined = [np.concatenate([getattr(d, name) for d in task.domains]) for name in Dataset.__match_args__[1:5]]
-    return Federation(Dataset(task.name, *joined, task.num_classes), Partition(*lists))
+    names = ("x_train", "y_train", "x_test", "y_test")
+    joined = {name: np.concatenate([getattr(d, name) for d in task.domains]) for name in names}
+    return Federation(Dataset(name=task.name, num_classes=task.num_classes, **joined), Partition(*lists))

@@ -2,9 +2,9 @@
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
 Sent: the logits of public images up, their mean down (per public epoch N C scalars each way); no parameters.
-Follows the paper where the published code differs, but that every public batch has a new Adam (`--public-optimizer`), and
-that the correlation is of centred columns with the unbiased standard deviation over B (code), which the paper leaves open.
-The code puts the previous model's logits in the place of one's own in the mean: `--own=previous`.
+Follows the paper where the published code differs, but that every public batch has a new Adam (`--public-optimizer`),
+and that the correlation is of centred columns with the unbiased standard deviation over B (code), which the paper does
+not fix. The code puts the previous model's logits in the place of one's own in the mean: `--own=previous`.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -50,7 +50,7 @@ class FCCL(Exchanging):
     )
     average: Literal["never", "exchanged", "trained"] = hyperparameter(
         "never",
-        help="of equal architectures, mean of the models: none, after the exchange (paper), after local training (code)",
+        help="mean of equal models: never, once they have exchanged (paper), or once they are trained (code)",
         static=True,
     )
     eps: float = hyperparameter(0.0, help="added to the variance of a column of logits", low=0.0)

@@ -5,7 +5,7 @@ A RECONSTRUCTION of the form that FCCL compares with: all private images have la
 differ; the paper says no more than that key features are kept. So sigma learns from private images, psi from public
 ones, both stay with the participant, and helpers are others' logits instead of others' models. Sent: N C logits up,
 H N C down. The original's federation of one architecture, with unlabelled private images, is not offered.
-sigma + psi is the (pre-trained) initial model, psi a fifth of it. Public images are augmented for the pseudo-labels only.
+sigma + psi is the (pre-trained) initial model, psi a fifth of it. Only for the pseudo-labels are images augmented.
 """
 
 from typing import ClassVar

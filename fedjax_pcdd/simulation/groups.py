@@ -219,7 +219,9 @@ class Groups:
 
     def public_plan(self, round: int) -> np.ndarray:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation, the rest dropped."""
-        total, batch = len(self.images), min(self.public.batch, len(self.images))
+        assert self.public is not None  # `_check` has seen to it
+        total = len(self.public.images)
+        batch = min(self.public.batch, total)
         epochs = [
             schedule.stream(self.seed, round, 2**63 + 1, e).permutation(total)[: total // batch * batch]
             for e in range(self.method.public_epochs)

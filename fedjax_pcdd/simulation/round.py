@@ -10,7 +10,7 @@ in seed, partition and traced hyper-parameters. Letters: E experiments, K client
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -19,44 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Hyper, Message, Method, Server, ServerContext, Setting
+from fedjax_pcdd.methods.method import Hyper, Message, Server, ServerContext, Setting
 from fedjax_pcdd.models import normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.planning import Experiment as Experiment
+from fedjax_pcdd.simulation.planning import Local as Local
+from fedjax_pcdd.simulation.planning import Planner
 from fedjax_pcdd.simulation.program import Program, State, Tree, facts_of, lift, load_data, unlabelled
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.trees import select, where
-
-
-@dataclass(frozen=True)
-class Local:
-    """Local training: what every client does in a round."""
-
-    epochs: int | tuple[int, ...] = 10  # of all clients, or of each
-    batch_size: int = 100
-    last_batch: schedule.LastBatch = "drop"
-    optimizer: str = "sgd"
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    clip: float | None = None  # global norm of the gradient
-    shuffle: bool = True  # a fresh permutation each epoch, else the stored order of each client
-    lr_steps: tuple[int, ...] = ()  # rounds from which on the learning rate is multiplied by lr_decay
-    lr_decay: float = 0.1
-
-
-class Experiment(NamedTuple):
-    """One federation trained by one method from one seed."""
-
-    federation: Federation
-    method: Method
-    local: Local
-    seed: int
-    numbers: tuple[int, ...] = ()  # of the clients in the whole federation, where this one is a part of it
 
 
 class Report(NamedTuple):
@@ -91,6 +66,7 @@ def _round(program: Program, methods, hyper, data, keys, state: State, plan, job
         after = method.aggregate(server, message, weights)
         if method.distils:
             public = unlabelled(program, data)
+            assert public is not None  # the constructor has seen to it
             key = jax.random.fold_in(jax.random.fold_in(key, round), program.setting.num_clients)
             after = method.distil(after, message, ServerContext(program.model, program.setting, public, round, key))
         return where(weights.sum() > 0, after, server)
@@ -112,7 +88,7 @@ def _hyper(local: Local) -> Hyper:
     return Hyper(*(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, momentum, local.weight_decay, clip)))
 
 
-class Simulation:
+class Simulation(Planner):
     """Compiled rounds over fixed federations; all state is passed in and out, the arguments of `step` are donated."""
 
     def __init__(
@@ -147,6 +123,8 @@ class Simulation:
         """
         first = experiments[0]
         federation, local = first.federation, first.local
+        if first.method.distils and public is None:
+            raise UserError("this method needs unlabelled public images: name a data set with --public.")
         everybody = tuple(range(federation.num_clients))
         self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
         shape = federation.image_shape
@@ -182,17 +160,6 @@ class Simulation:
         self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
-
-    def _of_each(self, value) -> np.ndarray:
-        """A number for each client [K], from one for all or one for each."""
-        return np.broadcast_to(value, (self.sizes.shape[1],))
-
-    def _epoch_steps(self, samples: int) -> int:
-        return schedule.batches_per_epoch(int(samples), self.local.batch_size, self.local.last_batch)
-
-    def _has_padding(self) -> bool:
-        full = (self.steps * self.local.batch_size <= self.sizes) | (self.local.last_batch == "top_up")
-        return not full.all()
 
     def _client_batch(self, most: int) -> int:
         """Batch of passes over one client's data: no larger than the largest client needs, in steps of 8."""
@@ -252,58 +219,6 @@ class Simulation:
         """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""
         fallen = sum(round >= step for step in self.local.lr_steps)
         return self.hyper._replace(lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
-
-    def clients_of(self, round: int) -> list[np.ndarray]:
-        """The cohort of each experiment."""
-        pairs = zip(self.experiments, self.sizes, strict=True)
-        return [schedule.cohort(e.seed, round, sizes, self.cohort_size) for e, sizes in pairs]
-
-    def parts(self) -> list[np.ndarray]:
-        """All clients with samples in portions of a cohort, for one experiment."""
-        able = np.flatnonzero(self.sizes[0] > 0)
-        return [able[i : i + self.cohort_size] for i in range(0, len(able), self.cohort_size)]
-
-    def jobs(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Jobs, list[np.ndarray]]:
-        """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` in place of those drawn.
-
-        A cohort without any weight has no batches: what its clients learnt, nobody would hear of.
-        """
-        size, local = self.cohort_size, self.local
-        shape = (len(self.experiments), size)
-        clients, weight = np.zeros(shape, np.int32), np.zeros(shape)
-        batches = []
-        for e, chosen in enumerate(cohorts or self.clients_of(round)):
-            experiment = self.experiments[e]
-            clients[e, : len(chosen)] = chosen
-            weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
-            lists = [experiment.federation.partition.train[k] for k in chosen]
-            draw = partial(
-                schedule.job_batches, seed=experiment.seed, round=round, batch=local.batch_size, rule=local.last_batch,
-                shuffle=local.shuffle,
-            )  # fmt: skip
-            numbers = self.numbers[e, chosen]
-            epochs = self.epochs[chosen]
-            drawn = [draw(x, client=int(k), epochs=e) for k, x, e in zip(numbers, lists, epochs, strict=True)]
-            batches += drawn if weight[e].any() else [b[:0] for b in drawn]
-            batches += [np.zeros((0, local.batch_size), np.int32)] * (size - len(chosen))
-        weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
-        return self.table(clients, weight, batches), batches
-
-    def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
-        """The job table from clients [E, S], weights [E, S] and the jobs' batches."""
-        experiments = np.repeat(np.arange(len(clients), dtype=np.int32), clients.shape[1])
-        rows = experiments * self.program.setting.num_clients + clients.ravel()
-        steps = np.array([len(b) for b in batches], np.int32)
-        dtype = np.dtype(jnp.result_type(float))
-        slots, weight = self.storage.slots(rows), weight.ravel().astype(dtype)
-        return schedule.Jobs(
-            rows, self.numbers.ravel()[rows], slots, experiments, weight, steps, self.steps.ravel()[rows]
-        )
-
-    def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Plan, schedule.Jobs]:
-        """The schedule of a round, host arrays that depend on (seed, round) and the cohorts alone."""
-        jobs, batches = self.jobs(round, cohorts)
-        return schedule.pack(batches, self.program.lanes, steps=self.capacity), jobs
 
     def step(self, state: State, round: int, plan: tuple[schedule.Plan, schedule.Jobs] | None = None):
         """One round. The state passed in is donated: use the one returned.

@@ -145,9 +145,13 @@ def _command(config: dict[str, Any]) -> str:
     cls = METHODS.get(config["method"])
     known = RUN | (options_of(cls) if cls else {})
     usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
+    if config["partition"] != "natural":
+        usual["clients"] = 10
     words = [f"--method={config['method']}"]
     for name, value in config.items():
         if name in PLACE or name == "method" or (name in usual and value == usual[name]):
+            continue
+        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -154,14 +154,12 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
     pictures = {}
     for index, one in enumerate(groups):
         for name in ("ga", "pa", "loss"):
-            svg = curves(one, name)
+            svg = curves(one, name, key=True)
             if svg is not None:
                 pictures[f"curves/{index}-{name}.svg"] = svg
     lines = ["# Federated runs", "", LEGEND, "", *(f"- {note}" for note in notes), "", *map(markdown, papers)]
     for index, table in enumerate(own_tables):
         lines.append(markdown(table))
-        keys = [f"{i + 1}. {entry.label}, {len(entry.runs)} seeds" for i, entry in enumerate(groups[index].entries)]
-        lines += [*keys, ""]
         lines += [f"![curves]({name})" for name in pictures if name.startswith(f"curves/{index}-")] + [""]
     lines += ["### Runs", "", *(f"- `{run.path}`: `{run.command}`" for run in runs)]
     return {

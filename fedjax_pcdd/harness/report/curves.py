@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from fedjax_pcdd.harness.report.collect import RunRecord
-from fedjax_pcdd.harness.report.grouping import Entry, Group
+from fedjax_pcdd.harness.report.grouping import Group
 
 # Okabe and Ito, but for the colours that vanish on white or on black; then the same, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
@@ -39,17 +40,18 @@ def band(runs: Sequence[RunRecord], name: str) -> tuple[np.ndarray, np.ndarray, 
     return rounds, values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else None
 
 
-def curves(group: Group, name: str) -> str | None:
+def curves(group: Group, name: str, key: bool = False) -> str | None:
     """The curves of a group, or None where no run has values.
 
     Args:
       group: its experiments get the colours of `look` in their order.
       name: ga, pa or loss.
+      key: name the lines below the picture, for one that stands alone.
     """
     found = [(look(i), band(entry.runs, name)) for i, entry in enumerate(group.entries)]
     if not any(len(rounds) for _, (rounds, _, _) in found):
         return None
-    figure = Figure(figsize=(4.4, 3.1), layout="constrained")
+    figure = Figure(figsize=(4.4, 3.1 + (0.2 * len(group.entries) if key else 0)), layout="constrained")
     axes = figure.add_subplot()
     factor = 1 if name == "loss" else 100
     for (colour, style), (rounds, mean, deviation) in found:
@@ -59,6 +61,10 @@ def curves(group: Group, name: str) -> str | None:
             low, high = factor * (mean - deviation), factor * (mean + deviation)
             axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
     _frame(axes, LABELS[name])
+    if key:
+        lines = [Line2D([], [], color=colour, linestyle=style) for colour, style, _ in legend(group)]
+        texts = [text for _, _, text in legend(group)]
+        figure.legend(lines, texts, loc="outside lower left", frameon=False, fontsize=8, labelcolor=FRAME)
     return _svg(figure)
 
 
@@ -92,6 +98,8 @@ def inline(svg: str, prefix: str) -> str:
     return re.sub(r'( id="| href="#|url\(#)', rf"\g<1>{prefix}-", svg)
 
 
-def legend(group: Group) -> list[tuple[str, str, Entry]]:
-    """Colour, style and experiment of each line, in order."""
-    return [(*look(i), entry) for i, entry in enumerate(group.entries)]
+def legend(group: Group) -> list[tuple[str, str, str]]:
+    """Colour, style, and name with the number of seeds, of each line."""
+    counts = [len(entry.runs) for entry in group.entries]
+    texts = [f"{name}, {n} seed{'s' * (n != 1)}" for name, n in zip(group.labels, counts, strict=True)]
+    return [(*look(i), text) for i, text in enumerate(texts)]

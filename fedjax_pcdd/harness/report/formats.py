@@ -46,12 +46,12 @@ def beside(one: Cell, digits: int, metric: str = "") -> str:
 
 def markdown(table: Table) -> str:
     """One GitHub table under its title."""
-    lines = [f"### {table.title}", "", *([table.note, ""] if table.note else [])]
+    lines = [f"### {table.title}", "", *([table.remarks, ""] if table.remarks else [])]
     lines.append(_piped(["method", *table.columns]))
     lines.append("|---|" + "---:|" * len(table.columns))
-    for row in table.rows:
+    for row, name in zip(table.rows, table.labels, strict=True):
         cells = [_in_markdown(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
-        lines.append(_piped([row.label.replace("|", "\\|"), *cells]))
+        lines.append(_piped([name.replace("|", "\\|"), *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -85,14 +85,14 @@ def comma_separated(tables: Sequence[Table]) -> str:
 def latex(table: Table) -> str:
     """One floating table."""
     head = " & ".join(map(escaped, ["method", *table.columns]))
-    caption = ". ".join(map(escaped, filter(None, (table.title, table.note.removesuffix(".")))))
+    caption = ". ".join(map(escaped, filter(None, (table.title, table.remarks.removesuffix(".")))))
     lines = [
         r"\begin{table}", r"\centering", rf"\caption{{{caption}}}",
         rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", head + r" \\", r"\midrule",
     ]  # fmt: skip
-    for row in table.rows:
+    for row, name in zip(table.rows, table.labels, strict=True):
         cells = [_in_latex(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
-        lines.append(" & ".join([escaped(row.label), *cells]) + r" \\")
+        lines.append(" & ".join([escaped(name), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 

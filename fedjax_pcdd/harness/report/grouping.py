@@ -37,8 +37,7 @@ class Entry:
     @property
     def label(self) -> str:
         """How tables and curves call it."""
-        name = f"{self.method} {self.variant}".rstrip()
-        return f"{name} ({self.settings})" if self.settings else name
+        return label(self.method, self.variant, self.settings)
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,28 @@ class Group:
     preset: str | None
     split: str | None
     entries: tuple[Entry, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        """What its experiments are called, without the settings that all of them have."""
+        same = shared(entry.settings for entry in self.entries)
+        return [label(entry.method, entry.variant, entry.settings, same) for entry in self.entries]
+
+
+def label(method: str, variant: str, settings: str, known: str = "") -> str:
+    """A name for an experiment; settings that are `known` are not repeated.
+
+    >>> label("fedmr", "full", "rounds=2"), label("fedmr", "", "rounds=2", "rounds=2")
+    ('fedmr full (rounds=2)', 'fedmr')
+    """
+    name = f"{method} {variant}".rstrip()
+    return f"{name} ({settings})" if settings not in ("", known) else name
+
+
+def shared(settings: Iterable[str]) -> str:
+    """The settings that all have, "" where they differ."""
+    found = set(settings)
+    return found.pop() if len(found) == 1 else ""
 
 
 class Cells:
@@ -123,11 +144,11 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
 def _group(key: tuple, members: list[tuple[RunRecord, str | None]], cells: Cells) -> Group:
     if len(key) > 2:
         return Group(" · ".join(key), None, None, tuple(entries(run for run, _ in members)))
-    preset, split = key
+    preset, split = key[0], key[1]
     found: dict[tuple[str, str, str], list[RunRecord]] = {}
     for run, variant in members:
         deviations = cells.deviations(run, preset, split, variant)
-        settings = "not of this preset" if deviations is None else _text(deviations)
+        settings = "no cell of the preset" if deviations is None else _text(deviations)
         found.setdefault((run.method, variant or "", settings), []).append(run)
     title = " · ".join(part for part in key if part)
     return Group(title, preset, split, tuple(_entry(*names, same) for names, same in found.items()))

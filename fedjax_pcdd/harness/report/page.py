@@ -44,7 +44,8 @@ def page(groups: Sequence[Group], papers: Sequence[Table], runs: Sequence[RunRec
 
 def _group(group: Group, index: int) -> str:
     """Table, curves, accuracies by class and client, and partitions of a group."""
-    runs = [(f"{entry.label}, seed {run.seed}", run) for entry in group.entries for run in entry.runs]
+    named = zip(group.labels, group.entries, strict=True)
+    runs = [(f"{name}, seed {run.seed}", run) for name, entry in named for run in entry.runs]
     return "".join([
         _table(own_table(group), titled=False),
         _curves(group, index),
@@ -56,11 +57,11 @@ def _group(group: Group, index: int) -> str:
 
 def _table(table: Table, titled: bool = True) -> str:
     rows = []
-    for row in table.rows:
+    for row, name in zip(table.rows, table.labels, strict=True):
         cells = [_cell(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
-        rows.append(f"<tr><td>{escape(row.label)}</td>{''.join(cells)}</tr>")
+        rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
     title = f"<h3>{escape(table.title)}</h3>" if titled else ""
-    note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    note = f"<p>{escape(table.remarks)}</p>" if table.remarks else ""
     return title + note + _sortable(["method", *table.columns], rows)
 
 
@@ -88,9 +89,8 @@ def _curves(group: Group, index: int) -> str:
         if svg is not None:
             figures.append(f"<figure>{inline(svg, f'g{index}{name}')}</figure>")
     lines = [
-        f'<li><i style="border-top-style:{BORDERS[style]};border-color:{colour}"></i>{escape(entry.label)}, '
-        f"{len(entry.runs)} seed{'s' * (len(entry.runs) != 1)}</li>"
-        for colour, style, entry in legend(group)
+        f'<li><i style="border-top-style:{BORDERS[style]};border-color:{colour}"></i>{escape(text)}</li>'
+        for colour, style, text in legend(group)
     ]
     caption = "<p>Mean over seeds, with a band of one standard deviation.</p>"
     key = f'<ul class="key">{"".join(lines)}</ul>'

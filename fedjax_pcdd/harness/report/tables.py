@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pcdd.harness.report.collect import RunRecord
 from fedjax_pcdd.harness.report.expected import SUMMARY_VALUES, TITLES, Expected, kind, measured
-from fedjax_pcdd.harness.report.grouping import Entry, Group
+from fedjax_pcdd.harness.report.grouping import Group, label, shared
 
 # Columns of a group's own table: entry of summary.json, heading, factor.
 COLUMNS = (
@@ -60,11 +60,6 @@ class Row:
     settings: str
     cells: tuple[Cell, ...]
 
-    @property
-    def label(self) -> str:
-        """As `Entry.label`."""
-        return Entry(self.method, self.variant, self.settings, ()).label
-
 
 @dataclass(frozen=True)
 class Table:
@@ -76,6 +71,23 @@ class Table:
     rows: tuple[Row, ...]
     note: str = ""
     digits: int = 2
+
+    @property
+    def shared(self) -> str:
+        """Settings that all experiments with numbers of their own have."""
+        return shared(row.settings for row in self.rows if any(one.mean is not None for one in row.cells))
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of each row, without the shared settings."""
+        return [label(row.method, row.variant, row.settings, self.shared) for row in self.rows]
+
+    @property
+    def remarks(self) -> str:
+        """What to print above it: how all runs differ from the preset, and the note."""
+        return " ".join(
+            filter(None, [f"Not as the preset in all runs: {self.shared}." if self.shared else "", self.note])
+        )
 
 
 def cell(values: Iterable[float | None]) -> Cell:
@@ -171,7 +183,7 @@ def _over(parts: Sequence[str], metric: str, runs: Sequence[Sequence[RunRecord]]
     """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
     found = [{run.seed: measured(run, metric) for run in several} for several in runs]
     seeds = [seed for seed in found[0] if all(part.get(seed) is not None for part in found)]
-    return cell(float(np.mean([part[seed] for part in found])) for seed in seeds)
+    return cell(float(np.mean([part[seed] for part in found], dtype=float)) for seed in seeds)
 
 
 def _note(name: str) -> str:

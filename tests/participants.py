@@ -1,0 +1,75 @@
+"""Participants of the exchange for tests of single hooks: small models, contexts made by hand, stacks of variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.methods.participant import PublicBatch
+from fedjax_pcdd.models.classifier import forward, initialise
+
+MODEL = toy.architectures(0)[0]
+SGD = {"optimizer": "sgd", "lr": 0.02}
+ONE = (0, 0, 0, 0, 0)
+
+
+def variables(seed=0, model=MODEL):
+    return initialise(model, jax.random.key(seed), (5, 5, 1))
+
+
+def images(count=8):
+    """Public images as a model reads them."""
+    return prepare(toy.PLAIN, jnp.asarray(toy.public_images(count)), None, train=False)
+
+
+def public_batch(target=(), count=8):
+    return PublicBatch(images(count), images(count), target)
+
+
+def logits(own, x, model=MODEL):
+    return forward(model, own, x, train=False)[0].logits
+
+
+def context(**known):
+    return toy.context(**{"model": MODEL, "key": jax.random.key(3)} | known)
+
+
+def alone(k=4):
+    """A federation of one client."""
+    whole = toy.federation()
+    return Federation(whole.dataset, Partition((whole.partition.train[k],), (whole.partition.test[k],)))
+
+
+ALONE = alone()
+
+
+def exchanged(table, state=None):
+    """The groups' clients after the exchange of round 0, as arrays of the host."""
+    return arrays(table.exchange(table.start() if state is None else state, 0).clients)
+
+
+def arrays(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def assert_close(one, other, tolerance=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), one, other)
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def row(tree, k):
+    return jax.tree.map(lambda x: x[k], tree)
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
