@@ -58,6 +58,6 @@ def write_run(folder, ga=0.5, pa=0.8, *, finished=True, shift=0, origin=None, ro
 def in_preset(folder, split, method="fedavg", variant=None, ga=0.5, seed=0, **more):
     """A run that was started with the preset."""
     own = {"partition": "pcdd", "clients": {"A": 2, "B": 4}[split]}
-    own |= {"fedprox": {"mu": 0.5}, "fedrs": {"alpha": {"weak": 0.1, "strong": 0.9}.get(variant)}}.get(method, {})
+    own |= {"fedprox": {"mu": 0.5}, "fedrs": {"alpha": {"weak": 0.1, "strong": 0.9}.get(variant or "")}}.get(method, {})
     origin = {"preset": "toy/table1", "split": split, "variant": variant, "command": "python experiments/run.py <x>"}
     return write_run(folder, ga, method=method, seed=seed, origin=origin, **(own | more))

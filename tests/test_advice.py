@@ -28,6 +28,21 @@ def test_adam_has_no_momentum_to_advise_against(tmp_path, capsys, method):
     assert said(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9) == ""
 
 
+@pytest.mark.parametrize(
+    ("method", "remedy", "options"),
+    [("fedlc", "--missing=constant", {}), ("fedgela", "--denominator=all", {"denominator": "present"})],
+)
+def test_one_class_clients_are_said_where_their_loss_has_no_gradient(tmp_path, capsys, method, remedy, options):
+    split = {"partition": "pcdd", "clients": 10, "classes_per_client": 1}
+    text = said(tmp_path, capsys, method=method, **split, **options)
+    assert "10 clients have one class" in text
+    assert remedy in text
+
+
+def test_dynamic_regularisation_of_strength_zero_is_said(tmp_path, capsys):
+    assert "--alpha" in said(tmp_path, capsys, method="feddyn", alpha=0.0)
+
+
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
     assert said(tmp_path, capsys, method="scaffold", momentum=0.9, quiet=True) == ""
 

@@ -1,4 +1,4 @@
-"""What every method with public images must fulfil: an exchange between architectures, or distillation on the server."""
+"""What every method with public images must fulfil, in an exchange between architectures or on the server."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ BASIC = ["fccl", "fedmd-per-round", "rcfl", "feddf-participants", "fedmatch", "f
 
 
 def groups(form, necks=TWO, **options):
-    """The form on the toy federation, with SGD: of Adam's first step, rounding decides the sign where a gradient is 0."""
+    """The form on the toy federation, with SGD: the sign of Adam's first step is rounding where a gradient is 0."""
     name, hyper = FORMS[form]
     return toy.groups(name, necks=necks, **{"optimizer": "sgd", "lr": 0.02, **hyper, **options})
 

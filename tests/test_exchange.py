@@ -33,7 +33,7 @@ def by_hand(table, round, *, carry):
         target = sum(said.values()) / len(said)
         for k, (model, v, memory) in held.items():
 
-            def loss(params, model=model, v=v):
+            def loss(params, model=model, v=v, x=x, target=target):
                 return absolute_error(target, forward(model, {**v, "params": params}, x, train=True)[0].logits)
 
             gradient = jax.grad(loss)(v["params"])

@@ -39,13 +39,19 @@ def test_the_public_loss_ignores_scale_shift_and_order():
     z, mean = random.normal(size=(2, 9, 4))
     order, scale, shift = random.permutation(9), np.array([0.1, 1, 7, 30]), random.normal(size=4)
     loss = FCCL().public_loss(jnp.asarray(z), jnp.asarray(mean), context())
-    np.testing.assert_allclose(FCCL().public_loss(jnp.asarray(z * scale + shift), jnp.asarray(mean), context()), loss, 1e-4)
-    np.testing.assert_allclose(FCCL().public_loss(jnp.asarray(z[order]), jnp.asarray(mean[order]), context()), loss, 1e-4)
+    np.testing.assert_allclose(
+        FCCL().public_loss(jnp.asarray(z * scale + shift), jnp.asarray(mean), context()), loss, 1e-4
+    )
+    np.testing.assert_allclose(
+        FCCL().public_loss(jnp.asarray(z[order]), jnp.asarray(mean[order]), context()), loss, 1e-4
+    )
 
 
 def test_the_weight_of_different_classes_is_that_asked_for():
     z, mean = np.random.default_rng(1).normal(size=(2, 9, 4))
-    none, one, two = (FCCL(lambda_col=w).public_loss(jnp.asarray(z), jnp.asarray(mean), context()) for w in (0.0, 1.0, 2.0))
+    none, one, two = (
+        FCCL(lambda_col=w).public_loss(jnp.asarray(z), jnp.asarray(mean), context()) for w in (0.0, 1.0, 2.0)
+    )
     assert one > none
     np.testing.assert_allclose(two - one, one - none, 1e-5)
 

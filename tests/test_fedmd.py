@@ -78,7 +78,9 @@ def test_targets_of_a_round_come_from_the_models_as_they_were():
         for index in table.public_plan(0):
 
             def loss(params, v=v, index=index):
-                return absolute_error(target[index], forward(model, {**v, "params": params}, x[index], train=True)[0].logits)
+                return absolute_error(
+                    target[index], forward(model, {**v, "params": params}, x[index], train=True)[0].logits
+                )
 
             v = {"params": jax.tree.map(lambda w, g: w - 0.02 * g, v["params"], jax.grad(loss)(v["params"]))}
         expected.append(arrays(v))

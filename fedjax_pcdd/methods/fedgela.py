@@ -82,10 +82,14 @@ class FedGELA(Method):
         return dataclasses.replace(self, ew=ew, gamma=gamma)
 
     def advise(self, setting, hyper):
-        """What belongs to the ETF does nothing without it."""
-        if self.classifier == "etf" or (self.ew, self.scale, self.normalise) == (None, "sqrt", "l2"):
-            return []
-        return ["--ew, --scale and --normalise belong to the ETF: with --classifier=learned they do nothing."]
+        """What belongs to the ETF does nothing without it; a softmax over one class is constant."""
+        said = []
+        if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
+            said.append("--ew, --scale and --normalise belong to the ETF: with --classifier=learned they do nothing.")
+        if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
+            number = setting.one_class_clients
+            said.append(f"{number} clients have one class, where the loss has no gradient: use --denominator=all.")
+        return said
 
     def init_server(self, setting, variables, class_counts, key):
         """The ETF, from a seed that follows from the key; none beside a learned classifier."""

@@ -34,6 +34,13 @@ class FedLC(Method):
         "local", help="class counts: the client's, or those of all clients together, as in one library", static=True
     )
 
+    def advise(self, setting, hyper):
+        """A masked softmax over one class is constant."""
+        if not setting.one_class_clients or (self.missing, self.counted) != ("masked", "local"):
+            return []
+        said = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
+        return [f"{said}: --missing=constant keeps the other classes in it."]
+
     def classification(self, outputs, batch, context):
         """The calibrated cross-entropy, a scalar."""
         facts = context.facts

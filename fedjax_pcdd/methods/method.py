@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     epochs: int  # E
     batch_size: int  # B
     normalised: bool  # whether the backbone has normalisation layers, over batches or groups
+    one_class_clients: int = 0  # clients with samples of a single class
 
 
 class Facts(NamedTuple):

@@ -136,6 +136,7 @@ class Simulation(Planner):
             epochs=int(np.max(local.epochs)),
             batch_size=local.batch_size,
             normalised=normalises(model),
+            one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
         )
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.local = local

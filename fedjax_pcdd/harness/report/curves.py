@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from fedjax_pcdd.harness.report.collect import RunRecord
 from fedjax_pcdd.harness.report.grouping import Group
@@ -62,7 +61,7 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
             axes.fill_between(rounds, low, high, color=colour, alpha=0.2, linewidth=0)
     _frame(axes, LABELS[name])
     if key:
-        lines = [Line2D([], [], color=colour, linestyle=style) for colour, style, _ in legend(group)]
+        lines = [axes.plot([], [], color=colour, linestyle=style)[0] for colour, style, _ in legend(group)]
         texts = [text for _, _, text in legend(group)]
         figure.legend(lines, texts, loc="outside lower left", frameon=False, fontsize=8, labelcolor=FRAME)
     return _svg(figure)

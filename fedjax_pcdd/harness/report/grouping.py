@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.cli import MAY_CHANGE
@@ -128,35 +128,43 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
       cells: the presets.
       preset: only the runs that belong to this one; without it each run where it was recorded.
     """
-    places: dict[tuple, list[tuple[RunRecord, str | None]]] = {}
+    places: dict[_Place, list[tuple[RunRecord, str | None]]] = {}
     for run in runs:
         if run.summary is None:
             continue
         name = preset if preset is not None else run.preset
         place = cells.place(run, name) if name is not None and cells.known(name) else None
         if place is not None:
-            places.setdefault((name, place[0]), []).append((run, place[1]))
+            title = " · ".join(part for part in (name, place[0]) if part)
+            places.setdefault(_Place(title, name, place[0]), []).append((run, place[1]))
         elif preset is None:
-            places.setdefault(_problem(run), []).append((run, None))
-    return [_group(key, members, cells) for key, members in places.items()]
+            places.setdefault(_Place(_problem(run), None, None), []).append((run, None))
+    return [_group(place, members, cells) for place, members in places.items()]
 
 
-def _group(key: tuple, members: list[tuple[RunRecord, str | None]], cells: Cells) -> Group:
-    if len(key) > 2:
-        return Group(" · ".join(key), None, None, tuple(entries(run for run, _ in members)))
-    preset, split = key[0], key[1]
+class _Place(NamedTuple):
+    """Where a run belongs: the key of its group."""
+
+    title: str
+    preset: str | None
+    split: str | None
+
+
+def _group(place: _Place, members: list[tuple[RunRecord, str | None]], cells: Cells) -> Group:
+    title, preset, split = place
+    if preset is None:
+        return Group(title, None, None, tuple(entries(run for run, _ in members)))
     found: dict[tuple[str, str, str], list[RunRecord]] = {}
     for run, variant in members:
         deviations = cells.deviations(run, preset, split, variant)
         settings = "no cell of the preset" if deviations is None else _text(deviations)
         found.setdefault((run.method, variant or "", settings), []).append(run)
-    title = " · ".join(part for part in key if part)
     return Group(title, preset, split, tuple(_entry(*names, same) for names, same in found.items()))
 
 
-def _problem(run: RunRecord) -> tuple[str, str, str]:
+def _problem(run: RunRecord) -> str:
     """Data set, partition and model."""
-    return (*data_of(run), str(run.config["models"] or run.config["model"] or "default model"))
+    return " · ".join([*data_of(run), str(run.config["models"] or run.config["model"] or "default model")])
 
 
 def data_of(run: RunRecord) -> tuple[str, str]:

@@ -182,8 +182,8 @@ def _row_names(columns: Mapping, runs: Mapping, numbers: Mapping) -> list[tuple[
 def _over(parts: Sequence[str], metric: str, runs: Sequence[Sequence[RunRecord]]) -> Cell:
     """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
     found = [{run.seed: measured(run, metric) for run in several} for several in runs]
-    seeds = [seed for seed in found[0] if all(part.get(seed) is not None for part in found)]
-    return cell(float(np.mean([part[seed] for part in found], dtype=float)) for seed in seeds)
+    values = ([value for part in found if (value := part.get(seed)) is not None] for seed in found[0])
+    return cell(sum(known) / len(parts) for known in values if len(known) == len(parts))
 
 
 def _note(name: str) -> str:

@@ -1,0 +1,150 @@
+"""FedDF in both forms: on the server, where the mean model learns from the ensemble, and between participants."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from participants import (
+    MODEL,
+    ONE,
+    SGD,
+    arrays,
+    assert_equal,
+    context,
+    exchanged,
+    images,
+    logits,
+    public_batch,
+    same,
+    variables,
+)
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
+from fedjax_pcdd.methods.feddf import FedDF
+from fedjax_pcdd.methods.method import Message, Method, Server, ServerContext, Unlabelled
+from fedjax_pcdd.models.classifier import initialise
+from fedjax_pcdd.simulation.round import Simulation
+
+ORDINARY = toy.public_images(20)
+
+
+def prepared(index, key):
+    return prepare(toy.PLAIN, jnp.asarray(ORDINARY)[index], key, train=key is not None)
+
+
+PUBLIC = Unlabelled(jnp.asarray(ORDINARY), prepared)
+TEACHERS = [variables(k) for k in (1, 2, 3)]
+
+
+def distilled(**hyper):
+    """A student after a few steps on the server towards three teachers."""
+    method = FedDF(**{"server_steps": 3, "server_batch": 8, "server_lr": 0.01} | hyper)
+    parts = [method.upload(v, (), context(public=PUBLIC))[1] for v in TEACHERS]
+    total = jax.tree.map(lambda *x: sum(x), *(message.total for message in parts))
+    server = Server(variables(9))
+    known = ServerContext(MODEL, None, PUBLIC, jnp.zeros((), int), jax.random.key(5))
+    return arrays(method.distil(server, Message(total=total), known).variables)
+
+
+def distance(student, **hyper):
+    target = ensemble_target(jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS]), **hyper)
+    return float(kl_to_target(target, logits(student, prepared(jnp.arange(20), None)), **hyper))
+
+
+def test_the_student_comes_nearer_to_its_teachers():
+    assert distance(distilled(server_steps=30)) < 0.5 * distance(variables(9))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"server_steps": 4}, {"server_lr": 0.02}, {"server_batch": 5}, {"server_decay_steps": 3}, {"server_clip": 1e-9},
+        {"temperature": 3.0}, {"ensemble": "avg_probs"},
+    ],
+    ids=lambda option: next(iter(option)),
+)  # fmt: skip
+def test_an_option_of_the_server_changes_its_training(option):
+    assert not same(distilled(), distilled(**option))
+
+
+def test_the_learning_rate_falls_to_nothing():
+    assert_equal(distilled(server_steps=2, server_decay_steps=2), distilled(server_steps=5, server_decay_steps=2))
+
+
+def test_teachers_count_equally_in_the_target():
+    method = FedDF()
+    parts = [method.upload(v, (), context(public=PUBLIC))[1].total for v in TEACHERS]
+    said, number = jax.tree.map(lambda *x: sum(x), *parts)
+    assert number == 3
+    expected = jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS]).mean(0)
+    np.testing.assert_allclose(said / number, expected, 1e-5, 1e-6)
+
+
+def simulated(method, cohort=3):
+    base = toy.simulation(cohort=5)
+    experiment = base.experiments[0]._replace(method=method)
+    public = (toy.public_images(), toy.PLAIN) if method.distils else None
+    return Simulation(
+        base.program.model, [experiment], pipeline=toy.PLAIN, cohort=cohort, lanes=1, rounds=3, public=public
+    )
+
+
+def test_without_steps_on_the_server_it_is_fedavg_to_the_bit():
+    state, _ = toy.train(simulated(FedDF(server_steps=0)), (0, 1))
+    expected, _ = toy.train(simulated(Method()), (0, 1))
+    assert_equal(arrays(state.servers), arrays(expected.servers))
+
+
+def test_the_student_begins_as_the_weighted_mean():
+    state, _ = toy.train(simulated(FedDF(server_steps=2, server_lr=1e-12, server_batch=8)), (0,))
+    expected, _ = toy.train(simulated(Method()), (0,))
+    for one, other in zip(
+        jax.tree.leaves(arrays(state.servers)), jax.tree.leaves(arrays(expected.servers)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_student_that_is_its_only_teacher_has_nothing_to_learn():
+    z = logits(variables(1), images())
+    _, target = FedDF(form="participants").agree((), z[None], None)
+    value, gradient = jax.value_and_grad(lambda z: FedDF().public_loss(z, target[0], None))(z)
+    np.testing.assert_allclose(value, 0, atol=1e-6)
+    np.testing.assert_allclose(gradient, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("option", [{"temperature": 3.0}, {"ensemble": "avg_probs"}], ids=["temperature", "ensemble"])
+def test_an_option_of_the_ensemble_changes_the_exchange(option):
+    base = toy.groups("feddf", necks=ONE, form="participants", **SGD)
+    assert not same(exchanged(base), exchanged(toy.groups("feddf", necks=ONE, form="participants", **SGD, **option)))
+
+
+def test_teachers_are_in_the_mode_asked_for():
+    model = MODEL.clone(feature_norm=True)
+    own = initialise(model, jax.random.key(0), (5, 5, 1))
+    held = context(model=model)
+    said = {
+        mode: FedDF(form="participants", teacher_mode=mode).say(own, public_batch(), held) for mode in ("eval", "train")
+    }
+    np.testing.assert_allclose(said["eval"], logits(own, images(), model), 1e-6)
+    assert not np.allclose(said["eval"], said["train"])
+
+
+def test_the_form_decides_who_keeps_a_model():
+    server, participants = FedDF(), FedDF(form="participants")
+    assert (server.own_models, server.distils, server.exchange, server.target) == (False, True, "never", "generic")
+    found = participants.own_models, participants.distils, participants.exchange, participants.target
+    assert found == (True, False, "before", "personal")
+
+
+def test_in_the_exchange_all_participants_have_the_same_target():
+    said = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 4)))
+    _, targets = FedDF(form="participants").agree((), said, None)
+    for target in targets:
+        np.testing.assert_allclose(target, said.mean(0), 1e-5, 1e-6)
+
+
+def test_participants_send_no_models():
+    _, message = FedDF(form="participants").upload(variables(), (), context(client=variables()))
+    assert jax.tree.leaves(message) == []

@@ -1,0 +1,133 @@
+"""FML: two models that teach each other, of which one travels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from participants import MODEL, ONE, SGD, arrays, assert_close, assert_equal, context, images, logits, row, same
+
+from fedjax_pcdd import models
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.fml import FML
+from fedjax_pcdd.methods.method import Batch, Method
+from fedjax_pcdd.methods.solo import Solo
+from fedjax_pcdd.models.classifier import initialise
+from fedjax_pcdd.models.pair import Pair, join, part
+
+PLAIN = {"cohort": 5, "lanes": 1, "epochs": 1}
+LABELLED = Batch(images(), jnp.asarray([0, 1, 2, 0, 1, 2, 0, 1]), jnp.ones(8))
+
+
+def pair(seed=0):
+    model = FML(meme="mlp").build(MODEL)
+    return model, initialise(model, jax.random.key(seed), (5, 5, 1))
+
+
+def after_a_round(simulated, variables):
+    """The state after a round from given variables."""
+    state, _ = simulated.step(simulated.start(jax.tree.map(lambda x: x[None], variables)), 0)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("option", "weights"), [({}, "uniform"), ({"meme_weights": "samples"}, "method")], ids=["equal", "samples"]
+)
+def test_with_labels_alone_the_models_are_those_of_solo_and_fedavg(option, weights):
+    simulated = toy.simulation("fml", meme="mlp", alpha=1.0, beta_meme=1.0, **option, **PLAIN)
+    variables = pair()[1]
+    state = after_a_round(simulated, variables)
+    solo = after_a_round(toy.simulation(method=Solo(), **PLAIN), part(variables, "private"))
+    fedavg = after_a_round(toy.simulation(method=Method(), weights=weights, **PLAIN), part(variables, "meme"))
+    assert_close(arrays(state.clients), arrays(solo.clients), 1e-5)
+    assert_close(arrays(state.servers.variables), arrays(fedavg.servers.variables), 1e-5)
+
+
+def loss(variables, **hyper):
+    method, model = FML(meme="mlp", **hyper), pair()[0]
+    return method.loss(variables, LABELLED, context(model=model))[0]
+
+
+@pytest.mark.parametrize(("name", "own"), [("private", "alpha"), ("meme", "beta_meme")])
+def test_a_weight_of_labels_moves_its_own_model_alone(name, own):
+    variables = pair()[1]
+    one, other = (arrays(jax.grad(loss)(variables, **{own: weight})) for weight in (0.2, 0.9))
+    beside = "meme" if name == "private" else "private"
+    assert not same(part(one, name), part(other, name))
+    assert_close(part(one, beside), part(other, beside), 1e-6)
+
+
+def test_equal_models_have_nothing_to_tell_each_other():
+    one = part(pair()[1], "private")
+    variables = join(private=one, meme=one)
+    gradient = arrays(jax.grad(lambda v: loss(v, alpha=0.0, beta_meme=0.0))(variables))
+    assert all(np.abs(g).max() < 1e-6 for g in jax.tree.leaves(gradient))
+
+
+def test_the_teacher_of_the_private_model_is_the_meme():
+    variables = pair()[1]
+    value = loss(variables, alpha=0.0, beta_meme=1.0)
+    meme, own = (np.asarray(jax.nn.log_softmax(logits(part(variables, n), images()))) for n in ("meme", "private"))
+    expected = (np.exp(meme) * (meme - own)).sum(1).mean() - meme[np.arange(8), LABELLED.labels].mean()
+    np.testing.assert_allclose(value, expected, 1e-4)
+
+
+def test_the_meme_does_not_depend_on_the_private_architecture():
+    table = toy.groups("fml", meme="mlp", **SGD)
+    one, other = (arrays(state.variables) for state in table.start().servers["groups"])
+    assert_equal(one, other)
+
+
+def test_all_architectures_share_one_mean_meme():
+    table = toy.groups("fml", meme="mlp", **SGD)
+    state, _ = table.step(table.start(), 0)
+    one, other = (arrays(server.variables) for server in state.servers["groups"])
+    assert_equal(one, other)
+
+
+def test_merging_weighs_architectures_by_their_shares():
+    servers = tuple(
+        FML().init_server(None, {"params": {"meme": {"w": jnp.full(2, v)}}}, None, None) for v in (1.0, 5.0)
+    )
+    merged = FML().merge(servers, (0.75, 0.25))
+    for server in merged:
+        np.testing.assert_allclose(server.variables["params"]["w"], 2.0)
+
+
+def test_the_answer_is_that_of_the_model_asked_for():
+    model, variables = pair()
+    for name in ("private", "meme"):
+        found = FML(meme="mlp", answer=name).predict_personal(model, (), (), None, variables, images())
+        np.testing.assert_allclose(found, logits(part(variables, name), images()), 1e-6)
+
+
+def test_the_meme_has_the_architecture_asked_for():
+    assert FML(meme="simple_cnn").build(MODEL).meme.backbone != FML(meme="mlp").build(MODEL).meme.backbone
+
+
+def test_an_unknown_meme_is_refused():
+    with pytest.raises(UserError, match="mlp"):
+        FML(meme="mpl").build(MODEL)
+
+
+def test_a_meme_that_cannot_read_text_is_refused():
+    reader = models.build("lstm", num_classes=10, image_shape=(80, 1, 1), text=True)
+    with pytest.raises(UserError, match="lstm"):
+        FML().build(reader)
+    assert isinstance(FML(meme="lstm").build(reader), Pair)
+
+
+def test_pretraining_leaves_the_shared_meme_alone():
+    table = toy.groups("fml", necks=ONE, meme="mlp", weight_decay=0.1, **SGD)
+    start = table.start()
+    before = arrays(start.servers), arrays(start.clients)
+    after = table.pretrain(start, 1, 8)
+    assert_equal(before[0], arrays(after.servers))
+    assert not same(row(before[1][0], 1), row(after.clients[0], 1))
+
+
+def test_statistics_of_both_models_count_as_running_statistics():
+    resnet = models.build("resnet10", num_classes=4, image_shape=(8, 8, 3))
+    assert [models.uses_batch_norm(Pair(*two)) for two in ((MODEL, MODEL), (MODEL, resnet), (resnet, MODEL))] == [
+        False, True, True,
+    ]  # fmt: skip

@@ -1,0 +1,308 @@
+"""Tasks by domain from the command line, on the built-in digits: a small run, its record, and refusals."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+from test_end_to_end import call, results, start
+
+from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
+from fedjax_pcdd.harness import cli, launch
+from fedjax_pcdd.harness.cli import parse
+from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.harness.tasks import ParticipantRun, TaskRun, intra_and_inter
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.simulation.groups import Groups
+
+TINY = [
+    "--task=digits_domains", "--rounds=2", "--pretrain-epochs=1", "--local-epochs=1", "--public-samples=64",
+    "--public-batch=32", "--lanes=1", "--quiet",
+]  # fmt: skip
+OPTIONS = {"fml": ["--meme=mlp"], "feddf": ["--form=participants"]}
+
+
+def run(folder, method, *options):
+    """The summary of a small run in this process, all participants with an mlp."""
+    argv = [*TINY, f"--method={method}", "--models=mlp", *options, f"--run-dir={folder}"]
+    assert cli.main(argv) == 0
+    return json.loads((folder / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def fccl(tmp_path_factory):
+    """The folder of a run of FCCL."""
+    folder = tmp_path_factory.mktemp("tasks") / "fccl"
+    run(folder, "fccl")
+    return folder
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_records_accuracies_within_and_between_domains(fccl):
+    for row in rows_of(fccl):
+        assert len(row["intra"]) == len(row["inter"]) == 4
+        assert row["pa"] == row["intra_top1"] == pytest.approx(np.mean(row["intra"]))
+        assert row["ga"] == row["inter_top1"] == pytest.approx(np.mean(row["inter"]))
+        assert row["intra_top5"] > row["intra_top1"]
+
+
+def test_the_summary_says_who_took_part(fccl):
+    summary = json.loads((fccl / "summary.json").read_text())
+    assert summary["dataset"] == "digits_domains"
+    assert summary["domains"] == ["plain", "inverted", "rotated", "blurred"]
+    assert summary["models"] == ["mlp"] * 4
+    intra, inter = intra_and_inter(np.array(summary["domain_accuracy"]))
+    np.testing.assert_allclose([intra, inter], [summary["intra"], summary["inter"]])
+    assert summary["compilations"] == 1
+
+
+def test_correlations_are_written_where_there_are_public_images(fccl):
+    found = np.load(fccl / "correlation.npz")
+    assert found["matrices"].shape == (4, 10, 10)
+    assert found["participants"].tolist() == ["plain", "inverted", "rotated", "blurred"]
+    assert (np.diagonal(found["matrices"], axis1=1, axis2=2) > 0).mean() > 0.5
+    assert (fccl / "correlation.png").stat().st_size > 0
+
+
+def test_the_recorded_configuration_repeats_the_run(fccl, tmp_path):
+    assert cli.main([f"--preset={fccl}/config.yaml", f"--run-dir={tmp_path / 'again'}"]) == 0
+    assert results(tmp_path / "again") == results(fccl)
+
+
+def test_solo_runs_and_has_no_correlation(tmp_path):
+    run(tmp_path / "run", "solo")
+    assert not (tmp_path / "run" / "correlation.npz").exists()
+
+
+def test_fedavg_runs_with_one_architecture(tmp_path):
+    argv = [option for option in TINY if not option.startswith("--pretrain")]
+    assert cli.main([*argv, "--method=fedavg", "--models=mlp", f"--run-dir={tmp_path / 'run'}"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    # One common model: what is one's own domain to one participant is another's to the others.
+    columns = np.array(summary["domain_accuracy"])
+    np.testing.assert_array_equal(columns, columns[:1].repeat(4, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedmd", "fml", "rcfl", "feddf", "fedmatch"])
+def test_the_other_methods_run_with_four_architectures(tmp_path, method):
+    models = "--models=mlp,simple_cnn,mcmahan_cnn,fedrl_cnn"
+    summary = run(tmp_path / "run", method, models, "--rounds=1", *OPTIONS.get(method, []))
+    assert summary["models"] == models.removeprefix("--models=").split(",")
+    assert (tmp_path / "run" / "correlation.npz").exists() == (method != "fml")
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
+    options = [*TINY, "--method=fccl", "--models=mlp,mcmahan_cnn", "--rounds=14"]
+    assert call(*options, f"--run-dir={tmp_path / 'whole'}")[0] == 0
+    folder = tmp_path / "killed"
+    process = start(*options, f"--run-dir={folder}")
+    metrics, deadline = folder / "metrics.jsonl", time.time() + 200
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 4):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "summary.json").exists()
+    code, _, err = call(f"--resume={folder}")
+    assert code == 0, err
+    assert results(folder) == results(tmp_path / "whole")
+
+
+BAD = {
+    "unknown task": (["--task=digit_domains"], "digits_domains"),
+    "unknown model": (["--models=mlp,simple_cn"], "simple_cnn"),
+    "several models to average": (["--method=fedavg", "--models=mlp,simple_cnn"], "--models"),
+    "several models for FedDF on the server": (["--method=feddf", "--models=mlp,simple_cnn"], "--models"),
+    "several models for FCCL's average": (
+        ["--method=fccl", "--average=trained", "--models=mlp,simple_cnn"],
+        "--models",
+    ),
+    "more models than participants": (["--models=mlp,mlp,mlp,mlp,mlp"], "--models"),
+    "a model beside a task": (["--model=mlp"], "--models"),
+    "a cohort": (["--cohort=2"], "--cohort"),
+    "client state on the host": (["--client-state=host"], "--client-state"),
+    "local statistics": (["--bn=local"], "--bn"),
+    "missing files": (["--task=digits", "--data-dir=."], "mnist.npz"),
+    "missing archive": (["--task=office_home", "--data-dir=."], "office_home.npz"),
+    "unknown public images": (["--method=fccl", "--public=nothing", "--data-dir=."], "nothing"),
+    "too many public images": (["--method=fccl", "--public-samples=99999"], "samples"),
+    "pre-training of a common model": (["--method=fedavg", "--pretrain-epochs=3"], "--pretrain-epochs"),
+    "fine-tuning in a task": (["--method=fedavg", "--fine-tune-epochs=3"], "--fine-tune-epochs"),
+    "a partition beside a task": (["--beta=0.5"], "--beta"),
+    "a data set beside a task": (["--dataset=mnist"], "--dataset"),
+    "an unknown meme": (["--method=fml", "--meme=mpl"], "mlp"),
+    "another split": (["--task-split=code"], "office_home"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options, word = BAD[case]
+    assert cli.main(["--task=digits_domains", "--method=solo", "--device=cpu", *options]) == 2
+    said = capsys.readouterr().err
+    assert word in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_TASK = {
+    "models of a common model": (["--method=fedavg", "--models=mlp"], "--model"),
+    "pre-training of a common model": (["--method=fedavg", "--pretrain-epochs=1"], "--pretrain-epochs"),
+    "no public images": (["--method=fccl", "--dataset=mnist"], "mnist"),
+    "model and models": (["--method=solo", "--models=mlp", "--model=mlp"], "--model"),
+    "epochs of no task": (["--local-epochs=none"], "--local-epochs"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_TASK)
+def test_a_mistake_without_a_task_is_one_sentence_too(case, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options, word = WITHOUT_TASK[case]
+    assert cli.main([*options, "--data-dir=."]) == 2
+    said = capsys.readouterr().err
+    assert word in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_participants_of_a_partition_exchange_too(tmp_path):
+    argv = ["--method=fedmd", "--models=mlp", "--clients=3", "--rounds=1", "--local-epochs=1", "--public-samples=64"]
+    assert cli.main([*argv, "--public-batch=32", "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["ga_last"] < 1
+    assert 0 < summary["pa_last"] < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ("--task=digits_domains", TaskRun),
+        ("--method=fccl", ParticipantRun),
+        ("--method=feddf --form=participants", ParticipantRun),
+        ("--method=feddf", Run),
+        ("--method=solo", Run),
+        ("--method=solo --models=mlp", ParticipantRun),
+        ("--method=solo --pretrain-epochs=2", ParticipantRun),
+        ("--method=fccl --no-collaborate --average=trained", ParticipantRun),
+        ("--method=fccl --no-collaborate", Run),
+    ],
+)
+def test_the_kind_of_run_follows_from_the_options(options, kind):
+    assert launch.kind_of_run(*parse(options.split())) is kind
+
+
+def test_a_task_brings_the_papers_settings():
+    config, _ = parse(["--task=digits", "--method=fccl"])
+    assert (config.rounds, config.batch_size, config.optimizer, config.lr) == (40, 512, "adam", 1e-3)
+    assert (config.local_epochs, config.last_batch, config.weight_decay) == (None, "keep", 0.0)
+
+
+def test_options_win_over_the_settings_of_a_task():
+    config, _ = parse(["--task=digits", "--rounds=3", "--optimizer=sgd"])
+    assert (config.rounds, config.optimizer, config.lr) == (3, "sgd", 1e-3)
+
+
+class Stopped(Exception):
+    pass
+
+
+def groups_of(monkeypatch, tmp_path, *options):
+    """What a run would hand to the simulation."""
+    noted = {}
+
+    def note(self, models, federation, method, local, **options):
+        noted.update(options, models=models, method=method, local=local)
+        raise Stopped
+
+    monkeypatch.setattr(Groups, "__init__", note)
+    monkeypatch.chdir(tmp_path)
+    config, method = parse(options)
+    with pytest.raises(Stopped):
+        launch.run(config, method)
+    return noted
+
+
+def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch, tmp_path):
+    from fedjax_pcdd.data import domains
+
+    twice = domains.TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
+    monkeypatch.setitem(domains.TASKS, "digits_domains", twice)
+    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
+    assert (noted["epochs"], noted["method"].public_epochs) == ((7, 8, 9, 10), 2)
+    noted = groups_of(
+        monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl", "--local-epochs=3", "--public-epochs=1"
+    )
+    assert (noted["epochs"], noted["local"].epochs, noted["method"].public_epochs) == (None, 3, 1)
+
+
+def test_participants_have_four_architectures_by_default_and_one_where_models_are_averaged(monkeypatch, tmp_path):
+    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
+    assert len(set(noted["models"])) == 4
+    for options in (["--method=fedavg"], ["--method=feddf"], ["--method=fccl", "--average=exchanged"]):
+        assert len(set(groups_of(monkeypatch, tmp_path, "--task=digits_domains", *options)["models"])) == 1
+
+
+def test_fewer_architectures_than_participants_are_repeated(monkeypatch, tmp_path):
+    noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=solo", "--models=mlp,simple_cnn")
+    one, two, *rest = noted["models"]
+    assert one != two
+    assert rest == [one, two]
+
+
+def test_public_images_are_those_asked_for(monkeypatch, tmp_path):
+    noted = groups_of(
+        monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl", "--public-samples=9", "--public-batch=4"
+    )
+    assert (noted["public"].images.shape, noted["public"].batch) == ((9, 16, 16, 3), 4)
+
+
+def test_tasks_are_listed(capsys):
+    assert cli.main(["--list-tasks"]) == 0
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == ["digits_domains", "digits2", "digits", "office_caltech10", "office_home"]
+
+
+def test_the_help_has_a_group_for_tasks(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "task options" in shown
+    assert "--pretrain-epochs" in shown
+
+
+@pytest.mark.parametrize("method", ["rcfl", "fedmatch"])
+def test_a_reconstruction_is_marked_wherever_it_is_listed(method, capsys):
+    assert "reconstructed" in METHODS[method].paper
+    cli.main(["--list-methods"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(method))
+    assert "reconstruct" in line
+    cli.main([f"--method={method}", "--help"])
+    assert "reconstructed" in capsys.readouterr().out
+
+
+def test_correlation_is_one_over_the_batch_short_of_itself():
+    z = np.random.default_rng(0).normal(size=(1, 12, 3))
+    matrices = np.asarray(correlation_matrices(z))
+    np.testing.assert_allclose(np.diagonal(matrices[0]), 11 / 12, 1e-5)
+
+
+def test_correlations_are_between_ones_own_classes_and_those_of_the_mean():
+    z = np.random.default_rng(1).normal(size=(3, 40, 4))
+    found = np.asarray(correlation_matrices(z))
+    expected = np.corrcoef(z[1].T, z.mean(0).T)[:4, 4:] * 39 / 40
+    np.testing.assert_allclose(found[1], expected, 1e-4, 1e-5)
+
+
+def test_a_picture_of_one_participant_can_be_drawn(tmp_path):
+    draw_matrices(np.zeros((1, 3, 3)), ["art"], tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 0
+
+
+def test_the_own_domain_is_left_out_of_the_mean_over_the_others():
+    intra, inter = intra_and_inter(np.array([[0.9, 0.1, 0.3], [0.2, 0.8, 0.4], [0.0, 0.5, 0.7]]))
+    np.testing.assert_allclose(intra, [0.9, 0.8, 0.7])
+    np.testing.assert_allclose(inter, [0.2, 0.3, 0.25])
