@@ -25,9 +25,9 @@ PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 def runs(monkeypatch, tmp_path):
     """A runner that notes what it was asked to run; the working folder is empty."""
     noted = []
-    stub = types.SimpleNamespace(run=lambda config, method: noted.append((config, method)) or {})
-    monkeypatch.setattr("fedjax_pcdd.harness.runner", stub, raising=False)
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.runner", stub)
+    stub = types.SimpleNamespace(run=lambda config, method, origin=None: noted.append((config, method)) or {})
+    monkeypatch.setattr("fedjax_pcdd.harness.launch", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.launch", stub)
     monkeypatch.chdir(tmp_path)
     return noted
 
@@ -161,18 +161,18 @@ def test_a_mistake_is_one_sentence(runs, capsys, argv, sentence):
 
 
 def test_a_mistake_found_by_the_runner_is_one_sentence(runs, capsys, monkeypatch):
-    def refuse(config, method):
+    def refuse(config, method, origin):
         raise UserError("the model is too narrow.")
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.runner"], "run", refuse)
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.launch"], "run", refuse)
     assert refusal(capsys) == "the model is too narrow."
 
 
 def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
-    def interrupt(config, method):
+    def interrupt(config, method, origin):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.runner"], "run", interrupt)
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.launch"], "run", interrupt)
     assert cli.main(["--run-dir=here"], presets=PRESETS) == 130
     assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
 
@@ -359,6 +359,6 @@ def test_the_script_exits_with_the_code():
 def test_mistakes_and_help_do_not_import_the_runner():
     code = (
         "import sys; from fedjax_pcdd.harness.cli import main; main(['--help']); main(['--x=1']);"
-        "sys.exit('fedjax_pcdd.harness.runner' in sys.modules)"
+        "sys.exit('fedjax_pcdd.harness.launch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -82,7 +82,10 @@ def test_lanes_do_not_change_results(name):
 
 @everyone
 def test_client_state_on_the_host_does_not_change_results(name):
-    device, host = simulation(name), simulation(name, client_state="host")
+    device = simulation(name)
+    if not jax.tree.leaves(device.start().clients):
+        pytest.skip(f"clients of {name} keep nothing")
+    host = simulation(name, client_state="host")
     state, report = toy.train(device)
     other, other_report = toy.train(host)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(other.clients))

@@ -159,6 +159,14 @@ def test_logits_on_public_images_are_those_of_each_participant():
             )
 
 
+@pytest.mark.parametrize("name", ["fedmd", "rcfl", "fedmatch"])
+def test_equal_architectures_may_be_averaged_in_every_exchange(name):
+    table = toy.groups(name, necks=ONE, average="trained", **SGD)
+    (clients,) = arrays(table._averaged(table.start(), "trained").clients)
+    before = arrays(table.start().clients[0])
+    assert_close(clients, jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), before))
+
+
 def test_one_architecture_of_a_common_model_is_a_plain_simulation():
     table = toy.groups("fedavg", necks=ONE, **SGD)
     plain = table.groups[0]

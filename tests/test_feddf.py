@@ -138,6 +138,11 @@ def test_the_form_decides_who_keeps_a_model():
     assert found == (True, False, "before", "personal")
 
 
+def test_models_are_averaged_between_participants_only():
+    assert FedDF(average="trained").averages == "never"
+    assert FedDF(form="participants", average="trained").averages == "trained"
+
+
 def test_in_the_exchange_all_participants_have_the_same_target():
     said = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5, 4)))
     _, targets = FedDF(form="participants").agree((), said, None)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import cli, options
-from fedjax_pcdd.harness.config import build, partition_tag, values
+from fedjax_pcdd.harness.config import TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.harness.presets import Preset, preset_method, preset_values, read_preset
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
@@ -36,9 +37,6 @@ WITHOUT_PRESET = {
     "fedmr_table10": "tuned weights: those of fedmr/table2 and its subsets",
     "fedmr_table13": "model and rounds are not printed",
     "fedgela_table3": "Fed-ISIC2019, whose settings are not printed",
-    "fccl_table1": "needs public data and several architectures",
-    "fccl_table2": "needs public data and several architectures",
-    "fccl_table3": "needs public data",
 }
 NO_RUN = {
     ("fedmr_table15", "best-baseline", ""): "the best of several methods",
@@ -102,8 +100,8 @@ def test_every_cell_of_a_preset_is_a_run(name, split):
     for method, variant in rows_of(preset):
         config, _ = run_of(preset, split, method, variant)
         assert config.method == method
-        assert config.model in MODELS
-        assert config.dataset in {*DATASETS, *OWN_FILES}
+        assert set((config.models or config.model or "").split(",")) <= set(MODELS)
+        assert config.task in TASKS if config.task else config.dataset in {*DATASETS, *OWN_FILES}
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -218,6 +216,28 @@ def test_a_partition_is_the_one_that_its_split_names(name):
         assert split.lower().endswith(tag), split
         assert (config.cohort is not None) == ((config.clients or 0) > 10), split
         assert ("partial" in split) <= (config.clients == 50), split
+
+
+@pytest.mark.parametrize("name", ["fccl/table1", "fccl/table2", "fccl/table3"])
+def test_the_settings_of_fccl_are_those_of_its_tasks(name):
+    preset = preset_of(name)
+    for split in preset.splits:
+        config, _ = cli.parse([f"--preset={name}", f"--split={split}", "--method=fccl"], PRESETS)
+        task, _ = cli.parse([f"--task={config.task}", "--method=fccl"], PRESETS)
+        recipe = TASKS[config.task or ""]
+        assert {field: getattr(config, field) for field in TASK_DEFAULTS} == {
+            field: getattr(task, field) for field in TASK_DEFAULTS
+        }
+        assert (config.public, config.public_samples) == (recipe.public, recipe.public_samples)
+        assert len((config.models or "").split(",")) in (1, len(recipe.domains))
+
+
+def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
+    averages = {}
+    for name in ("fccl/table1", "fccl/table3"):
+        _, method = cli.parse([f"--preset={name}", "--split=office-home", "--method=fccl"], PRESETS)
+        averages[name] = method.averages
+    assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
 
 def test_every_preset_is_on_the_page():

@@ -97,7 +97,7 @@ def test_the_other_methods_run_with_four_architectures(tmp_path, method):
 
 
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
-    options = [*TINY, "--method=fccl", "--models=mlp,mcmahan_cnn", "--rounds=14"]
+    options = [*TINY, "--method=fccl", "--models=mlp,simple_cnn", "--rounds=9"]
     assert call(*options, f"--run-dir={tmp_path / 'whole'}")[0] == 0
     folder = tmp_path / "killed"
     process = start(*options, f"--run-dir={folder}")
@@ -117,7 +117,7 @@ BAD = {
     "unknown model": (["--models=mlp,simple_cn"], "simple_cnn"),
     "several models to average": (["--method=fedavg", "--models=mlp,simple_cnn"], "--models"),
     "several models for FedDF on the server": (["--method=feddf", "--models=mlp,simple_cnn"], "--models"),
-    "several models for FCCL's average": (
+    "several models for an average": (
         ["--method=fccl", "--average=trained", "--models=mlp,simple_cnn"],
         "--models",
     ),

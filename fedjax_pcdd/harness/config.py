@@ -87,7 +87,7 @@ class RunConfig:
     public_samples: int | None = run_option(None, "task", "how many of them; by default the task's, else 5000", low=1)
     public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none", low=1)
     pretrain_epochs: int | None = run_option(
-        None, "task", "epochs of each participant alone before the first round; by default 40 in a task, else 0", low=0
+        None, "task", "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0
     )
     pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1)
 

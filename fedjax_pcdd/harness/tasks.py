@@ -24,7 +24,7 @@ from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.simulation.groups import Groups, Public
 from fedjax_pcdd.simulation.program import State
 
-PRETRAIN_EPOCHS = 40
+PRETRAIN_EPOCHS = 50
 ARCHITECTURES = ("resnet10", "resnet12", "efficientnet_b0", "mobilenet_v2")
 SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 

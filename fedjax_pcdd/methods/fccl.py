@@ -48,22 +48,12 @@ class FCCL(Exchanging):
     own: Literal["current", "previous"] = hyperparameter(
         "current", help="one's own part of the mean logits: the current model's, or the previous one's", static=True
     )
-    average: Literal["never", "exchanged", "trained"] = hyperparameter(
-        "never",
-        help="mean of equal models: never, once they have exchanged (paper), or once they are trained (code)",
-        static=True,
-    )
     eps: float = hyperparameter(0.0, help="added to the variance of a column of logits", low=0.0)
 
     @property
     def exchange(self):
         """Before local training."""
         return "before" if self.collaborate else "never"
-
-    @property
-    def averages(self):
-        """When models are averaged."""
-        return self.average
 
     def init_client(self, setting, server, facts, key):
         """One model, three times."""

@@ -52,6 +52,7 @@ class FedDF(Exchanging):
     fine_tune = property(lambda self: self._at_server)  # pyright: ignore[reportAssignmentType]
     target = property(lambda self: "generic" if self._at_server else "personal")  # pyright: ignore[reportAssignmentType]
     exchange = property(lambda self: "never" if self._at_server else "before")  # pyright: ignore[reportAssignmentType]
+    averages = property(lambda self: "never" if self._at_server else self.average)  # pyright: ignore[reportAssignmentType]
     distils = property(lambda self: self._at_server and self.server_steps > 0)  # pyright: ignore[reportAssignmentType]
 
     def init_client(self, setting, server, facts, key):

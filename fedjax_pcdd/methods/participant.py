@@ -84,6 +84,16 @@ class Exchanging(Participant):
         help="a new optimiser for each public batch, as the published FCCL code, or one a round",
         static=True,
     )
+    average: Literal["never", "exchanged", "trained"] = hyperparameter(
+        "never",
+        help="equal architectures replaced by their mean: never, before local training (FCCL's paper) or after (code)",
+        static=True,
+    )
+
+    @property
+    def averages(self):
+        """When models are averaged; then parameters travel too."""
+        return self.average
 
     def configure(self, setting):
         """One pass, where neither task nor user says otherwise."""
