@@ -123,9 +123,10 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
     public = jax.eval_shape(lambda: method.init_public(program.setting, PUBLIC))
 
     def talk(client, images):
+        first = jnp.zeros((), jnp.int32)
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, method.model_of(client),
-            facts_of(program, simulated.data, 0), *[jnp.zeros((), jnp.int32)] * 3, jax.random.key(0),
+            facts_of(program, simulated.data, 0), first, first, first, jax.random.key(0),
         )  # fmt: skip
         said = method.say(method.model_of(client), PublicBatch(images, images, ()), context)
         everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)

@@ -205,6 +205,8 @@ def federation_of(task: Task) -> Federation:
     """All domains as one data set, of which each participant holds its own part."""
     sizes = [len(d.y_train) for d in task.domains], [len(d.y_test) for d in task.domains]
     lists = [tuple(np.split(np.arange(sum(s)), np.cumsum(s)[:-1])) for s in sizes]
-    names = ("x_train", "y_train", "x_test", "y_test")
-    joined = {name: np.concatenate([getattr(d, name) for d in task.domains]) for name in names}
-    return Federation(Dataset(name=task.name, num_classes=task.num_classes, **joined), Partition(*lists))
+    x_train, y_train, x_test, y_test = (
+        np.concatenate([getattr(domain, name) for domain in task.domains])
+        for name in ("x_train", "y_train", "x_test", "y_test")
+    )
+    return Federation(Dataset(task.name, x_train, y_train, x_test, y_test, task.num_classes), Partition(*lists))
