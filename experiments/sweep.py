@@ -1,0 +1,9 @@
+"""A grid of runs: `python experiments/sweep.py --method=fedavg,fedgela --seed=0:3`; `--help` says how it is written."""
+
+import sys
+from pathlib import Path
+
+from fedjax_pcdd.harness.sweep import sweep_main
+
+if __name__ == "__main__":
+    sys.exit(sweep_main(presets=Path(__file__).parent / "presets"))
