@@ -3,8 +3,8 @@
     python experiments/sweep.py --method=fedavg,fedgela --beta=0.1,0.5 --seed=0:5 --ew=1e3,1e4
 
 Every option may list several values with commas, integers also as a range FIRST:END without END. An option that only
-some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run.py` would make
-it; they run one after another in one process. What is finished is not run again; what was interrupted continues.
+some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run.py` has;
+they run one after another in one process. What is finished is not run again; what was interrupted continues.
 """
 
 import csv

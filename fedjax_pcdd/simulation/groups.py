@@ -12,7 +12,7 @@ Letters: G groups, K participants, D domains (test lists), C classes.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,19 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method, Server
-from fedjax_pcdd.methods.participant import Participant
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import domain_correct, public_logits
 from fedjax_pcdd.simulation.exchange import Table, run_exchange
+from fedjax_pcdd.simulation.grouping import Public as Public
+from fedjax_pcdd.simulation.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
 from fedjax_pcdd.simulation.program import State, Tree, facts_of, samples_of
-from fedjax_pcdd.simulation.round import Evaluation, Experiment, Local, Report, Simulation
+from fedjax_pcdd.simulation.round import Evaluation, Local, Report
 from fedjax_pcdd.trees import select
 
 PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
-
-
-class Public(NamedTuple):
-    """Images that everybody may see; nobody has their labels."""
-
-    images: np.ndarray  # [N, H, W, channels] uint8
-    pipeline: Pipeline
-    batch: int  # B; of an incomplete last batch nothing is used
 
 
 class Groups:
@@ -72,13 +64,13 @@ class Groups:
             local statistics beside own models, which have them by themselves.
         """
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
-        self.members = _members(models)
+        self.members = members_of(models)
         self._check(method, options)
-        on_device = replace(federation.dataset, **_on_device(federation.dataset))
+        on_device = placed(federation.dataset)
         if public is not None and method.distils:
             options = options | {"public": (public.images, public.pipeline)}
         self.groups = tuple(
-            _group(
+            group_simulation(
                 method.build(models[members[0]]), on_device, federation, method, local, seed, members, epochs, options
             )
             for members in self.members
@@ -93,7 +85,7 @@ class Groups:
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
         self._domains = [jax.jit(partial(domain_correct, g.program)) for g in self.groups]
         self._logits = [jax.jit(partial(public_logits, g.program, self.table.pipeline)) for g in self.groups]
-        self._mean = jax.jit(_mean_of_models, donate_argnums=1)
+        self._mean = jax.jit(mean_of_models, donate_argnums=1)
 
     def _check(self, method: Method, options: dict[str, Any]) -> None:
         if len(self.members) > 1 and not method.own_models:
@@ -184,7 +176,7 @@ class Groups:
             trainer = self.method.pretrainer()
             first = group.experiments[0]
             local = replace(first.local, epochs=epochs, batch_size=batch_size, lr_steps=())
-            local = replace(local, batch_size=_batch_size(local, first.federation.sizes, {}))
+            local = replace(local, batch_size=batch_size_of(local, first.federation.sizes, {}))
             alone = group.alike([first._replace(method=trainer, local=local)], len(self.members[g]))
             after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)
             clients.append(self._clients(g, after.clients))
@@ -294,39 +286,3 @@ class Groups:
 
     def _of_group(self, state: State, g: int) -> State:
         return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
-
-
-def _members(models: Sequence[Classifier]) -> tuple[tuple[int, ...], ...]:
-    """Participants with equal models, in the order of their first."""
-    groups: dict[Classifier, list[int]] = {}
-    for k, model in enumerate(models):
-        groups.setdefault(model, []).append(k)
-    return tuple(tuple(group) for group in groups.values())
-
-
-def _on_device(dataset) -> dict[str, Any]:
-    """Images as device arrays, which all groups share."""
-    return {"x_train": jnp.asarray(dataset.x_train), "x_test": jnp.asarray(dataset.x_test)}
-
-
-def _group(model, dataset, federation, method, local, seed, members, epochs, options) -> Simulation:
-    """The simulation of the participants with one architecture; its batches are no larger than its clients."""
-    train, test = federation.partition.train, federation.partition.test
-    part = Federation(dataset, Partition(tuple(train[k] for k in members), tuple(test[k] for k in members)))
-    own = tuple(epochs[k] for k in members) if epochs else local.epochs
-    local = replace(local, epochs=own, batch_size=_batch_size(local, part.sizes, options))
-    experiment = Experiment(part, method, local, seed, members)
-    return Simulation(model, [experiment], cohort=len(members), **options)
-
-
-def _batch_size(local: Local, sizes: np.ndarray, options: dict[str, Any]) -> int:
-    """B, or less where no client fills a batch and nothing but padding is lost."""
-    counts = local.last_batch in ("strict", "top_up") or options.get("weights") == "batches"
-    return local.batch_size if counts else int(min(local.batch_size, max(1, sizes.max())))
-
-
-def _mean_of_models(method: Participant, clients: Tree) -> Tree:
-    """Every participant's model replaced by the mean of all [K, ...]."""
-    variables = jax.vmap(method.model_of)(clients)
-    mean = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), variables)
-    return jax.vmap(method.keep)(clients, mean)
