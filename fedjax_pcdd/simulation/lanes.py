@@ -47,8 +47,8 @@ class Outcome(NamedTuple):
     """What finished jobs leave behind."""
 
     message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
-    clients: Tree  # [slots, ...]
-    statistics: Tree  # [slots, ...] or ()
+    clients: Tree  # [J, ...]; what is read and written in one loop would be copied for every job
+    statistics: Tree  # [J, ...] or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
 
@@ -149,7 +149,7 @@ def summary_of(program: Program, world: World, lane: Lane, context: Context) -> 
 def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outcome:
     """Reduce the message of a job that ends, store its client state, and test its model on the client's own data."""
     job, jobs = lane.job, world.jobs
-    row, slot, steps = jobs.row[job], jobs.slot[job], jobs.steps[job]
+    row, steps = jobs.row[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
     context = context_of(program, world, lane, steps)
     summary = summary_of(program, world, lane, context)
@@ -161,10 +161,10 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
     statistics = outcome.statistics
     if program.local_statistics:
-        statistics = put(statistics, slot, {k: lane.variables[k] for k in statistics})
+        statistics = put(statistics, job, {k: lane.variables[k] for k in statistics})
     return Outcome(
         reduce(program, jobs, job, outcome.message, message),
-        put(outcome.clients, slot, client),
+        put(outcome.clients, job, client),
         statistics,
         outcome.loss.at[job].set(lane.loss / jnp.maximum(steps, 1)),
         outcome.correct.at[job].set(correct),
@@ -201,7 +201,8 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
     reduced = Message(_zeros(sent.mean, *stacked), _zeros(sent.total, *stacked), _zeros(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
-    return _zeros(lane, program.lanes), Outcome(reduced, state.clients, state.statistics, loss, correct)
+    clients, statistics = _zeros((lane.client, lane.statistics), jobs)
+    return _zeros(lane, program.lanes), Outcome(reduced, clients, statistics, loss, correct)
 
 
 def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
@@ -214,7 +215,7 @@ def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outco
 
         def load_one(i, lanes):
             job, step = plan.load_job[i], plan.step_stop[g]
-            return put(lanes, plan.load_lane[i], load(program, world, outcome.clients, outcome.statistics, job, step))
+            return put(lanes, plan.load_lane[i], load(program, world, state.clients, state.statistics, job, step))
 
         def train(step, lanes):
             one = lift(lambda lane, index: train_step(program, world, lane, index, step), program.lanes)
@@ -237,7 +238,7 @@ def _run_one_lane(program: Program, world: World, state: State, plan: Plan) -> O
 
     def run(g, outcome):
         start, stop = plan.step_stop[g], plan.step_stop[g + 1]
-        lane = load(program, world, outcome.clients, outcome.statistics, plan.load_job[g], start)
+        lane = load(program, world, state.clients, state.statistics, plan.load_job[g], start)
 
         def train(step, lane):
             return train_step(program, world, lane, plan.indices[step, 0], step)

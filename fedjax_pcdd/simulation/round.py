@@ -75,7 +75,18 @@ def _round(program: Program, methods, hyper, data, keys, state: State, plan, job
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (mean, total))
     servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights, keys)
-    return State(servers, outcome.clients, outcome.statistics), Report(outcome.loss, outcome.correct)
+    clients, statistics = _stored(state, jobs, (outcome.clients, outcome.statistics))
+    return State(servers, clients, statistics), Report(outcome.loss, outcome.correct)
+
+
+def _stored(state: State, jobs, new: Tree) -> Tree:
+    """Clients and statistics after a round: those of jobs with steps are replaced by their new ones [J, ...]."""
+
+    def write(old, values):
+        slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
+        return old.at[slots].set(values, mode="drop", unique_indices=False)
+
+    return jax.tree.map(write, (state.clients, state.statistics), new)
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
