@@ -99,7 +99,7 @@ class Recipe(NamedTuple):
 TASKS = {
     "digits_domains": Recipe(
         "four looks of scikit-learn's digits, built in", "shifts",
-        tuple(DOMAIN_SHIFTS), (150,) * 4, (10,) * 4, public="digits_public", public_samples=1000, side=16,
+        tuple(DOMAIN_SHIFTS), (150,) * 4, (5,) * 4, public="digits_public", public_samples=1000, side=16,
     ),
     "digits2": Recipe("the first two domains of digits", "files", ("mnist", "usps"), (150, 80), (40, 35)),
     "digits": Recipe(
