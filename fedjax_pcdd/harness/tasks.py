@@ -194,8 +194,8 @@ def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Args:
       shares: [K, K] accuracy of participant i's model on domain j.
 
-    >>> [x.tolist() for x in intra_and_inter(np.array([[1.0, 0.2], [0.4, 0.8]]))]
-    [[1.0, 0.8], [0.2, 0.4]]
+    >>> [x.tolist() for x in intra_and_inter(np.array([[1.0, 0.25], [0.5, 0.75]]))]
+    [[1.0, 0.75], [0.25, 0.5]]
     """
     own = np.diagonal(shares)
     return own.copy(), (shares.sum(1) - own) / (len(shares) - 1)
