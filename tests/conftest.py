@@ -7,6 +7,12 @@ from pathlib import Path
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+# Tests compile much and compute little, so they do without optimisation; `XLA_FLAGS= pytest` compiles as for users.
+SHIPPED_FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -20,11 +26,17 @@ def x64():
         yield
 
 
+def _pieces_of_memory() -> int:
+    """Memory maps of this process; Linux allows 65 530, and each compiled program has some."""
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Let a file's programs go when it ends: each maps memory, of which a process may have only so many pieces."""
+    """Let a file's simulations go when it ends, and compiled programs before they are too many."""
     yield
-    toy.simulation.cache_clear()
-    toy.groups.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    toy.forget()
+    if _pieces_of_memory() > 20_000:
+        jax.clear_caches()
+        gc.collect()

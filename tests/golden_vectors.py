@@ -9,9 +9,15 @@ import pytest
 FOLDER = Path(os.environ.get("PCDD_GOLDEN", Path(__file__).parent / "golden"))
 
 
-def _load(file: Path) -> dict[str, np.ndarray]:
+class Vectors(dict[str, np.ndarray]):
+    """The arrays of a file by name, the same only as itself, so that what is computed from it can be kept."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+def _load(file: Path) -> Vectors:
     with np.load(file, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+        return Vectors((name, archive[name]) for name in archive.files)
 
 
 def cases(family: str):

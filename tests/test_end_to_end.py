@@ -1,30 +1,65 @@
-"""The command line as a user runs it, in processes of its own, on the built-in digits."""
+"""The command line as a user runs it, on the built-in digits; in processes of its own where that is the claim."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from conftest import SHIPPED_FLAGS
+
+from fedjax_pcdd.harness import cli
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]
 SMALL = ["--rounds=6", "--local-epochs=2", "--lanes=1", "--batch-size=32", "--quiet"]
 
 
-def start(*options, cwd=None):
+def start(*options, cwd=None, **environment):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*RUN, *options], cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.Popen([*RUN, *options], cwd=cwd, env=environment, **pipes)
 
 
-def call(*options, cwd=None):
-    process = start(*options, cwd=cwd)
+def call(*options, **given):
+    process = start(*options, **given)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
+
+
+def call_here(*options, cwd="."):
+    """As `call`, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(options)
+    return code, out.getvalue(), err.getvalue()
+
+
+def undisturbed(folder, *options):
+    """The results of a run on the CPU, in this process where it computes there anyway."""
+    run = call_here if jax.default_backend() == "cpu" else call
+    code, _, err = run(*options, f"--run-dir={folder}")
+    assert code == 0, err
+    return results(folder)
+
+
+def kill_after(rounds, folder, *options):
+    """Start a run and kill it once so many rounds are recorded."""
+    process = start(*options, f"--run-dir={folder}")
+    metrics, deadline = folder / "metrics.jsonl", time.time() + 200
+    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < rounds):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "summary.json").exists()
 
 
 def results(folder):
@@ -35,10 +70,20 @@ def results(folder):
     return rows, {k: v for k, v in summary.items() if k.startswith(("ga", "pa"))}
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a small run; to be copied where it is changed."""
+    folder = tmp_path_factory.mktemp("end_to_end") / "run"
+    code, _, err = call_here("--method=fedmr", "--mu2=0.5", *SMALL, f"--run-dir={folder}")
+    assert code == 0, err
+    return folder
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_readme_line_learns(tmp_path, seed):
     folder = tmp_path / "run"
-    code, out, err = call("--method=fedgela", "--beta=0.1", f"--seed={seed}", "--lanes=1", f"--run-dir={folder}")
+    options = ["--method=fedgela", "--beta=0.1", f"--seed={seed}", "--lanes=1", f"--run-dir={folder}"]
+    code, out, err = call(*options, XLA_FLAGS=SHIPPED_FLAGS)
     assert code == 0, err
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["ga_last"] > 0.5
@@ -48,9 +93,7 @@ def test_readme_line_learns(tmp_path, seed):
     assert "PA" in out
 
 
-def test_run_folder_is_complete(tmp_path):
-    folder = tmp_path / "run"
-    assert call("--method=fedmr", *SMALL, f"--run-dir={folder}")[0] == 0
+def test_run_folder_is_complete(trained):
     names = {
         "config.yaml",
         "metrics.jsonl",
@@ -60,69 +103,59 @@ def test_run_folder_is_complete(tmp_path):
         "curves.png",
         "checkpoints",
     }
-    assert names <= {p.name for p in folder.iterdir()}
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert names <= {p.name for p in trained.iterdir()}
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == list(range(1, 7))
     assert all({"round", "ga", "pa", "loss", "seconds"} <= set(row) for row in rows)
 
 
-def test_config_alone_repeats_the_run(tmp_path):
-    assert call("--method=fedprox", "--mu=0.5", *SMALL, f"--run-dir={tmp_path / 'a'}")[0] == 0
-    code, _, err = call(f"--preset={tmp_path / 'a' / 'config.yaml'}", f"--run-dir={tmp_path / 'b'}")
+def test_config_alone_repeats_the_run(tmp_path, trained):
+    code, _, err = call_here(f"--preset={trained / 'config.yaml'}", f"--run-dir={tmp_path / 'again'}")
     assert code == 0, err
-    assert results(tmp_path / "a") == results(tmp_path / "b")
+    assert results(tmp_path / "again") == results(trained)
 
 
-@pytest.mark.parametrize("method", ["fedmr", "solo"])
-def test_killed_run_resumes_to_the_same_bits(tmp_path, method):
-    options = [f"--method={method}", "--clients=6", "--cohort=4", "--rounds=20", "--fine-tune-epochs=2", *SMALL[1:]]
-    assert call(*options, f"--run-dir={tmp_path / 'whole'}")[0] == 0
-    folder = tmp_path / "killed"
-    process = start(*options, f"--run-dir={folder}")
-    metrics = folder / "metrics.jsonl"
-    deadline = time.time() + 120
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 6):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (folder / "summary.json").exists()
-    code, _, err = call(f"--resume={folder}")
+@pytest.mark.parametrize("options", [("fedmr", 1), ("solo", 2)], ids=lambda given: given[0])
+def test_killed_run_resumes_to_the_same_bits(tmp_path, options):
+    method, lanes = options
+    common = [f"--method={method}", "--clients=6", "--cohort=4", "--rounds=20", "--fine-tune-epochs=2", *SMALL[1:]]
+    common += [f"--lanes={lanes}"]
+    expected = undisturbed(tmp_path / "whole", *common)
+    kill_after(6, tmp_path / "killed", *common)
+    code, _, err = call(f"--resume={tmp_path / 'killed'}")
     assert code == 0, err
-    assert results(folder) == results(tmp_path / "whole")
+    assert results(tmp_path / "killed") == expected
 
 
-def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path):
+def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path, trained):
     folder = tmp_path / "run"
-    assert call("--method=fedgela", *SMALL, f"--run-dir={folder}")[0] == 0
-    whole = results(folder)
+    shutil.copytree(trained, folder)
     (folder / "summary.json").unlink()
     newest = max((folder / "checkpoints").iterdir(), key=lambda p: int(p.name) if p.name.isdigit() else -1)
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-    code, _, err = call(f"--resume={folder}")
+    code, _, err = call_here(f"--resume={folder}")
     assert code == 0, err
     assert "round 6 is damaged" in err
-    assert results(folder) == whole
+    assert results(folder) == results(trained)
 
 
 def test_taken_run_folder_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("method: fedavg\n")
-    code, _, err = call(f"--run-dir={tmp_path}")
+    code, _, err = call_here(f"--run-dir={tmp_path}")
     assert code == 2
     assert "--resume" in err
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_resume_with_another_setting_names_it(tmp_path):
-    folder = tmp_path / "run"
-    assert call("--method=fedavg", *SMALL, "--fine-tune-epochs=0", f"--run-dir={folder}")[0] == 0
-    code, _, err = call(f"--resume={folder}", "--lr=0.5")
+def test_resume_with_another_setting_names_it(trained):
+    code, _, err = call_here(f"--resume={trained}", "--lr=0.5")
     assert code == 2
     assert "--lr" in err
 
 
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
-    code, _, err = call("--method=fedavg", "--lr=1e30", *SMALL, f"--run-dir={tmp_path / 'run'}")
+    code, _, err = call_here("--method=fedavg", "--lr=1e30", *SMALL, f"--run-dir={tmp_path / 'run'}")
     assert code == 2
     assert "client" in err
     assert "round" in err
@@ -151,10 +184,13 @@ if importlib.util.find_spec("wandb") is None:
     BAD["tracker that is not installed"] = (["--wandb"], "fedjax-pcdd[wandb]")
 
 
+ALONE = {"unknown method", "missing data set", "gpu asked for and absent"}  # each stops at another stage of a run
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_users_mistake_is_one_sentence_and_leaves_nothing(tmp_path, case):
     options, word = BAD[case]
-    code, _, err = call(*options, cwd=tmp_path)
+    code, _, err = (call if case in ALONE else call_here)(*options, cwd=tmp_path)
     assert code == 2
     assert word in err
     assert "Traceback" not in err

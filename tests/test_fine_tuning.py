@@ -40,7 +40,7 @@ def tuned_alone(tuner, variables, k):
 
 def test_from_global_tests_every_clients_tuned_model():
     tuner, best, last = global_models()
-    result = from_global(tuner, best, last, 3, RESULT)
+    (result,) = from_global(tuner, best, last, 3, [RESULT])
     for name, given in (("best", best), ("last", last)):
         alone = accuracies(tuner, [tuned_alone(tuner, given, k) for k in range(5)])
         assert result[f"pa_{name}"] == pytest.approx(alone.mean())
@@ -52,7 +52,7 @@ def test_from_global_tests_every_clients_tuned_model():
 
 def test_from_global_without_learning_rate_tests_the_given_models():
     tuner, best, last = global_models(lr=0.0)
-    result = from_global(tuner, best, last, 3, RESULT)
+    (result,) = from_global(tuner, best, last, 3, [RESULT])
     found, expected = [result["pa_best"], result["pa_last"]], [accuracies(tuner, [m] * 5).mean() for m in (best, last)]
     np.testing.assert_allclose(found, expected)
     assert found[0] != found[1]
@@ -60,7 +60,7 @@ def test_from_global_without_learning_rate_tests_the_given_models():
 
 def test_from_global_keeps_what_was_measured_during_training():
     tuner, best, last = global_models(lr=0.0)
-    result = from_global(tuner, best, last, 3, RESULT)
+    (result,) = from_global(tuner, best, last, 3, [RESULT])
     assert (result["pa_local_best"], result["pa_local_last"], result["pa_best_round"]) == (0.25, 0.5, 1)
     assert result["pa_protocol"] == "global model fine-tuned for 2 epochs"
     assert "ga_best" not in result

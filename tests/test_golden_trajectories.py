@@ -49,7 +49,7 @@ def test_three_rounds_agree_with_the_reference(g, setting):
 @pytest.mark.parametrize("setting", [s for s in SETTINGS if s.startswith("fedmr")])
 def test_prototypes_agree_with_the_reference(g, setting):
     name, hyper = SETTINGS[setting]
-    _, states = train(g, name, 2, **hyper)
+    _, states = train(g, name, 3, **hyper)
     for state, expected in zip(states, g[f"out_{setting}__protos"], strict=True):
         np.testing.assert_allclose(state.servers.prototypes[0], expected, RTOL, ATOL)
 

@@ -97,7 +97,9 @@ def test_features_and_logits_are_float32_in_each_norm_and_type(name, norm, dtype
     assert {x.dtype for x in jax.tree.leaves((outputs, state))} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "resnet10" else pytest.mark.slow) for name in FEATURES]
+)
 def test_a_neck_without_head_gives_its_own_features(name):
     model = build(name, num_classes=7, image_shape=IMAGE).clone(neck=2, neck_width=5, head=False)
     outputs, _ = jax.eval_shape(

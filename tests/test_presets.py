@@ -41,10 +41,6 @@ WITHOUT_PRESET = {
 NO_RUN = {
     ("fedmr_table15", "best-baseline", ""): "the best of several methods",
     ("fedgela_table5", "best-baseline", ""): "the best of several methods",
-    **{
-        ("fedmr_table8", method, "with-prototypes"): "no method has this option"
-        for method in ("fedprox", "fednova", "moon", "feddyn", "feddc")
-    },
 }
 
 

@@ -1,5 +1,6 @@
 """Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from fedjax_pcdd.harness.report.collect import collect, read_run
 from fedjax_pcdd.harness.report.command import compare_main, report_main
 from fedjax_pcdd.harness.report.curves import band
 from fedjax_pcdd.harness.report.expected import read_expected
-from fedjax_pcdd.harness.report.grouping import Cells, group
+from fedjax_pcdd.harness.report.formats import beside, own
+from fedjax_pcdd.harness.report.grouping import Cells, Group, group
 from fedjax_pcdd.harness.report.tables import own_table, paper_tables
+from fedjax_pcdd.harness.report.targets import BEST, LAST, reached
 
 
 @pytest.fixture
@@ -29,6 +32,7 @@ def cells(experiments):
 
 
 def papers(runs, cells, experiments, preset=None):
+    """The tables of accuracies and of rounds to the target."""
     return paper_tables("toy/table1", group(runs, cells, preset), read_expected(experiments / "expected", "toy/table1"))
 
 
@@ -117,7 +121,8 @@ def test_seconds_are_not_ranked(tmp_path, cells):
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b", method="fedprox")
     (one,) = group(collect([tmp_path / "runs"]), cells)
-    assert {entry.cells[-1].rank for entry in own_table(one).rows} == {0}
+    table = own_table(one)
+    assert {entry.cells[table.columns.index("s a round")].rank for entry in table.rows} == {0}
 
 
 def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
@@ -136,7 +141,7 @@ def test_methods_that_ran_with_other_rounds_are_labelled_so(tmp_path, cells):
 
 def test_options_that_change_no_result_do_not_split_an_experiment(tmp_path, cells):
     write_run(tmp_path / "runs/a", lanes=2, keep=5)
-    write_run(tmp_path / "runs/b", seed=1, device="cpu")
+    write_run(tmp_path / "runs/b", seed=1, device="cpu", track_every=2)
     (one,) = group(collect([tmp_path / "runs"]), cells)
     assert [run.seed for run in one.entries[0].runs] == [0, 1]
 
@@ -160,27 +165,27 @@ def test_a_repeated_seed_counts_once(tmp_path, cells):
 def test_a_cell_of_the_paper_is_joined_and_the_difference_taken(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A", ga=0.52)
     in_preset(tmp_path / "runs/b", "A", ga=0.54, seed=1)
-    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedavg")["A"]
     assert (found.mean, found.paper, found.paper_std) == (pytest.approx(53.0), 50.0, 0.5)
     assert found.difference == pytest.approx(3.0)
 
 
 def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, experiments):
-    (table,) = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
     found = row(table, "moon")["A"]
     assert (found.mean, found.paper, found.difference) == (None, 55.0, None)
 
 
 def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
-    (table,) = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
     assert table.columns == ("A",)
 
 
 def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A", "fedrs", "weak", ga=0.72)
     in_preset(tmp_path / "runs/b", "A", "fedrs", "strong", ga=0.3)
-    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     assert row(table, "fedrs weak")["A"].difference == pytest.approx(2.0)
     assert row(table, "fedrs strong")["A"].paper is None
 
@@ -188,12 +193,12 @@ def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
 def test_a_smaller_run_says_what_differs_from_the_preset(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A", rounds=2)
     in_preset(tmp_path / "runs/b", "A")
-    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     assert row(table, "fedavg (rounds=2)")["A"].paper == row(table, "fedavg")["A"].paper == 50.0
 
 
 def test_what_differs_in_all_runs_is_said_once(tmp_path, cells, experiments):
-    (table,) = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
     assert "fedavg" in table.labels
     assert table.remarks.startswith("Not as the preset in all runs: rounds=2. ")
 
@@ -202,9 +207,81 @@ def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cell
     in_preset(tmp_path / "runs/a", "A", ga=0.5)
     in_preset(tmp_path / "runs/a1", "A", ga=0.9, seed=1)
     in_preset(tmp_path / "runs/b", "B", ga=0.4)
-    (table,) = papers(collect([tmp_path / "runs"]), cells, experiments)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedavg")["avg"]
     assert (found.mean, found.seeds, found.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+
+
+def accuracies(folder, *shares):
+    """Give a made-up run these GAs."""
+    rows = [{"round": r, "ga": ga} for r, ga in enumerate(shares, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_rounds_to_fedavgs_best_accuracy_and_the_speed_up_are_pairs_of_one_seed(tmp_path, cells, experiments):
+    for seed, best in enumerate((0.5, 0.8)):
+        accuracies(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), best, 0.1, best)
+        accuracies(in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed), *(best - 0.1, best, 0.9)[seed:])
+    _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
+    found = row(table, "fedprox")
+    assert (found["A rounds"].mean, found["A rounds"].seeds) == (1.5, 2)
+    assert found["A speed-up"].mean == (3 / 2 + 3 / 1) / 2
+
+
+def test_fedavg_itself_counts_all_its_rounds(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A")
+    _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
+    found = row(table, "fedavg")
+    assert (found["A rounds"].mean, found["A rounds"].paper, found["A speed-up"].mean) == (3.0, 2.0, 1.0)
+
+
+def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
+    for seed, last in enumerate((0.6, 0.4)):
+        accuracies(write_run(tmp_path / f"runs/a{seed}", seed=seed), 0.1, 0.2, 0.5)
+        accuracies(write_run(tmp_path / f"runs/b{seed}", seed=seed, method="moon"), 0.1, 0.2, last)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    found = row(own_table(one), "moon")["rounds to target"]
+    assert (found.mean, found.missed, found.seeds) == (None, 1, 2)
+    assert own(found, "rounds_to_target") == "/"
+
+
+def test_a_run_without_a_fedavg_of_its_seed_has_no_rounds_to_a_target(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="moon", seed=1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert own(row(own_table(one), "moon")["rounds to target"]) == "–"
+
+
+def test_the_fewest_rounds_are_the_best(tmp_path, cells):
+    accuracies(write_run(tmp_path / "runs/a"), 0.1, 0.2, 0.5)
+    accuracies(write_run(tmp_path / "runs/b", method="moon"), 0.5, 0.5, 0.5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert row(own_table(one), "moon")["rounds to target"].rank == 1
+
+
+@pytest.mark.parametrize(("rule", "rounds"), [(BEST, 2), (LAST, 3)])
+def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, rule, rounds):
+    accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.6)
+    accuracies(write_run(tmp_path / "b", method="moon", shift=1), 0.3, 0.6, 0.7)
+    reference, run = collect([tmp_path])
+    assert reached(run, [reference], rule) == (rounds, 3 / rounds)
+
+
+def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
+    folder = Path(__file__).parent.parent / "experiments/expected"
+    (table,) = paper_tables(
+        "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
+    )
+    assert beside(row(table, "scaffold")["cifar10-dir0.5 rounds"]) == "/"
+    assert beside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
+
+
+def test_files_beside_the_folders_are_passed_over(tmp_path):
+    write_run(tmp_path / "runs/a")
+    (tmp_path / "runs/summary.csv").write_text("")
+    assert len(collect(sorted((tmp_path / "runs").iterdir()))) == 1
+    with pytest.raises(UserError, match="is a file: name the folder of a run"):
+        collect([tmp_path / "runs/summary.csv"])
 
 
 def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cells, experiments):
@@ -247,6 +324,12 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys
     error = capsys.readouterr().err
     assert error.startswith(sentence)
     assert error.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, capsys):
+    (tmp_path / "file").write_text("")
+    assert report_main(experiments, [str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"]) == 2
+    assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
 
 
 def test_a_value_that_does_not_fit_is_one_sentence(capsys):

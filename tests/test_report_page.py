@@ -70,7 +70,7 @@ def test_latex_escapes_and_marks(report):
     text = (report / "report.tex").read_text()
     assert r"fedprox & \textbf{60.00} (60.00, +0.00) \\" in text
     assert r"best round, \%" in text
-    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 3
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 4
 
 
 def test_a_row_has_as_many_cells_as_the_table_columns_in_each_format(tmp_path, cells):

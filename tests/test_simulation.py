@@ -42,8 +42,10 @@ def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
     experiments = [
         Experiment(base.experiments[0].federation, m, base.local, s) for m, s in zip(methods, seeds, strict=True)
     ]
-    return Simulation(
-        methods[0].build(model), experiments, pipeline=Pipeline(), cohort=cohort, lanes=lanes, rounds=3, **options
+    return toy.shared(
+        Simulation(
+            methods[0].build(model), experiments, pipeline=Pipeline(), cohort=cohort, lanes=lanes, rounds=3, **options
+        )
     )
 
 

@@ -53,7 +53,7 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
 @pytest.mark.parametrize(
     ("argument", "word"),
     [("--beta=0.1,-1", "beta"), ("--method=fedavg,fedgella", "fedgela"), ("--ew=3", "fedgela"), ("--seed=3:3", "range"),
-     ("--run-dir=x", "--sweep-dir")],
+     ("--run-dir=x", "--sweep-dir"), ("--coordinator=auto", "one process")],
 )  # fmt: skip
 def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, word):
     assert sweep_main([argument, *SMALL, f"--sweep-dir={tmp_path / 'sweep'}"]) == 2

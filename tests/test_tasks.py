@@ -1,12 +1,10 @@
 """Tasks by domain from the command line, on the built-in digits: a small run, its record, and refusals."""
 
 import json
-import signal
-import time
 
 import numpy as np
 import pytest
-from test_end_to_end import call, results, start
+from test_end_to_end import call, kill_after, results, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
 from fedjax_pcdd.harness import cli, launch
@@ -96,20 +94,14 @@ def test_the_other_methods_run_with_four_architectures(tmp_path, method):
     assert (tmp_path / "run" / "correlation.npz").exists() == (method != "fml")
 
 
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
-    options = [*TINY, "--method=fccl", "--models=mlp,simple_cnn", "--rounds=9"]
-    assert call(*options, f"--run-dir={tmp_path / 'whole'}")[0] == 0
-    folder = tmp_path / "killed"
-    process = start(*options, f"--run-dir={folder}")
-    metrics, deadline = folder / "metrics.jsonl", time.time() + 200
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 4):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (folder / "summary.json").exists()
-    code, _, err = call(f"--resume={folder}")
+@pytest.mark.parametrize("models", ["mlp", pytest.param("mlp,simple_cnn", marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path, models):
+    options = [*TINY, "--method=fccl", f"--models={models}", "--rounds=8"]
+    expected = undisturbed(tmp_path / "whole", *options)
+    kill_after(2, tmp_path / "killed", *options)
+    code, _, err = call(f"--resume={tmp_path / 'killed'}")
     assert code == 0, err
-    assert results(folder) == results(tmp_path / "whole")
+    assert results(tmp_path / "killed") == expected
 
 
 BAD = {

@@ -245,7 +245,7 @@ def test_lanes_do_not_change_results():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedmr"])
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("fedmr", marks=pytest.mark.slow)])
 def test_natural_federation_runs_on_the_command_line(tmp_path, method):
     np.savez(tmp_path / "play.npz", **made_up())
     options = ["--dataset=play", f"--data-dir={tmp_path}", "--partition=natural", "--clients=2", "--rounds=2"]

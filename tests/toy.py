@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_pcdd import models
@@ -36,6 +37,25 @@ def federation(seed: int = 0, noise: float = 40) -> Federation:
     return Federation(dataset, Partition(train, test))
 
 
+_first: dict[Any, Simulation] = {}
+
+
+def shared(simulated: Simulation) -> Simulation:
+    """The simulation, with the compiled programs of an earlier one that differs from it in numbers alone."""
+    numbers = (simulated.methods, simulated.hyper, simulated.data, simulated.keys)
+    types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, numbers))
+    size = (simulated.cohort_size, simulated.capacity, simulated.client_state)
+    first = _first.setdefault((simulated.program, structure, tuple(types), size), simulated)
+    vars(simulated).update({name: held for name, held in vars(first).items() if hasattr(held, "lower")})
+    return simulated
+
+
+def forget():
+    """Let go of all simulations."""
+    for kept in (simulation.cache_clear, groups.cache_clear, _first.clear):
+        kept()
+
+
 @functools.cache
 def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
@@ -47,11 +67,12 @@ def simulation(
     method = METHODS[name](**hyper) if method is None else method
     plain = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
     local = Local(epochs, batch_size, last_batch, optimizer, lr, momentum, 1e-4, clip)
-    return Simulation(
+    simulated = Simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
         eval_batch=eval_batch,
     )  # fmt: skip
+    return shared(simulated)
 
 
 def architectures(*necks: int) -> list:
@@ -74,10 +95,13 @@ def groups(
     """Participants on the toy federation, two architectures by default; equal arguments share one."""
     method = METHODS[name](**hyper) if method is None else method
     local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, None)
-    return Groups(
+    table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
         public=Public(public_images(images), public, batch), pipeline=PLAIN, lanes=lanes, rounds=3,
     )  # fmt: skip
+    for group in table.groups:
+        shared(group)
+    return table
 
 
 def context(**known: Any) -> Context:

@@ -1,9 +1,12 @@
 """The golden `trajectories`: a tiny federation with fixed batches, trained through the same lanes as a real run."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import toy
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
@@ -82,7 +85,7 @@ class Problem:
         )  # fmt: skip
         images = jnp.asarray(self.x[:, None, None, :] * 255)
         simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
-        return simulation
+        return toy.shared(simulation)
 
     def plan(self, simulation, round, chosen):
         """The golden batches of a round as a schedule."""
@@ -98,8 +101,9 @@ class Problem:
         return schedule.pack(batches, simulation.program.lanes, steps=simulation.capacity), jobs
 
 
+@functools.cache
 def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, **hyper):
-    """States after each round, as numpy, with the problem."""
+    """The problem, and the states after each round as numpy, to be left as they are."""
     problem = Problem(g)
     simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay)
     model, params = simulation.program.model, problem.unflatten(g["in_p0"])

@@ -19,7 +19,7 @@ from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.methods.method import Context, Message, Method
 from fedjax_pcdd.methods.participant import PublicBatch
-from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.simulation.lanes import World, context_of, load, summary_of, train_step
 from fedjax_pcdd.simulation.program import Tree, facts_of
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
@@ -58,10 +58,8 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
       image_shape: (H, W, channels).
     """
     simulated = _simulation(method, model, image_shape)
-    state, method = simulated.start(), select(simulated.methods, 0)
-    server, clients = select(state.servers, 0), state.clients
-    client = select(clients, 0)
-    job = _Job(simulated, clients)
+    server, client = _begun(simulated)
+    method, job = select(simulated.methods, 0), _Job(simulated)
     lane = jax.eval_shape(job.loaded, server, client)
     sent = jax.eval_shape(job.uploaded, server, client, lane)[1]
     needed = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
@@ -80,13 +78,37 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
     )  # fmt: skip
 
 
+def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
+    """Scalars that `Method.upload` sends, but for what is said of public images; arguments as `traffic`."""
+    simulated = _simulation(method, model, image_shape)
+    server, client = _begun(simulated)
+    job = _Job(simulated)
+    lane = jax.eval_shape(job.loaded, server, client)
+    return _size(jax.eval_shape(job.uploaded, server, client, lane)[1])
+
+
+def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
+    """Shapes of the server before the first round, and of a client."""
+    shape = simulated.experiments[0].federation.image_shape
+    fresh = jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), shape))
+
+    def begin():
+        state = simulated.start(jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), fresh))
+        return select(state.servers, 0), select(state.clients, 0)
+
+    try:
+        return jax.eval_shape(begin)
+    except jax.errors.ConcretizationTypeError:  # a server that numpy makes, from a number drawn
+        return jax.eval_shape(lambda state: state, begin())
+
+
 class _Job:
     """The stages of one job as functions of the server's and the client's state."""
 
-    def __init__(self, simulated: Simulation, clients: Tree):
-        plan, jobs = simulated.plan(0)
+    def __init__(self, simulated: Simulation):
+        jobs, batches = simulated.jobs(0)
         self.jobs = jax.tree.map(jnp.asarray, jobs)
-        self.simulated, self.clients, self.indices = simulated, clients, jnp.asarray(plan.indices[0, 0])
+        self.simulated, self.indices = simulated, jnp.asarray(batches[0][0])
         self.program = simulated.program
 
     def world(self, server: Tree) -> World:
@@ -177,9 +199,10 @@ def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...])
     images = np.zeros((len(labels), *image_shape), np.uint8)
     halves = tuple(np.split(np.arange(len(labels)), 2))
     parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves))
-    public = (np.zeros((PUBLIC, *image_shape), np.uint8), Pipeline()) if method.distils else None
+    pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
+    public = (np.zeros((PUBLIC, *image_shape), np.uint8), pipeline) if method.distils else None
     return Simulation(
-        method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=Pipeline(),
+        method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
         cohort=2, public=public,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.colors import PowerNorm
@@ -62,6 +62,11 @@ class Dataset:
             self._reject("groups must be given for both training and test samples or for neither")
         if self.class_names is not None and len(self.class_names) != self.num_classes:
             self._reject(f"class_names must name {self.num_classes} classes, not {len(self.class_names)}")
+
+    def __repr__(self):
+        size = "x".join(map(str, self.x_train.shape[1:]))
+        samples = f"{len(self.y_train)} + {len(self.y_test)} samples of {size}"
+        return f"Dataset('{self.name}', {samples}, {self.num_classes} classes)"
 
     def _check_images(self, part: str):
         x = getattr(self, f"x_{part}")
@@ -144,6 +149,9 @@ class Federation:
                     f"the partition was made for another data set than '{self.dataset.name}': make it anew."
                 )
 
+    def __repr__(self):
+        return f"Federation({self.num_clients} clients of {self.dataset!r})"
+
     @property
     def num_clients(self) -> int:
         """K."""
@@ -178,6 +186,22 @@ class Federation:
         """The index tables that go to the device beside the images."""
         return Tables(*_flat(self.partition.train), *_flat(self.partition.test))
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw who holds what, see `heat_map`.
+
+        Args:
+          axes: where to draw; None for those of a new figure of pyplot.
+
+        Returns:
+          The axes.
+        """
+        if axes is None:
+            import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
+
+            axes = plt.figure(figsize=_map_size(self), layout="constrained").add_subplot()
+        _draw_map(self, axes)
+        return axes
+
     def save(self, path: str | Path):
         """Write the partition (not the images) to an `.npz` file that `load_partition` reads."""
         with open(path, "wb") as file:
@@ -210,22 +234,29 @@ def heat_map(federation: Federation, path: str | Path):
       federation: K clients, C classes; counts are written into the cells where there are few.
       path: picture to write; its suffix sets the format (.png, .pdf, .svg).
     """
+    figure = Figure(figsize=_map_size(federation), dpi=150, layout="constrained")
+    _draw_map(federation, figure.add_subplot())
+    figure.savefig(path)
+
+
+def _map_size(federation: Federation) -> tuple[float, float]:
+    """Width and height of a heat map's figure, in inches."""
+    clients, classes = federation.class_counts.shape
+    return float(np.clip(0.5 * clients, 5.0, 13.0)) + 2.0, float(np.clip(0.35 * classes, 2.5, 9.0)) + 1.2
+
+
+def _draw_map(federation: Federation, axes):
     counts = federation.class_counts
     clients, classes = counts.shape
-    width = float(np.clip(0.5 * clients, 5.0, 13.0))
-    height = float(np.clip(0.35 * classes, 2.5, 9.0))
-    figure = Figure(figsize=(width + 2.0, height + 1.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     shown = np.ma.masked_equal(counts.T, 0)
     image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm)
     axes.set(xlabel="client", ylabel="class")
     axes.set_title(f"{federation.dataset.name}: {clients} clients, {classes} classes, {counts.sum()} samples")
     _set_ticks(axes, federation)
-    figure.colorbar(image, ax=axes, pad=0.02, label="training samples")
+    axes.figure.colorbar(image, ax=axes, pad=0.02, label="training samples")
     if counts.size <= MOST_LABELLED_CELLS and clients <= 30:
         _write_counts(axes, counts)
-    figure.savefig(path)
 
 
 def _set_ticks(axes, federation: Federation):

@@ -7,22 +7,22 @@ evaluation, not for resuming.
 
 Orbax runs synchronously inside one worker thread of ours, not in its own asynchronous mode: the caller is
 held up for the copy of the arrays alone, whereas that mode prepares folders and files before it returns.
-One process at a time may open a folder, and the arrays must be addressable by it (one host).
+One run at a time may open a folder. Of a run in several processes the first writes, what every process has of the
+arrays, and all read.
 """
 
 import json
-import logging
-import os
 import re
 import shutil
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -30,9 +30,9 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import snapshot
 from fedjax_pcdd.harness.disk import check_space as check_space
 from fedjax_pcdd.harness.disk import for_user
+from fedjax_pcdd.harness.hosts import in_turn
+from fedjax_pcdd.harness.manager import REMOVED, Retention, open_manager, silence_orbax
 
-_REMOVED = "removed"
-_PARTS = ("server", "clients")
 _FILES = "files.json"
 _SMALL_FILES = 2**17
 
@@ -79,10 +79,15 @@ class Checkpoints:
         self._full: set[int] = set()
         self._pending: Future | None = None
         self._worker = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        _silence_orbax()
+        self._writes, self._retention = jax.process_index() == 0, Retention(keep, self._full)
+        self._manager: Any = None
+        silence_orbax()
+        if self._writes:
+            self._open()
+
+    def _open(self) -> None:
         try:
-            self._manager = _open_manager(self._folder, _Retention(keep, self._full))
-            shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+            self._manager = open_manager(self._folder, self._retention, writes=self._writes)
         except OSError as error:
             raise for_user(error, self._folder) from error
         self._full.update(r for r in self._manager.all_steps() if self._is_full(r))
@@ -108,12 +113,12 @@ class Checkpoints:
           force: write now, and fully, whatever `every` and `clients_every` say.
 
         Returns:
-          Whether a checkpoint is being written (False too where this round has one already).
+          Whether a checkpoint is being written here (False too where this round has one already).
 
         Raises:
           UserError: this or the previous checkpoint could not be written (no space left, for example).
         """
-        if not force and round % self._every:
+        if not self._writes or (not force and round % self._every):
             return False
         self.wait()
         full = force or round // self._every % self._clients_every == 0
@@ -143,11 +148,16 @@ class Checkpoints:
         Raises:
           UserError: all are damaged, or the checkpoint was written by another configuration.
         """
-        restored = self._newest({"server": server_like, "clients": clients_like})
-        if restored is None and self._manager.all_steps():
-            self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
-        self._discard_after(0 if restored is None else restored.round)
-        return restored
+        like = {"server": server_like, "clients": clients_like}
+        with in_turn():
+            if not self._writes:
+                self._open()
+                return self._newest(like)
+            restored = self._newest(like)
+            if restored is None and self._manager.all_steps():
+                self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
+            self._discard_after(0 if restored is None else restored.round)
+            return restored
 
     def restore_server(self, server_like: Any) -> Restored | None:
         """The newest intact checkpoint of either kind, for evaluation: no `clients`, nothing is removed."""
@@ -170,7 +180,8 @@ class Checkpoints:
         finally:
             if self._worker is not None:
                 self._worker.shutdown()
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
 
     def _guard(self, action: Callable[[], None]) -> None:
         try:
@@ -199,7 +210,7 @@ class Checkpoints:
             self._full.discard(round)
             raise
         _list_files(self._folder / str(round))
-        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+        shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
     def _newest(self, like: dict[str, Any]) -> Restored | None:
         self.wait()
@@ -264,7 +275,7 @@ class Checkpoints:
         for newer in [r for r in self._manager.all_steps() if r > round]:
             self._manager.delete(newer)
             self._full.discard(newer)
-        shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
+        shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
 
 def _list_files(checkpoint: Path) -> None:
@@ -293,35 +304,6 @@ def required_bytes(server: Any, clients: Any) -> int:
     return snapshot.size(server) + snapshot.size(clients) + _SMALL_FILES
 
 
-class _Retention:
-    """Orbax preservation policy: the `keep` newest checkpoints and the two newest full ones."""
-
-    def __init__(self, keep: int, full: set[int]):
-        self._keep, self._full = keep, full
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        rounds = sorted(info.step for info in checkpoints)
-        kept = {*rounds[-self._keep :], *[r for r in rounds if r in self._full][-2:]}
-        return [info.step in kept for info in checkpoints]
-
-
-def _open_manager(folder: Path, retention: _Retention) -> ocp.CheckpointManager:
-    # Compression takes three times as long as writing and shrinks trained weights by a tenth at best.
-    handlers: dict[str, Any] = {part: ocp.PyTreeCheckpointHandler(use_compression=False) for part in _PARTS}
-    handlers["record"] = ocp.JsonCheckpointHandler()
-    options = ocp.CheckpointManagerOptions(
-        enable_async_checkpointing=False,
-        preservation_policy=retention,
-        cleanup_tmp_directories=True,
-        # Renaming is atomic and removing a tree is not: a killed process must not leave half a checkpoint.
-        todelete_subdir=_REMOVED,
-        save_root_metadata=False,
-        lightweight_initialize=True,
-    )
-    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
-
-
 def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError | KeyError):
         return "a file is missing"
@@ -329,14 +311,3 @@ def _reason(error: Exception) -> str:
         return "an array file is missing or cut short"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0], 100, placeholder="...")
-
-
-def _silence_orbax() -> None:
-    logger = logging.getLogger("absl")
-    if _is_not_orbax not in logger.filters:
-        logger.addFilter(_is_not_orbax)
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    # Errors too: Orbax prints the traceback of every exception that it also raises.
-    return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -33,7 +33,8 @@ PRESETS = Path("experiments/presets")
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
     *("quiet", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "device", "data_dir"),
+    *("tensorboard", "wandb", "device", "devices", "data_dir"),
+    *("coordinator", "processes", "process", "patience"),
 }
 
 
@@ -57,9 +58,10 @@ def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
         config, method = configure(given, presets)
         if config.resume is None:
             config = dataclasses.replace(config, run_dir=run_folder(config))
-        from fedjax_pcdd.harness import launch  # JAX programs are not needed for the help and for mistakes
+        from fedjax_pcdd.harness import hosts, launch  # JAX programs are not needed for the help and for mistakes
 
-        launch.run(config, method, _origin(given, argv))
+        with hosts.together(config) as own:
+            launch.run(own, method, _origin(given, argv))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -167,6 +169,8 @@ def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
+    if name in options_of(methods.get(f"fedavg{methods.SUFFIX}")):
+        owners = [f"{method}{methods.SUFFIX}"]
     if not owners:
         return _no_option(name, known)
     flag, several = "--" + name.replace("_", "-"), ", ".join(owners)

@@ -63,9 +63,16 @@ class RunConfig:
     min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0)
     retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has --min-samples")
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
+    train_samples: int | None = run_option(
+        None, "data", "training samples used, drawn class by class from the seed; by default all", low=1
+    )
+    test_samples: int | None = run_option(None, "data", "test samples used, drawn likewise; by default all", low=1)
 
     model: str | None = run_option(
         None, "model", "architecture, see --list-models; by default lstm for text, mlp for digits, else simple_cnn"
+    )
+    neck: Literal[0, 1, 2] = run_option(
+        0, "model", "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)"
     )
     bn: Literal["average", "local", "group"] = run_option(
         "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
@@ -130,12 +137,38 @@ class RunConfig:
         "where clients keep their state between rounds; host, where clients times parameters outgrow the device",
     )
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
+    devices: Literal["auto"] | int = run_option(
+        "auto",
+        "run",
+        "devices of this process that divide a round's clients, with --lanes each; auto: all GPUs or TPUs, or one CPU",
+        low=1,
+    )
+    coordinator: str | None = run_option(
+        None,
+        "run",
+        "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU tells",
+    )
+    processes: int | None = run_option(None, "run", "how many these are", low=1)
+    process: int | None = run_option(None, "run", "which of them this is, from 0", low=0)
+    patience: int = run_option(
+        100, "run", "seconds that these wait for each other's start, and for signs of life", low=5
+    )
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
     fine_tune_epochs: int = run_option(
         10, "evaluation", "epochs of fine-tuning for PA, for methods without a personal model", low=0
     )
     eval_batch: int = run_option(500, "evaluation", "batch size of evaluation", low=1)
+    track: str | None = run_option(
+        None, "evaluation", "what to follow beside accuracy, as angles,features,spectrum,intra; docs/analyses.md"
+    )
+    track_every: int = run_option(1, "evaluation", "rounds between two looks at what is tracked", low=1)
+    track_local: bool = run_option(
+        True,
+        "evaluation",
+        "track the clients' models too, right after local training, which is done twice for it; always where there "
+        "is no global model",
+    )
 
     run_dir: Path | None = run_option(
         None,
@@ -157,10 +190,23 @@ class RunConfig:
             check(option, getattr(self, option.name), option.flag)
         if self.local_epochs is None and self.task is None:
             raise UserError("--local-epochs=none stands for the epochs of a task's domains: give a number, or --task.")
+        self._check_processes()
+        if self.track is not None:
+            from fedjax_pcdd.harness.tracking import names_of  # a run that tracks nothing does not load it
+
+            names_of(self.track)
         if self.clients is None and self.partition != "natural":
             object.__setattr__(self, "clients", 10)
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
             raise UserError(f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them.")
+
+    def _check_processes(self) -> None:
+        """UserError unless --coordinator, --processes and --process belong together."""
+        given, counts = self.coordinator not in (None, "auto"), (self.processes, self.process)
+        if given != (None not in counts) or (not given and counts != (None, None)):
+            raise UserError("several processes need --coordinator=HOST:PORT, --processes and --process, or auto alone.")
+        if self.process is not None and self.process >= (self.processes or 1):
+            raise UserError(f"--process={self.process} must be below --processes={self.processes}: they count from 0.")
 
 
 RUN = options_of(RunConfig)

@@ -40,6 +40,42 @@ def progress(total: int, done: int, quiet: bool, console: Console | None = None)
     return _Terminal(total, done, console) if console.is_terminal else _Lines(total, done, console)
 
 
+class SweepBar:
+    """One bar for the rounds of all runs of a sweep; on a terminal only."""
+
+    def __init__(self, rounds: Mapping[str, int], console: Console):
+        """Args: rounds: of each run, by its name."""
+        self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
+        shown = TextColumn("{task.description}"), BarColumn(), TextColumn("round {task.completed:.0f}/{task.total:.0f}")
+        self._progress = Progress(*shown, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task("sweep", total=sum(rounds.values()))
+
+    @property
+    def completed(self) -> int:
+        """Rounds of all runs."""
+        return sum(self._done.values())
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error):
+        self._progress.stop()
+
+    def of(self, name: str) -> Bar:
+        """What the run of this name tells of its rounds."""
+        return _Part(self, name)
+
+    def show(self, name: str, done: int) -> None:
+        """A run has completed so many rounds."""
+        self._progress.update(self._task, advance=done - self._done[name], description=name)
+        self._done[name] = done
+
+    def end(self, name: str) -> None:
+        """A run is over, whether or not it came to its last round."""
+        self.show(name, self._rounds[name])
+
+
 def final_table(summary: Mapping[str, Any]) -> Table:
     """Best and last GA and PA in percent.
 
@@ -73,6 +109,14 @@ class _Silent:
 
     def update(self, row):
         pass
+
+
+class _Part(_Silent):
+    def __init__(self, whole: SweepBar, name: str):
+        self._whole, self._name = whole, name
+
+    def update(self, row):
+        self._whole.show(self._name, row["round"])
 
 
 class _Terminal:

@@ -102,7 +102,8 @@ def _description(method: str, has_own: bool) -> str:
     own = f"The last group holds the hyper-parameters of {method}" if has_own else f"{method} has no hyper-parameters"
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
-        f"{own}; --method=NAME --help shows those of {others}."
+        f"{own}; --method=NAME --help shows those of {others}. "
+        "NAME+prototypes is a method that averages models with a contrast to class prototypes."
     )
 
 

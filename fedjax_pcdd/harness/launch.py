@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fedjax_pcdd.harness import display, records
+from fedjax_pcdd.harness import display
 from fedjax_pcdd.harness.config import RunConfig
 from fedjax_pcdd.harness.runner import Run
 from fedjax_pcdd.harness.tasks import ParticipantRun, TaskRun
@@ -18,13 +18,16 @@ def kind_of_run(config: RunConfig, method: Method) -> type[Run]:
     return ParticipantRun if own else Run
 
 
-def run(config: RunConfig, method: Method, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    config: RunConfig, method: Method, origin: Mapping[str, Any] | None = None, bar: display.Bar | None = None
+) -> dict[str, Any]:
     """Run (or resume) one experiment.
 
     Args:
       config: what to run.
       method: with its hyper-parameters.
       origin: the command and the cell of a preset that it stands for, for resolved.json; a resumed run keeps its own.
+      bar: told of every round, in place of a bar of its own.
 
     Returns:
       What summary.json holds.
@@ -35,16 +38,12 @@ def run(config: RunConfig, method: Method, origin: Mapping[str, Any] | None = No
     work = kind_of_run(config, method)(config, method)
     try:
         if origin and config.resume is None:
-            work.folder.write_json("resolved.json", work.folder.read_json("resolved.json") | dict(origin))
-        progress = work.rounds(work.begin())
+            work.resolve(**origin)
+        progress = work.rounds(work.begin(), bar)
         summary = work.summary(progress)
-        work.folder.write_summary(summary)
-        title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-        records.draw_curves(progress.history.rows, work.folder.path / "curves.png", title)
+        work.conclude(summary, progress.history)
     finally:
-        work.checkpoints.close()
-        for writer in work.writers:
-            writer.close()
+        work.close()
     if not config.quiet:
         display.show(summary, work.folder.path)
     return summary

@@ -101,8 +101,9 @@ def _check_methods(preset: Preset) -> None:
         if "method" not in variant:
             raise UserError(f"variant '{name}' in {preset.source} needs a line `method: NAME`.")
     for name in [*preset.methods, *(str(variant["method"]) for variant in preset.variants.values())]:
-        if name not in methods.METHODS:
-            raise UserError(f"unknown method '{name}' in {preset.source}: {short_nearest(name, methods.METHODS)}")
+        plain = name.removesuffix(methods.SUFFIX)
+        if plain not in methods.METHODS:
+            raise UserError(f"unknown method '{plain}' in {preset.source}: {short_nearest(plain, methods.METHODS)}")
 
 
 def _from_flat(flat: dict[str, Any], source: str) -> Preset:

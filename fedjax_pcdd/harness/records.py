@@ -4,6 +4,7 @@ config.yaml    the whole configuration
 metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
+track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
 """
 
 import json

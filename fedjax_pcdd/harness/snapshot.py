@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.simulation.mesh import here, place
+
 ArrayType = tuple[str, tuple[int, ...]]
 
 
@@ -17,8 +19,11 @@ def named(part: str, tree: Any) -> dict[str, Any]:
 
 
 def take(part: str, tree: Any) -> dict[str, Any]:
-    """Copies of the leaves by name; they share no memory with the tree, which may be donated at once."""
-    leaves = named(part, tree)
+    """Copies of the leaves by name; they share no memory with the tree, which may be donated at once.
+
+    Of what lies on several devices, each of which has all of it, one copy is taken, by this process alone.
+    """
+    leaves = named(part, here(tree))
     for leaf in leaves.values():
         if isinstance(leaf, jax.Array) and not _on_cpu(leaf):
             leaf.copy_to_host_async()
@@ -93,6 +98,8 @@ def _place(value: np.ndarray, leaf: Any) -> Any:
         return value
     # An uncommitted template gives an uncommitted array: for a committed one jit would compile anew.
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    if sharding is not None and not sharding.is_fully_addressable:
+        return place(value, len(sharding.device_set))
     return jax.device_put(value, sharding, may_alias=False)
 
 

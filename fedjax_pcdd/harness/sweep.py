@@ -3,8 +3,10 @@
     python experiments/sweep.py --method=fedavg,fedgela --beta=0.1,0.5 --seed=0:5 --ew=1e3,1e4
 
 Every option may list several values with commas, integers also as a range FIRST:END without END. An option that only
-some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run.py` has;
-they run one after another in one process. What is finished is not run again; what was interrupted continues.
+some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run.py` has.
+Experiments that differ in nothing but numbers (seed, partition, learning rate, hyper-parameters) are trained together,
+as one compiled program; programs run one after another. Results are those of single runs but for rounding, and the
+seconds of an experiment are its share. What is finished is not run again; what was interrupted continues.
 """
 
 import csv
@@ -14,22 +16,28 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.cli import PRESETS, configure, scan
-from fedjax_pcdd.harness.options import options_of
+from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.harness.display import Bar, SweepBar
+from fedjax_pcdd.harness.options import Option, convert, options_of
+from fedjax_pcdd.methods import Method
 
 WHOLE = ("lr_steps", "models", "data_dir", "preset", "split", "variant")  # their commas, if any, belong to the value
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
-HELP = f"{__doc__}\n--sweep-dir=DIR is the sweep's folder (default runs/sweep); all other options are those of run.py."
+TOGETHER = Option("together", Literal["auto"] | int, False, "auto", low=1)
+HELP = f"""{__doc__}
+--sweep-dir=DIR is the sweep's folder (default runs/sweep). --together=N trains at most N experiments together, 1 one
+after another; auto, the default, as many as fit into memory, up to 16. All other options are those of run.py."""
 
 
 class Experiment(NamedTuple):
@@ -83,38 +91,99 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
     return found
 
 
-def run_all(experiments: Sequence[Experiment], folder: Path, presets: Path, console: Console) -> dict[str, Any]:
-    """Run what is not finished.
+class Sweep:
+    """Runs what is not finished of the experiments, together what shares a program."""
 
-    Returns:
-      For each experiment by name what its summary.json holds, or the sentence with which it failed.
-    """
-    from fedjax_pcdd.harness import launch  # nothing of JAX is needed for mistakes
+    def __init__(self, experiments: Sequence[Experiment], folder: Path, presets: Path, console: Console):
+        """Look what is finished.
 
-    results: dict[str, Any] = {}
-    with Progress(console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("sweep", total=len(experiments))
+        Args:
+          folder: where each experiment has a folder of its name.
+          presets: folder of the presets.
+          console: told of failures.
+        """
+        self.folder, self.presets, self.console = folder, presets, console
+        self.results: dict[str, Any] = {}  # by name what summary.json holds, or the sentence of a failure
+        self.pairs: dict[str, tuple[RunConfig, Method]] = {}
+        self.left = [e for e in experiments if not self._is_over(e)]
+
+    def _is_finished(self, experiment: Experiment) -> bool:
+        done = self.folder / experiment.name / "summary.json"
+        if done.is_file():
+            self.results[experiment.name] = json.loads(done.read_text())
+        return done.is_file()
+
+    def _is_over(self, experiment: Experiment) -> bool:
+        """Whether it is finished, or cannot even be configured."""
+        if self._is_finished(experiment):
+            return True
+        try:
+            self.pairs[experiment.name] = self._configured(experiment)
+        except UserError as error:
+            self._failed(experiment, error)
+            return True
+        return False
+
+    def _configured(self, experiment: Experiment) -> tuple[RunConfig, Method]:
+        folder = self.folder / experiment.name
+        started = (folder / "config.yaml").is_file()
+        where = {"resume": str(folder)} if started else {**experiment.given, "run_dir": str(folder)}
+        return configure(where | {"quiet": "true"}, self.presets)
+
+    def _failed(self, experiment: Experiment, error: Any) -> None:
+        self.results[experiment.name] = str(error)
+        self.console.print(f"{experiment.name}: {error}", markup=False)
+
+    def run(self, together: int | None = None) -> dict[str, Any]:
+        """Run it all.
+
+        Args:
+          together: most experiments in one program, None for as many as fit into memory.
+
+        Returns:
+          For each experiment by name what its summary.json holds, or the sentence with which it failed.
+        """
+        from fedjax_pcdd.harness import sharing  # nothing of JAX is needed for mistakes
+
+        pairs = [self.pairs[e.name] for e in self.left]
+        with SweepBar({name: config.rounds for name, (config, _) in self.pairs.items()}, self.console) as bar:
+            for group in sharing.groups(pairs):
+                most = together or (sharing.affordable(*pairs[group[0]]) if len(group) > 1 else 1)
+                for part in sharing.portions(group, most):
+                    self._run_part([self.left[i] for i in part], bar)
+        return self.results
+
+    def _run_part(self, experiments: Sequence[Experiment], bar: SweepBar) -> None:
+        """Run experiments together, or one by one where there is but one or some cannot be prepared."""
+        from fedjax_pcdd.harness.joint import Asked, run_together
+
+        if len(experiments) > 1:
+            asked = [Asked(*self.pairs[e.name], _origin(e), bar.of(e.name)) for e in experiments]
+            with suppress(UserError):  # alone, it is said of the one that it concerns
+                for experiment, result in zip(experiments, run_together(asked), strict=True):
+                    if isinstance(result, str):
+                        self._failed(experiment, result)
+                    else:
+                        self.results[experiment.name] = result
         for experiment in experiments:
-            bar.update(task, description=experiment.name)
-            try:
-                results[experiment.name] = _run(experiment, folder / experiment.name, presets, launch)
-            except UserError as error:
-                results[experiment.name] = str(error)
-                console.print(f"{experiment.name}: {error}", markup=False)
-            bar.advance(task)
-    return results
+            if experiment.name not in self.results and not self._is_finished(experiment):
+                self._run_alone(experiment, bar.of(experiment.name))
+            bar.end(experiment.name)
+
+    def _run_alone(self, experiment: Experiment, bar: Bar) -> None:
+        from fedjax_pcdd.harness import launch
+
+        try:
+            pair = self._configured(experiment)  # it may have been started with others
+            self.results[experiment.name] = launch.run(*pair, _origin(experiment), bar)
+        except UserError as error:
+            self._failed(experiment, error)
 
 
-def _run(experiment: Experiment, folder: Path, presets: Path, launch: Any) -> dict[str, Any]:
-    done = folder / "summary.json"
-    if done.is_file():
-        return json.loads(done.read_text())
-    started = (folder / "config.yaml").is_file()
-    where = {"resume": str(folder)} if started else {**experiment.given, "run_dir": str(folder)}
+def _origin(experiment: Experiment) -> dict[str, Any]:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in experiment.given.items()]
     cell = {name: experiment.given.get(name) for name in ("preset", "split", "variant")}
-    command = shlex.join(["python", "experiments/run.py", *arguments])
-    return launch.run(*configure(where | {"quiet": "true"}, presets), {**cell, "command": command})
+    return {**cell, "command": shlex.join(["python", "experiments/run.py", *arguments])}
 
 
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -170,10 +239,13 @@ def sweep_main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> in
         for name in ("run_dir", "resume"):
             if name in given:
                 raise UserError(f"--{name.replace('_', '-')} is for one run: use --sweep-dir for a sweep's folder.")
+        if "coordinator" in given:
+            raise UserError("--coordinator is for one run: a sweep is one process, which can use several --devices.")
+        together = convert(TOGETHER, given.pop("together", "auto"), "--together")
         experiments = expand(given)
         for experiment in experiments:
             configure(experiment.given, presets)
-        results = run_all(experiments, folder, presets, console)
+        results = Sweep(experiments, folder, presets, console).run(None if together == "auto" else together)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

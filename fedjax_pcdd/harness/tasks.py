@@ -63,6 +63,8 @@ class ParticipantRun(Run):
         config = self.config
         if config.cohort not in (None, self.federation.num_clients) or config.client_state == "host":
             raise UserError("all participants take part in every round: drop --cohort and --client-state.")
+        if config.devices not in ("auto", 1) or jax.process_count() > 1:
+            raise UserError("participants with models of their own train on one device: drop --devices, --coordinator.")
         if config.model and config.models:
             raise UserError("--models names all architectures: drop --model.")
         if not method.own_models and config.pretrain_epochs:

@@ -27,6 +27,7 @@ from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
+from fedjax_pcdd.methods.with_prototypes import SUFFIX, with_prototypes
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -56,11 +57,14 @@ METHODS: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
 }
 
-__all__ = ["METHODS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]
+__all__ = ["METHODS", "SUFFIX", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]
 
 
 def get(name: str) -> type[Method]:
-    """The class of a method by its name on the command line; UserError for an unknown one."""
+    """The class of a method by its name on the command line, as "moon" or "moon+prototypes"; UserError for no such."""
+    if name.endswith(SUFFIX):
+        plain = name.removesuffix(SUFFIX)
+        return with_prototypes(get(plain), plain)
     if name not in METHODS:
         raise UserError(f"there is no method '{name}': {nearest(name, METHODS)}")
     return METHODS[name]

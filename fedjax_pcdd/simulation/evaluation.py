@@ -4,6 +4,7 @@ The functions count correct predictions [.., C]; dividing by the number of test 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.participant import over_all
+from fedjax_pcdd.simulation.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
 from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, sum_over_samples
 from fedjax_pcdd.trees import select
 
@@ -90,38 +92,60 @@ def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
     return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
 
 
-def on_whole_test(predict: Callable, program: Program, samples: Samples) -> jax.Array:
-    """Correct predictions per class [C] on all test images."""
+def on_whole_test(predict: Callable, program: Program, samples: Samples, devices: int = 1) -> jax.Array:
+    """Correct predictions per class [C] on all test images, or on this one's part if several devices divide them."""
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.setting.num_classes,), jnp.int32)
     function = count_correct(predict, program, samples)
-    return sum_over_samples(function, images, 0, samples.labels.shape[0], program.eval_batch, template)
+    start, size, most = part_of(devices, samples.labels.shape[0])
+    batch = program.eval_batch if devices == 1 else min(program.eval_batch, most)
+    return sum_over_samples(function, images, start, size, batch, template)
 
 
 def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Correct predictions [E, C] on the whole test set: of the global models, and of further ones by their name."""
 
-    def one(method, server):
-        def correct(variables):
-            def predict(images):
-                return method.predict_generic(program.model, server, variables, images)
+    def count(methods, servers, data):
+        def one(method, server):
+            def correct(variables):
+                def predict(images):
+                    return method.predict_generic(program.model, server, variables, images)
 
-            return on_whole_test(predict, program, data.test)
+                return on_whole_test(predict, program, data.test, program.devices)
 
-        further = method.further_models(server)
-        return correct(method.generic_variables(server)), {name: correct(model) for name, model in further.items()}
+            further = method.further_models(server)
+            return correct(method.generic_variables(server)), {name: correct(model) for name, model in further.items()}
 
-    return lift(one, program.experiments)(methods, servers)
+        return lift(one, program.experiments)(methods, servers)
+
+    if program.devices > 1:
+        count = spread(lambda *args, count=count: summed(count(*args)), program.devices, EVERYWHERE, EVERYWHERE)
+    return count(methods, servers, data)
 
 
-def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
+def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows, slots) -> jax.Array:
     """Correct predictions [n, C] of the personal models of n rows between rounds.
 
     Args:
-      state: its clients and statistics [n, ...] are those of the rows.
+      state: its clients and statistics are those of the rows, [n, ...], or on several devices found by the slots.
       own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
+      slots: [n] places of the rows in the state; n is a multiple of the devices.
     """
+    count = partial(_personal_correct, program, own)
+    if program.devices == 1:
+        return count(methods, state, data, rows)
 
+    def share(methods, state, data, rows, slots):
+        clients = (state.clients, state.statistics)
+        held = clients if program.split_clients else select(clients, slots)
+        return gathered(count(methods, State(state.servers, *held), data, rows))
+
+    clients = SPLIT if program.split_clients else EVERYWHERE
+    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), EVERYWHERE, SPLIT, SPLIT)
+    return spread(share, program.devices, inputs, EVERYWHERE)(methods, state, data, rows, slots)
+
+
+def _personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
     def one(entry):
         row, client, statistics = entry
         experiment = row // program.setting.num_clients

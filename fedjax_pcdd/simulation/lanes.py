@@ -2,8 +2,10 @@
 
 The loop over segments loads jobs into lanes, runs the steps of the segment, and finishes the jobs that end: their
 message is reduced on the fly, so memory is O(lanes), not O(cohort). A lane that has run dry computes what nobody reads.
+Several devices do so with their own jobs, and speak to each other only when all are done.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +15,10 @@ import optax
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.methods.method import Batch, Context, Hyper, Message
 from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
+from fedjax_pcdd.simulation.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.program import Data, Program, State, Tree, facts_of, lift, of_experiment, put, unlabelled
-from fedjax_pcdd.simulation.schedule import Jobs, Plan
+from fedjax_pcdd.simulation.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.trees import select
 
 
@@ -47,8 +50,8 @@ class Outcome(NamedTuple):
     """What finished jobs leave behind."""
 
     message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
-    clients: Tree  # [J, ...]; what is read and written in one loop would be copied for every job
-    statistics: Tree  # [J, ...] or ()
+    clients: Tree  # [J, ...], or where `Program.in_place` as in the state
+    statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
 
@@ -159,12 +162,12 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
         return method.predict_personal(program.model, server, client, context.facts, lane.variables, images)
 
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
-    statistics = outcome.statistics
+    statistics, place = outcome.statistics, jobs.slot[job] if program.in_place else job
     if program.local_statistics:
-        statistics = put(statistics, job, {k: lane.variables[k] for k in statistics})
+        statistics = put(statistics, place, {k: lane.variables[k] for k in statistics})
     return Outcome(
         reduce(program, jobs, job, outcome.message, message),
-        put(outcome.clients, job, client),
+        put(outcome.clients, place, client),
         statistics,
         outcome.loss.at[job].set(lane.loss / jnp.maximum(steps, 1)),
         outcome.correct.at[job].set(correct),
@@ -201,12 +204,51 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
     reduced = Message(_zeros(sent.mean, *stacked), _zeros(sent.total, *stacked), _zeros(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
-    clients, statistics = _zeros((lane.client, lane.statistics), jobs)
-    return _zeros(lane, program.lanes), Outcome(reduced, clients, statistics, loss, correct)
+    kept = (state.clients, state.statistics) if program.in_place else _zeros((lane.client, lane.statistics), jobs)
+    return _zeros(lane, program.lanes), Outcome(reduced, *kept, loss, correct)
 
 
-def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
-    """Train all jobs of a round."""
+def run_lanes(program: Program, world: World, state: State, plan: Plan | Shares) -> Outcome:
+    """Train all jobs of a round.
+
+    Args:
+      plan: of one device, or the shares of several. Where these divide the clients' state (`Program.split_clients`),
+        that of the outcome is divided in the same way, [D * M, ...] in the order of the shares' members.
+    """
+    if isinstance(plan, Plan):
+        return _run_lanes(program, world, state, plan)
+    clients = SPLIT if program.split_clients else EVERYWHERE
+    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), Shares(SPLIT, SPLIT, EVERYWHERE))
+    outputs = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE)
+    return spread(partial(_run_share, program), program.devices, inputs, outputs)(world, state, plan)
+
+
+def _run_share(program: Program, world: World, state: State, shares: Shares) -> Outcome:
+    """What one of several devices does."""
+    members = shares.members[0]
+    jobs = select(world.jobs, jnp.maximum(members, 0))
+    jobs = jobs._replace(steps=jnp.where(members >= 0, jobs.steps, 0))
+    own = world._replace(jobs=jobs, keys=world.keys[jnp.maximum(members, 0)])
+    found = _run_lanes(program, own, state, select(shares.plan, 0))
+
+    def of_all(tree):
+        return jax.tree.map(lambda x: x[shares.place], gathered(tree))
+
+    mean, total, each = found.message
+    clients = found.clients, found.statistics
+    return Outcome(
+        Message(*summed((mean, total)), of_all(each)), *(clients if program.split_clients else of_all(clients)),
+        *of_all((found.loss, found.correct)),
+    )  # fmt: skip
+
+
+def _read(program: Program, state: State, outcome: Outcome) -> tuple[Tree, Tree]:
+    """Clients and statistics that jobs start from."""
+    held = outcome if program.in_place else state
+    return held.clients, held.statistics
+
+
+def _run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
     if program.lanes == 1:
         return _run_one_lane(program, world, state, plan)
 
@@ -215,7 +257,7 @@ def run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outco
 
         def load_one(i, lanes):
             job, step = plan.load_job[i], plan.step_stop[g]
-            return put(lanes, plan.load_lane[i], load(program, world, state.clients, state.statistics, job, step))
+            return put(lanes, plan.load_lane[i], load(program, world, *_read(program, state, outcome), job, step))
 
         def train(step, lanes):
             one = lift(lambda lane, index: train_step(program, world, lane, index, step), program.lanes)
@@ -238,7 +280,7 @@ def _run_one_lane(program: Program, world: World, state: State, plan: Plan) -> O
 
     def run(g, outcome):
         start, stop = plan.step_stop[g], plan.step_stop[g + 1]
-        lane = load(program, world, state.clients, state.statistics, plan.load_job[g], start)
+        lane = load(program, world, *_read(program, state, outcome), plan.load_job[g], start)
 
         def train(step, lane):
             return train_step(program, world, lane, plan.indices[step, 0], step)

@@ -14,8 +14,12 @@ import numpy as np
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.simulation import schedule
+from fedjax_pcdd.simulation.mesh import SPLIT, place
 from fedjax_pcdd.simulation.program import Program
 from fedjax_pcdd.simulation.storage import OnDevice
+from fedjax_pcdd.trees import select
+
+Planned = tuple[schedule.Plan | schedule.Shares, schedule.Jobs]
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,27 @@ class Planner:
             rows, self.numbers.ravel()[rows], slots, experiments, weight, steps, self.steps.ravel()[rows]
         )
 
-    def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Plan, schedule.Jobs]:
+    def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> Planned:
         """The schedule of a round, host arrays that depend on (seed, round) and the cohorts alone."""
-        jobs, batches = self.jobs(round, cohorts)
-        return schedule.pack(batches, self.program.lanes, steps=self.capacity), jobs
+        (jobs, batches), program = self.jobs(round, cohorts), self.program
+        if program.devices == 1:
+            return schedule.pack(batches, program.lanes, steps=self.capacity), jobs
+        shares = schedule.divide(batches, program.lanes, program.devices, steps=self.capacity)
+        if program.split_clients:
+            jobs = jobs._replace(slot=shares.place % shares.members.shape[1])
+        return shares, jobs
+
+    def _seen(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the clients' state that a round sees, and which of them train."""
+        if isinstance(plan, schedule.Plan) or not self.program.split_clients:
+            return jobs.row, jobs.steps > 0
+        members = plan.members.ravel()
+        jobs = select(jobs, np.maximum(members, 0))
+        return jobs.row, (members >= 0) & (jobs.steps > 0)
+
+    def _placed(self, plan: schedule.Plan | schedule.Shares) -> schedule.Plan | schedule.Shares:
+        """The plan on the devices, which then need not wait for it."""
+        if isinstance(plan, schedule.Plan):
+            return plan
+        split, devices = place((plan.plan, plan.members), self.program.devices, SPLIT), self.program.devices
+        return schedule.Shares(*split, place(plan.place, devices))

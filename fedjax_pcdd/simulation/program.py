@@ -19,6 +19,9 @@ from fedjax_pcdd.trees import select, zeros_like
 
 Tree = Any
 
+# With XLA's default analysis, state that is read and written in one loop is copied for every job.
+IN_PLACE = {"xla_cpu_copy_insertion_use_region_analysis": True}
+
 
 @dataclass(frozen=True)
 class Program:
@@ -27,7 +30,7 @@ class Program:
     model: Classifier
     setting: Setting
     pipeline: Pipeline
-    lanes: int = 1
+    lanes: int = 1  # of each device
     experiments: int = 1
     optimizer: str = "sgd"
     clip: bool = False
@@ -37,6 +40,9 @@ class Program:
     client_batch: int = 500  # batch of passes over one client's data
     dtype: Any = jnp.float32  # of the images that enter the model
     public_pipeline: Pipeline | None = None
+    devices: int = 1
+    split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
+    in_place: bool = False  # a job writes its client's state where it read it, which needs `IN_PLACE` to be fast
 
 
 class Samples(NamedTuple):

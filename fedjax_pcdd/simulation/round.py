@@ -26,10 +26,11 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.mesh import EVERYWHERE, here, place, sharding
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
-from fedjax_pcdd.simulation.planning import Planner
-from fedjax_pcdd.simulation.program import Program, State, Tree, facts_of, lift, load_data, unlabelled
+from fedjax_pcdd.simulation.planning import Planned, Planner
+from fedjax_pcdd.simulation.program import IN_PLACE, Program, State, Tree, facts_of, lift, load_data, unlabelled
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.trees import select, where
 
@@ -75,7 +76,9 @@ def _round(program: Program, methods, hyper, data, keys, state: State, plan, job
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (mean, total))
     servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights, keys)
-    clients, statistics = _stored(state, jobs, (outcome.clients, outcome.statistics))
+    clients, statistics = outcome.clients, outcome.statistics
+    if not (program.split_clients or program.in_place):
+        clients, statistics = _stored(state, jobs, (clients, statistics))
     return State(servers, clients, statistics), Report(outcome.loss, outcome.correct)
 
 
@@ -110,6 +113,7 @@ class Simulation(Planner):
         pipeline: Pipeline,
         cohort: int,
         lanes: int = 1,
+        devices: int = 1,
         rounds: int = 1,
         weights: Literal["method", "uniform", "batches"] = "method",
         local_statistics: bool = False,
@@ -125,7 +129,8 @@ class Simulation(Planner):
           model: as `Method.build` returned it.
           experiments: equal in model, data set, method's static fields, local epochs, batch size and optimiser.
           cohort: S, clients a round; clients without samples are never chosen.
-          lanes: L, at most E * S are used.
+          lanes: L of each device, at most E * S are used.
+          devices: D; each trains its share of a round's jobs, and has data and state in its memory.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
           client_state: where the clients' state lives between rounds.
@@ -154,24 +159,35 @@ class Simulation(Planner):
         self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
         self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
         self.client_state: Literal["device", "host"] = client_state
-        self.methods = _stack([e.method.configure(setting) for e in experiments])
-        self.hyper = _stack([_hyper(e.local) for e in experiments])
-        self.data = load_data([e.federation for e in experiments], public and public[0])
+        self.methods = place(_stack([e.method.configure(setting) for e in experiments]), devices)
+        self.hyper = place(_stack([_hyper(e.local) for e in experiments]), devices)
+        self.data = place(load_data([e.federation for e in experiments], public and public[0]), devices)
         self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
+        most = schedule.most_jobs(len(experiments) * cohort, devices)
+        rows = self.sizes.size
+        self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
         self.program = Program(
-            model, setting, pipeline, max(1, min(lanes, len(experiments) * cohort)), len(experiments), local.optimizer,
+            model, setting, pipeline, max(1, min(lanes, most)), len(experiments), local.optimizer,
             any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
             self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
-            public and public[1],
+            public and public[1], devices, self.storage.split, devices == 1 and jax.default_backend() == "cpu",
         )  # fmt: skip
-        self.keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments])
-        self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes)
+        self.keys = place(jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments]), devices)
+        self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes, devices)
         self.weights = self._raw_weights(weights)
-        rows = self.sizes.size
-        self.storage = OnDevice(rows) if client_state == "device" else OnHost(rows, chunk=cohort)
-        self.round = jax.jit(partial(_round, self.program), donate_argnums=4)
+        self.round = jax.jit(
+            partial(_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
+            compiler_options=IN_PLACE if self.program.in_place else None,
+        )  # fmt: skip
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
+
+    def _shardings(self) -> Any:
+        """Where the results of a round lie on several devices."""
+        if self.program.devices == 1:
+            return None
+        everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, self.storage.spec))
+        return State(everywhere, clients, clients), everywhere
 
     def _client_batch(self, most: int) -> int:
         """Batch of passes over one client's data: no larger than the largest client needs, in steps of 8."""
@@ -188,18 +204,21 @@ class Simulation(Planner):
                 raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
             return full.astype(float)
 
+        methods, data = here((self.methods, self.data))
+
         def weight(row):
-            method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], self.methods)
-            return method.weight(facts_of(self.program, self.data, row))
+            method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
+            return method.weight(facts_of(self.program, data, row))
 
         return np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
 
     def start(self, variables: Tree = None) -> State:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         setting, program = self.program.setting, self.program
+        methods, data, variables = here((self.methods, self.data, variables))
         servers, clients = [], []
         for e, (federation, _, _, seed, _) in enumerate(self.experiments):
-            method = jax.tree.map(lambda x, e=e: x[e], self.methods)
+            method = jax.tree.map(lambda x, e=e: x[e], methods)
             init, _, server_key, client_key = (jax.random.fold_in(jax.random.key(seed), i) for i in range(4))
             if variables is None:
                 first = initialise(program.model, init, federation.image_shape)
@@ -207,17 +226,18 @@ class Simulation(Planner):
             else:
                 first = select(variables, e)
             rows = np.arange(setting.num_clients) + e * setting.num_clients
-            server = method.init_server(setting, first, self.data.class_counts[rows], server_key)
+            server = method.init_server(setting, first, data.class_counts[rows], server_key)
             servers.append(server)
 
             seen = Server(first) if method.own_models else server  # the models of its own that a client begins with
 
             def init_client(row, method=method, server=seen, key=client_key):
-                facts = facts_of(program, self.data, row)
+                facts = facts_of(program, data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
             clients.append(self.storage.initial(init_client, rows))
-        return State(_stack(servers), self.storage.concatenate(clients), self._initial_statistics())
+        state = State(_stack(servers), self.storage.concatenate(clients), self._initial_statistics())
+        return self.storage.placed(state)
 
     def _initial_statistics(self) -> Tree:
         if not self.program.local_statistics:
@@ -232,16 +252,22 @@ class Simulation(Planner):
         fallen = sum(round >= step for step in self.local.lr_steps)
         return self.hyper._replace(lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
 
-    def step(self, state: State, round: int, plan: tuple[schedule.Plan, schedule.Jobs] | None = None):
+    def step(self, state: State, round: int, plan: Planned | None = None):
         """One round. The state passed in is donated: use the one returned.
 
         Returns:
           (State, Report); both are still being computed when this returns.
         """
         arrays, jobs = plan or self.plan(round)
-        hyper, held = self.hyper_at(round), self.storage.fetch(state, jobs.row)
-        after, report = self.round(self.methods, hyper, self.data, self.keys, held, arrays, jobs, np.int32(round))
-        return self.storage.store(state, after, jobs.row, jobs.steps > 0), report
+        hyper, held = self.hyper_at(round), self.fetch(state, (arrays, jobs))
+        after, report = self.round(
+            self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
+        )
+        return self.storage.store(state, after, *self._seen(arrays, jobs)), report
+
+    def fetch(self, state: State, plan: Planned) -> State:
+        """The state as the round of a plan sees it, on its devices."""
+        return self.storage.fetch(state, self._seen(*plan)[0])
 
     @property
     def compilations(self) -> int:
@@ -265,8 +291,8 @@ class Simulation(Planner):
         """Correct predictions [R, C] of all personal models."""
         found = []
         for rows in self.storage.chunks():
-            held = self.storage.fetch(state, rows)
-            found.append(np.asarray(self._personal_correct(own, self.methods, held, self.data, rows)))
+            held, slots = self.storage.fetch(state, rows), self.storage.slots(rows)
+            found.append(np.asarray(self._personal_correct(own, self.methods, held, self.data, rows, slots)))
         return np.concatenate(found)[: self.sizes.size]
 
     def tuner(self, epochs: int) -> "Simulation":
@@ -286,6 +312,6 @@ class Simulation(Planner):
         program = self.program
         return Simulation(
             program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
-            client_state=self.client_state, eval_batch=program.eval_batch, dtype=program.dtype,
+            devices=program.devices, client_state=self.client_state, eval_batch=program.eval_batch, dtype=program.dtype,
             param_dtype=self.param_dtype,
         )  # fmt: skip

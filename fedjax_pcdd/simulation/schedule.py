@@ -4,7 +4,9 @@ A *job* is one client of one experiment in one round. Jobs are packed into L lan
 through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has
 a shape that depends on the federation alone, so a changing cohort compiles nothing.
 
-Letters: J jobs, L lanes, T steps (an upper bound), B batch.
+Several devices divide the jobs, and each has lanes of its own.
+
+Letters: J jobs, L lanes, T steps (an upper bound), B batch, D devices, M jobs that a device has at most.
 """
 
 import heapq
@@ -28,6 +30,14 @@ class Plan(NamedTuple):
     finish_stop: np.ndarray  # jobs finished before each segment
     finish_job: np.ndarray  # [J]
     finish_lane: np.ndarray  # [J]
+
+
+class Shares(NamedTuple):
+    """One round on several devices, each with a plan of its own, in which job i is the device's i-th."""
+
+    plan: Plan  # leaves [D, ...]
+    members: np.ndarray  # [D, M] int32, jobs of each device, -1 for none
+    place: np.ndarray  # [J] int32, where a job is among all [D * M] members
 
 
 class Jobs(NamedTuple):
@@ -101,14 +111,25 @@ def job_batches(
     return np.concatenate([epoch_batches(order, batch, rule) for order in orders])
 
 
-def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int) -> int:
+def most_jobs(jobs: int, devices: int) -> int:
+    """M, the most jobs of one device: a quarter more than its share, so that memory is bounded and lengths even out.
+
+    >>> [most_jobs(100, devices) for devices in (1, 2, 8)]
+    [100, 64, 17]
+    """
+    return jobs if devices == 1 else min(jobs, -(-5 * jobs // (4 * devices)) + 1)
+
+
+def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: int = 1) -> int:
     """Upper bound of the length T of a round, whatever the cohorts: Graham's bound on the longest-first packing.
 
     Args:
       steps: for each experiment [K], the local steps of each client in a round.
-      cohort: S; lanes: L.
+      cohort: S; lanes: L, of each device.
+      devices: D; one of them may have the longest jobs.
     """
-    longest = np.concatenate([np.sort(s)[::-1][:cohort] for s in steps])
+    cohorts = np.concatenate([np.sort(s)[::-1][:cohort] for s in steps])
+    longest = np.sort(cohorts)[::-1][: most_jobs(len(steps) * cohort, devices)]
     total, most = int(longest.sum()), int(longest.max(initial=0))
     return max(1, -(-(total - most) // lanes) + most)
 
@@ -133,6 +154,32 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int) -> Plan:
             heapq.heappush(free, (stop, lane))
             placed.append((start, stop, job, lane))
     return _segments(indices, np.array(placed, np.int32).reshape(-1, 4), len(batches))
+
+
+def divide(batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int) -> Shares:
+    """Divide jobs among devices and pack each device's: longest first, each to the lane that is free first.
+
+    Args:
+      batches, steps: as in `pack`.
+      lanes: L, of each device.
+      devices: D.
+    """
+    jobs, most = len(batches), most_jobs(len(batches), devices)
+    members = np.full((devices, most), -1, np.int32)
+    place, count = np.zeros(jobs, np.int32), [0] * devices
+    free = [(0, 0, lane * devices + device) for lane in range(lanes) for device in range(devices)]
+    for job in sorted(range(jobs), key=lambda j: (-len(batches[j]), j)):
+        while count[free[0][2] % devices] == most:
+            heapq.heappop(free)
+        stop, held, lane = free[0]
+        device = lane % devices
+        members[device, count[device]] = job
+        place[job] = device * most + count[device]
+        count[device] += 1
+        heapq.heapreplace(free, (stop + len(batches[job]), held + 1, lane))
+    nothing = batches[0][:0]
+    plans = [pack([batches[j] if j >= 0 else nothing for j in own], lanes, steps=steps) for own in members]
+    return Shares(Plan(*map(np.stack, zip(*plans, strict=True))), members, place)
 
 
 def _segments(indices: np.ndarray, placed: np.ndarray, jobs: int) -> Plan:

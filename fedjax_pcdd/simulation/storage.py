@@ -1,7 +1,8 @@
 """Where the clients' state lives between rounds: on the device, or in host memory, from which a cohort is fetched.
 
 Both give the same numbers; host memory serves when clients times parameters outgrow the device. A *slot* is the place
-of a row (one client of one experiment) in the state that a round sees.
+of a row (one client of one experiment) in the state that a round sees. On several devices every one has all rows, or,
+from host memory, the state of its own jobs; in several processes each host has all rows, and each device the cohort's.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,15 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.simulation.mesh import EVERYWHERE, SPLIT, place
 from fedjax_pcdd.simulation.program import State, Tree
 
 
 class OnDevice:
     """All rows in device memory; a row is its own slot."""
 
-    def __init__(self, rows: int):
-        """Args: rows: R."""
-        self.rows = rows
+    split = False  # whether several devices divide what is fetched
+
+    def __init__(self, rows: int, devices: int = 1):
+        """Args: rows: R; devices: D."""
+        self.rows, self.devices = rows, devices
+
+    @property
+    def spec(self):
+        """How what is fetched lies on several devices."""
+        return SPLIT if self.split else EVERYWHERE
+
+    def placed(self, state: State) -> State:
+        """A new state where it lives between rounds."""
+        return place(state, self.devices)
 
     def initial(self, make: Callable[[jax.Array], Tree], rows: np.ndarray) -> Tree:
         """State of the rows, stacked; `make` gives that of one."""
@@ -34,11 +47,12 @@ class OnDevice:
 
     def chunks(self) -> Iterator[np.ndarray]:
         """All rows, in the portions in which they can be looked at."""
-        yield np.arange(self.rows, dtype=np.int32)
+        rows = np.arange(self.rows, dtype=np.int32)
+        yield np.append(rows, np.zeros(-self.rows % self.devices, np.int32))
 
     def fetch(self, state: State, rows: np.ndarray) -> State:
         """The state that a round of these rows sees."""
-        return state
+        return self.placed(state)
 
     def store(self, state: State, after: State, rows: np.ndarray, trained: np.ndarray) -> State:
         """The state after a round; rows [J], trained [J] says which of them took part."""
@@ -48,10 +62,11 @@ class OnDevice:
 class OnHost(OnDevice):
     """All rows in numpy arrays, changed in place; the device holds those of a cohort."""
 
-    def __init__(self, rows: int, chunk: int):
-        """Args: rows: R; chunk: rows that the device holds at once."""
-        super().__init__(rows)
-        self.chunk = max(1, min(chunk, rows))
+    def __init__(self, rows: int, chunk: int, devices: int = 1):
+        """Args: rows: R; chunk: rows that are looked at together, at least one of each device; devices: D."""
+        super().__init__(rows, devices)
+        self.chunk = -(-max(1, min(chunk, rows)) // devices) * devices
+        self.split = devices > 1 and jax.process_count() == 1
 
     def initial(self, make, rows):
         """State of the rows, stacked, made in chunks."""
@@ -62,6 +77,10 @@ class OnHost(OnDevice):
     def concatenate(self, parts):
         """The states of all experiments one after another."""
         return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+    def placed(self, state):
+        """A new state: the server on the devices, the clients in host memory."""
+        return state._replace(servers=place(state.servers, self.devices))
 
     def slots(self, rows):
         """Slots of a round's jobs: one for each."""
@@ -75,9 +94,10 @@ class OnHost(OnDevice):
         """The state with the clients of these rows alone, on the device."""
 
         def gather(tree):
-            return jax.tree.map(lambda x: jnp.asarray(x[rows]), tree)
+            held = jax.tree.map(lambda x: x[rows], tree)
+            return place(held, self.devices, self.spec) if self.devices > 1 else jax.tree.map(jnp.asarray, held)
 
-        return State(state.servers, gather(state.clients), gather(state.statistics))
+        return State(place(state.servers, self.devices), gather(state.clients), gather(state.statistics))
 
     def store(self, state, after, rows, trained):
         """The state after a round: rows that took part are written to host memory, which waits for the round."""

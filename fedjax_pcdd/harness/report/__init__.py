@@ -3,6 +3,7 @@
 collect.py   run folders as plain records
 grouping.py  which runs are repetitions of one experiment, and which experiments stand side by side
 expected.py  the papers' numbers and what a run has in their place
+targets.py   rounds to FedAvg's accuracy and speed-ups
 tables.py    mean, deviation, difference, marks
 formats.py   Markdown, CSV, LaTeX
 curves.py    learning curves with bands, as SVG

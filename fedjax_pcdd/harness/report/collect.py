@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.config import PLACE, RUN, TASK_DEFAULTS, load_mapping
-from fedjax_pcdd.harness.options import options_of
+from fedjax_pcdd.harness.options import Option, options_of
 from fedjax_pcdd.harness.presets import read_text
 from fedjax_pcdd.harness.records import CONFIG, SUMMARY, RunFolder
-from fedjax_pcdd.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,17 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     """All runs in these folders, in their order, each once.
 
     Args:
-      paths: folders of runs, or folders with such folders below them, at any depth.
+      paths: folders of runs, or folders with such folders below them, at any depth; files beside them are passed over,
+        as a shell's `*` names them too.
 
     Raises:
       UserError: no such folder, no run in it, or something in it that is no run of this library.
     """
-    found = {}
-    for path in map(Path, paths):
+    found, named = {}, [Path(path) for path in paths]
+    folders_alone = [path for path in named if not path.is_file()]
+    for path in folders_alone or named:
+        if path.is_file():
+            raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")
         if not path.is_dir():
             raise UserError(f"there is no folder {path}: name the folder of a run, or one that holds runs.")
         folders = list(_folders(path))
@@ -140,10 +144,17 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(path, config, text, resolved or {}, rows, clients, summary)
 
 
+def _hyperparameters(method: str) -> dict[str, Option]:
+    """Of a method; none of one that this version does not know."""
+    try:
+        return options_of(methods.get(method))
+    except UserError:
+        return {}
+
+
 def _command(config: dict[str, Any]) -> str:
     """The shortest command that gives these options."""
-    cls = METHODS.get(config["method"])
-    known = RUN | (options_of(cls) if cls else {})
+    known = RUN | _hyperparameters(config["method"])
     usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
     if config["partition"] != "natural":
         usual["clients"] = 10

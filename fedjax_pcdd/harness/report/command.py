@@ -11,7 +11,6 @@ from typing import Any
 import tyro
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.disk import for_user
 from fedjax_pcdd.harness.report.collect import RunRecord, collect
 from fedjax_pcdd.harness.report.compare import as_markdown, compare
 from fedjax_pcdd.harness.report.curves import curves
@@ -178,7 +177,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise for_user(error, folder) from error
+        raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
 
 
 def _compare(options: CompareOptions) -> None:

@@ -15,7 +15,7 @@ from fedjax_pcdd.harness.report.grouping import Group
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
 STYLES = ("-", "--", ":", "-.")
 FRAME = "#808080"  # can be read on white and on black
-LABELS = {"ga": "GA (%)", "pa": "PA (%)", "loss": "training loss"}
+LABELS = {"ga": "GA (%)", "pa": "PA in training (%)", "loss": "training loss"}
 
 
 def look(index: int) -> tuple[str, str]:

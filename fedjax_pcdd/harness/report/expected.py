@@ -15,6 +15,8 @@ SUMMARY_VALUES = {
     "seconds_per_round": ("seconds_per_round", 1.0),
 }
 DOMAIN_METRICS = ("inter_top1_pct", "intra_top1_pct", "inter_top5_pct", "intra_top5_pct")
+TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
+# Metrics with the same title share a table.
 TITLES = {
     "ga_pct": "generic accuracy (GA), best round, %",
     "pa_pct": "personal accuracy (PA), best round, %",
@@ -24,7 +26,12 @@ TITLES = {
     "intra_top1_pct": "intra-domain accuracy, last round, %",
     "inter_top5_pct": "inter-domain top-5 accuracy, last round, %",
     "intra_top5_pct": "intra-domain top-5 accuracy, last round, %",
+    "rounds_to_target": "rounds to FedAvg's accuracy, and speed-up",
+    "speedup": "rounds to FedAvg's accuracy, and speed-up",
 }
+# How a column is called beside its split, and digits after the point where they are not 2.
+HEADINGS = {"rounds_to_target": "rounds", "speedup": "speed-up"}
+DIGITS = {"ga_fraction": 4, "rounds_to_target": 0}
 
 
 class Expected(NamedTuple):

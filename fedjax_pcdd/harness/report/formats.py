@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 
+from fedjax_pcdd.harness.report.expected import DIGITS
 from fedjax_pcdd.harness.report.tables import NOT_RANKED, Cell, Table
 
 CSV_COLUMNS = (
@@ -19,29 +20,30 @@ _LATEX |= {"±": r"$\pm$", "−": "$-$", "–": "--"}
 _LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
 
 
-def own(one: Cell, digits: int) -> str:
-    """Mean and deviation.
+def own(one: Cell, metric: str = "") -> str:
+    """Mean and deviation; a target that some seed has not reached is a stroke, as in FedRL's Table 2.
 
-    >>> own(Cell(74.214, 0.41, 3), 2)
-    '74.21 ± 0.41'
+    >>> own(Cell(74.214, 0.41, 3)), own(Cell(missed=1), "rounds_to_target")
+    ('74.21 ± 0.41', '/')
     """
     if one.mean is None:
-        return "–"
+        return "/" if one.missed else "–"
+    digits = DIGITS.get(metric, 2)
     return f"{one.mean:.{digits}f}" + ("" if one.std is None else f" ± {one.std:.{digits}f}")
 
 
-def beside(one: Cell, digits: int, metric: str = "") -> str:
+def beside(one: Cell, metric: str = "") -> str:
     """The paper's number, and the difference where both are there and machines do not matter.
 
-    >>> beside(Cell(74.0, None, 1, paper=75.5, paper_std=0.2), 2)
+    >>> beside(Cell(74.0, None, 1, paper=75.5, paper_std=0.2))
     '75.50 ± 0.20, −1.50'
     """
     if one.paper is None:
-        return ""
-    text = own(Cell(one.paper, one.paper_std), digits)
+        return "/" if one.paper_missed else ""
+    text = own(Cell(one.paper, one.paper_std), metric)
     if one.difference is None or metric in NOT_RANKED:
         return text
-    return f"{text}, {one.difference:+.{digits}f}".replace("-", "−")
+    return f"{text}, {one.difference:+.{DIGITS.get(metric, 2)}f}".replace("-", "−")
 
 
 def markdown(table: Table) -> str:
@@ -50,7 +52,7 @@ def markdown(table: Table) -> str:
     lines.append(_piped(["method", *table.columns]))
     lines.append("|---|" + "---:|" * len(table.columns))
     for row, name in zip(table.rows, table.labels, strict=True):
-        cells = [_in_markdown(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
+        cells = [_in_markdown(one, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
         lines.append(_piped([name.replace("|", "\\|"), *cells]))
     return "\n".join(lines) + "\n"
 
@@ -59,10 +61,10 @@ def _piped(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _in_markdown(one: Cell, digits: int, metric: str) -> str:
-    text = own(one, digits)
+def _in_markdown(one: Cell, metric: str) -> str:
+    text = own(one, metric)
     text = {1: f"**{text}**", 2: f"<u>{text}</u>"}.get(one.rank, text)
-    paper = beside(one, digits, metric)
+    paper = beside(one, metric)
     return f"{text} ({paper})" if paper else text
 
 
@@ -74,7 +76,7 @@ def comma_separated(tables: Sequence[Table]) -> str:
     for table in tables:
         for row in table.rows:
             for column, metric, one in zip(table.columns, table.metrics, row.cells, strict=True):
-                if one.mean is None and one.paper is None:
+                if own(one) == "–" and not beside(one):
                     continue
                 names = (table.title, row.method, row.variant, row.settings, column, metric)
                 numbers = (one.mean, one.std, one.seeds, one.paper, one.paper_std, one.difference, one.rank or None)
@@ -91,15 +93,15 @@ def latex(table: Table) -> str:
         rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule", head + r" \\", r"\midrule",
     ]  # fmt: skip
     for row, name in zip(table.rows, table.labels, strict=True):
-        cells = [_in_latex(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
+        cells = [_in_latex(one, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
         lines.append(" & ".join([escaped(name), *cells]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
-def _in_latex(one: Cell, digits: int, metric: str) -> str:
-    text = escaped(own(one, digits))
+def _in_latex(one: Cell, metric: str) -> str:
+    text = escaped(own(one, metric))
     text = {1: rf"\textbf{{{text}}}", 2: rf"\underline{{{text}}}"}.get(one.rank, text)
-    paper = beside(one, digits, metric)
+    paper = beside(one, metric)
     return f"{text} ({escaped(paper)})" if paper else text
 
 

@@ -1,7 +1,6 @@
 """`report.html`: everything in one file that needs no other and no network."""
 
 import base64
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -11,11 +10,15 @@ from typing import Any
 
 from fedjax_pcdd.harness.report.collect import RunRecord
 from fedjax_pcdd.harness.report.curves import curves, inline, legend
-from fedjax_pcdd.harness.report.formats import LEGEND, beside, own
+from fedjax_pcdd.harness.report.formats import beside, own
 from fedjax_pcdd.harness.report.grouping import Group
 from fedjax_pcdd.harness.report.tables import Cell, Table, own_table
 
 TEMPLATE = Path(__file__).with_name("page.html")
+LEGEND = (
+    "Mean ± standard deviation over seeds, below it the paper's number and the difference to it where there is one. "
+    "The best mean of a column is bold, the second best underlined. A click on a heading sorts."
+)
 BORDERS = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}
 MACHINE = ("versions", "backend", "device", "devices", "platform", "cpus", "peak_memory_mb", "device_peak_memory_mb")
 
@@ -45,38 +48,41 @@ def page(groups: Sequence[Group], papers: Sequence[Table], runs: Sequence[RunRec
 def _group(group: Group, index: int) -> str:
     """Table, curves, accuracies by class and client, and partitions of a group."""
     named = zip(group.labels, group.entries, strict=True)
-    runs = [(f"{name}, seed {run.seed}", run) for name, entry in named for run in entry.runs]
+    members = [(name, run) for name, entry in named for run in entry.runs]
+    runs = [(f"{name}, seed {run.seed}", run) for name, run in members]
     return "".join([
         _table(own_table(group), titled=False),
         _curves(group, index),
         _shares("GA by class, last evaluation, %", "class", [(name, _last(run, "ga_per_class")) for name, run in runs]),
-        _shares("PA by client, last evaluation, %", "client", [(name, _clients(run)) for name, run in runs]),
-        _partitions(runs),
+        _shares("PA by client, best, %", "client", [(name, _clients(run)) for name, run in runs]),
+        _partitions(members),
     ])  # fmt: skip
 
 
 def _table(table: Table, titled: bool = True) -> str:
     rows = []
     for row, name in zip(table.rows, table.labels, strict=True):
-        cells = [_cell(one, table.digits, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
+        cells = [_cell(one, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
         rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
     title = f"<h3>{escape(table.title)}</h3>" if titled else ""
     note = f"<p>{escape(table.remarks)}</p>" if table.remarks else ""
     return title + note + _sortable(["method", *table.columns], rows)
 
 
-def _cell(one: Cell, digits: int, metric: str) -> str:
-    text = own(one, digits)
+def _cell(one: Cell, metric: str) -> str:
+    text = own(one, metric)
     text = {1: f"<b>{text}</b>", 2: f"<u>{text}</u>"}.get(one.rank, text)
-    paper = beside(one, digits, metric)
+    paper = beside(one, metric)
     small = f"<small>paper {paper}</small>" if paper else ""
     value = "" if one.mean is None else f' data-v="{one.mean!r}"'
     hint = [f"{one.seeds} seed{'s' * (one.seeds != 1)}"] if one.seeds else []
+    hint += [f"not reached by {one.missed} of them"] if one.missed else []
     hint += [one.note] if one.note else []
     return f'<td{value} title="{escape("; ".join(hint))}">{text}{small}</td>'
 
 
 def _sortable(headings: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
+    """A table of which a click on a heading sorts the rows; the first column stays in sight."""
     head = "".join(f'<th scope="col"><button type="button">{escape(text)}</button></th>' for text in headings)
     table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="wide" tabindex="0" role="region" aria-label="table">{table}</div>'
@@ -92,7 +98,7 @@ def _curves(group: Group, index: int) -> str:
         f'<li><i style="border-top-style:{BORDERS[style]};border-color:{colour}"></i>{escape(text)}</li>'
         for colour, style, text in legend(group)
     ]
-    caption = "<p>Mean over seeds, with a band of one standard deviation.</p>"
+    caption = "<p>Mean over seeds, with a band of one standard deviation; PA of the models as they are in training.</p>"
     key = f'<ul class="key">{"".join(lines)}</ul>'
     return f'<h3>Learning curves</h3>{caption}{key}<div class="side">{"".join(figures)}</div>'
 
@@ -103,7 +109,9 @@ def _last(run: RunRecord, name: str) -> list[float | None]:
 
 
 def _clients(run: RunRecord) -> list[float | None]:
-    return run.clients[-1].get("pa_per_client", []) if run.clients else []
+    """Those whose mean is the best PA of the tables; of older runs the last ones in training."""
+    newest = run.clients[-1].get("pa_per_client", []) if run.clients else []
+    return (run.summary or {}).get("pa_best_per_client", newest)
 
 
 def _shares(title: str, what: str, found: Sequence[tuple[str, list[float | None]]]) -> str:
@@ -125,17 +133,17 @@ def _share(value: float | None) -> str:
     return f'<td data-v="{value!r}" style="--share:{60 * value:.1f}%">{100 * value:.1f}</td>'
 
 
-def _partitions(runs: Sequence[tuple[str, RunRecord]]) -> str:
-    """Each picture once, with the runs that have it."""
-    found: dict[str, tuple[bytes, list[str]]] = {}
-    for name, run in runs:
+def _partitions(members: Sequence[tuple[str, RunRecord]]) -> str:
+    """Each picture once, with the seeds and names of the runs that have it."""
+    found: dict[bytes, dict[int, list[str]]] = {}
+    for name, run in members:
         picture = run.heat_map
         if picture is not None:
-            found.setdefault(hashlib.sha256(picture).hexdigest(), (picture, []))[1].append(name)
+            found.setdefault(picture, {}).setdefault(run.seed, []).append(name)
     figures = []
-    for picture, names in found.values():
-        text, data = escape("; ".join(names)), base64.b64encode(picture).decode()
-        alt = f"training samples of each class at each client: {text}"
+    for picture, holders in found.items():
+        text = escape("; ".join(f"seed {seed}: {', '.join(names)}" for seed, names in holders.items()))
+        alt, data = f"training samples of each class at each client, {text}", base64.b64encode(picture).decode()
         figures.append(
             f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
         )
@@ -150,10 +158,12 @@ def _runs(runs: Sequence[RunRecord]) -> str:
         state = "finished" if run.summary is not None else "unfinished"
         done = f'<td data-v="{run.rounds_done}">{run.rounds_done} of {run.config["rounds"]}</td>'
         texts = [str(run.path), run.method, run.dataset, run.preset or "–", run.resolved.get("split") or "–"]
-        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
-        rows.append(f'<tr>{cells}<td data-v="{run.seed}">{run.seed}</td><td>{state}</td>{done}{"".join(shares)}</tr>')
-    headings = ("run", "method", "data", "preset", "split", "seed", "state", "rounds", "GA best", "PA best")
-    return _sortable(headings, rows) + "<h3>Command and configuration</h3>" + "".join(map(_details, runs))
+        cells = "".join(f"<td>{escape(text)}</td>" for text in [*texts, state])
+        rows.append(f'<tr>{cells}<td data-v="{run.seed}">{run.seed}</td>{done}{"".join(shares)}</tr>')
+    headings = ("run", "method", "data", "preset", "split", "state", "seed", "rounds", "GA best", "PA best")
+    return (
+        _sortable(headings, rows, ' class="runs"') + "<h3>Command and configuration</h3>" + "".join(map(_details, runs))
+    )
 
 
 def _details(run: RunRecord) -> str:

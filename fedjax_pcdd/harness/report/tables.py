@@ -9,8 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fedjax_pcdd.harness.report.collect import RunRecord
-from fedjax_pcdd.harness.report.expected import SUMMARY_VALUES, TITLES, Expected, kind, measured
+from fedjax_pcdd.harness.report.expected import (
+    HEADINGS,
+    SUMMARY_VALUES,
+    TARGET_METRICS,
+    TITLES,
+    Expected,
+    kind,
+    measured,
+)
 from fedjax_pcdd.harness.report.grouping import Group, label, shared
+from fedjax_pcdd.harness.report.targets import BEST, REFERENCE, RULES, Rule, reached
 
 # Columns of a group's own table: entry of summary.json, heading, factor.
 COLUMNS = (
@@ -23,7 +32,9 @@ COLUMNS = (
 )
 # Entry of summary.json -> heading, for those that are accuracies.
 ACCURACIES = {name: heading for name, heading, _ in COLUMNS if name != "seconds_per_round"}
+TARGET_COLUMNS = ("rounds to target", "speed-up")
 NOT_RANKED = ("seconds_per_round",)
+LOWER_IS_BETTER = ("rounds_to_target",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,8 @@ class Cell:
       paper, paper_std: what the paper prints.
       rank: 1 for the best of its column, 2 for the second best, else 0.
       note: the caveat of the paper's number.
+      missed: how many of the seeds never reached the target; then there is no mean.
+      paper_missed: whether the paper says that of its own.
     """
 
     mean: float | None = None
@@ -44,6 +57,8 @@ class Cell:
     paper_std: float | None = None
     rank: int = 0
     note: str = ""
+    missed: int = 0
+    paper_missed: bool = False
 
     @property
     def difference(self) -> float | None:
@@ -63,14 +78,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Experiments down, columns across; `metrics` names the metric of each column, `digits` those after the point."""
+    """Experiments down, columns across; `metrics` names the metric of each column."""
 
     title: str
     columns: tuple[str, ...]
     metrics: tuple[str, ...]
     rows: tuple[Row, ...]
     note: str = ""
-    digits: int = 2
 
     @property
     def shared(self) -> str:
@@ -93,8 +107,8 @@ class Table:
 def cell(values: Iterable[float | None]) -> Cell:
     """Mean and deviation of the values that are there.
 
-    >>> cell([1.0, None, 3.0])
-    Cell(mean=2.0, std=1.4142135623730951, seeds=2, paper=None, paper_std=None, rank=0, note='')
+    >>> cell([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, seeds=2)
+    True
     """
     known = np.array([value for value in values if value is not None], float)
     if not len(known):
@@ -102,16 +116,50 @@ def cell(values: Iterable[float | None]) -> Cell:
     return Cell(float(known.mean()), float(known.std(ddof=1)) if len(known) > 1 else None, len(known))
 
 
+def target_cells(runs: Sequence[RunRecord], references: Sequence[RunRecord], rule: Rule) -> tuple[Cell, Cell]:
+    """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
+    found = [one for run in runs if (one := reached(run, references, rule)) is not None]
+    missed = sum(rounds is None for rounds, _ in found)
+    if missed:
+        never = Cell(seeds=len(found), missed=missed)
+        return never, never
+    return cell(rounds for rounds, _ in found), cell(faster for _, faster in found)
+
+
 def own_table(group: Group) -> Table:
-    """Best and last of GA and PA of each experiment of a group, and its seconds a round."""
+    """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
+    targets = REFERENCE in (entry.method for entry in group.entries) and len(group.entries) > 1
+    rule = RULES.get(group.preset or "", BEST)
     rows = []
     for entry in group.entries:
         cells = tuple(
             cell(_scaled((run.summary or {}).get(name), factor) for run in entry.runs) for name, _, factor in COLUMNS
         )
+        if targets:
+            known = [(one.method, one.settings, one.runs) for one in group.entries]
+            cells += target_cells(entry.runs, _references(known, entry.settings), rule)
         rows.append(Row(entry.method, entry.variant, entry.settings, cells))
-    names = tuple(name for name, _, _ in COLUMNS)
-    return _marked(Table(group.title, tuple(heading for _, heading, _ in COLUMNS), names, tuple(rows)))
+    headings = tuple(heading for _, heading, _ in COLUMNS) + TARGET_COLUMNS * targets
+    metrics = tuple(name for name, _, _ in COLUMNS) + TARGET_METRICS * targets
+    note = " ".join([_protocols(group), *[_note(TARGET_METRICS[0], rule)] * targets]).strip()
+    return _marked(Table(group.title, headings, metrics, tuple(rows), note))
+
+
+def _references(known: Iterable[tuple[str, str, Sequence[RunRecord]]], settings: str) -> list[RunRecord]:
+    """FedAvg's among runs with their method and settings, first those with the same settings."""
+    found = [(own != settings, runs) for method, own, runs in known if method == REFERENCE]
+    return [run for _, runs in sorted(found, key=lambda one: one[0]) for run in runs]
+
+
+def _protocols(group: Group) -> str:
+    """How PA was measured, and of which experiments where that differs."""
+    found: dict[str, list[str]] = {}
+    for name, entry in zip(group.labels, group.entries, strict=True):
+        for protocol in dict.fromkeys((run.summary or {}).get("pa_protocol") for run in entry.runs):
+            if protocol is not None:
+                found.setdefault(protocol, []).append(name)
+    said = [f"{how} ({', '.join(names)})" if len(found) > 1 else how for how, names in found.items()]
+    return f"PA: {'; '.join(said)}." if said else ""
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
@@ -133,38 +181,50 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
     }
     numbers = {(one.split, one.metric, one.method, one.variant): one for one in expected}
     tables = []
-    for name in dict.fromkeys(kind(one.metric) for one in expected):
-        if name in TITLES:
-            columns = _columns(name, expected, {group.split for group in groups})
-            if columns:
-                tables.append(_paper_table(preset, name, columns, runs, numbers))
+    for title in dict.fromkeys(TITLES.get(kind(one.metric)) for one in expected):
+        columns = _columns(title, expected, {group.split for group in groups}) if title else {}
+        if columns:
+            tables.append(_paper_table(preset, columns, runs, numbers))
     return tables
 
 
-def _columns(name: str, expected: Sequence[Expected], splits: set) -> dict[tuple[str, str], tuple[str, ...]]:
+def _columns(title: str, expected: Sequence[Expected], splits: set) -> dict[tuple[str, str], tuple[str, ...]]:
     """(split, metric) of a table's columns -> the splits that it is the mean of."""
     return {
         (one.split, one.metric): one.splits or (one.split,)
         for one in expected
-        if kind(one.metric) == name and splits.issuperset(one.splits or (one.split,))
+        if TITLES.get(kind(one.metric)) == title and splits.issuperset(one.splits or (one.split,))
     }
 
 
-def _paper_table(preset: str, name: str, columns: Mapping, runs: Mapping, numbers: Mapping) -> Table:
+def _paper_table(preset: str, columns: Mapping, runs: Mapping, numbers: Mapping) -> Table:
+    rule = RULES.get(preset, BEST)
     rows = []
     for method, variant, settings in _row_names(columns, runs, numbers):
         cells = []
         for (split, metric), parts in columns.items():
             printed = numbers.get((split, metric, method, variant))
-            ours = _over(parts, metric, [runs.get((method, variant, settings, part), ()) for part in parts])
-            if printed is not None:
-                ours = replace(ours, paper=printed.value, paper_std=printed.std, note=printed.note)
-            cells.append(ours)
+            several = [runs.get((method, variant, settings, part), ()) for part in parts]
+            if metric in TARGET_METRICS:
+                known = [(key[0], key[2], found) for key, found in runs.items() if key[3] == split]
+                ours = target_cells(several[0], _references(known, settings), rule)[TARGET_METRICS.index(metric)]
+            else:
+                ours = _over(parts, metric, several)
+            cells.append(ours if printed is None else _beside(ours, printed))
         rows.append(Row(method, variant, settings, tuple(cells)))
-    headings = tuple(f"{split} {metric.partition(':')[2]}".rstrip() for split, metric in columns)
+    headings = tuple(" ".join(filter(None, (split, _heading(metric)))) for split, metric in columns)
     metrics = tuple(metric for _, metric in columns)
-    digits = 4 if name == "ga_fraction" else 2
-    return _marked(Table(f"{preset}: {TITLES[name]}", headings, metrics, tuple(rows), _note(name), digits))
+    name = kind(metrics[0])
+    return _marked(Table(f"{preset}: {TITLES[name]}", headings, metrics, tuple(rows), _note(name, rule)))
+
+
+def _heading(metric: str) -> str:
+    return HEADINGS.get(metric, metric.partition(":")[2])
+
+
+def _beside(ours: Cell, printed: Expected) -> Cell:
+    missed = printed.value is None and printed.metric in TARGET_METRICS
+    return replace(ours, paper=printed.value, paper_std=printed.std, note=printed.note, paper_missed=missed)
 
 
 def _row_names(columns: Mapping, runs: Mapping, numbers: Mapping) -> list[tuple[str, str, str]]:
@@ -186,7 +246,9 @@ def _over(parts: Sequence[str], metric: str, runs: Sequence[Sequence[RunRecord]]
     return cell(sum(known) / len(parts) for known in values if len(known) == len(parts))
 
 
-def _note(name: str) -> str:
+def _note(name: str, rule: Rule) -> str:
+    if name in TARGET_METRICS:
+        return f"{rule.sentence} /: not reached, by at least one seed."
     if name not in SUMMARY_VALUES or name in NOT_RANKED:
         return ""
     return "Best round, chosen on the test data as in the papers, which flatters every number."
@@ -203,8 +265,8 @@ def _marked(table: Table) -> Table:
 
 
 def _ranks(means: Sequence[float | None], metric: str) -> list[int]:
-    """1 for the largest, 2 for the next, equal ones alike, else 0."""
-    known = sorted({mean for mean in means if mean is not None}, reverse=True)
+    """1 for the best, 2 for the next, equal ones alike, else 0."""
+    known = sorted({mean for mean in means if mean is not None}, reverse=metric not in LOWER_IS_BETTER)
     several = sum(mean is not None for mean in means) > 1
     marks = {value: place + 1 for place, value in enumerate(known[:2])} if several and metric not in NOT_RANKED else {}
     return [0 if mean is None else marks.get(mean, 0) for mean in means]

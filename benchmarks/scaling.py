@@ -1,0 +1,154 @@
+"""Seconds a round against clients, cohort, lanes, model size and raggedness, as one table and one picture.
+
+python -m benchmarks.scaling --out=benchmarks/results/scaling
+
+Every point is timed in this process, after one round that compiles. Beside the seconds stands what they are a multiple
+of: the client, the sample or the step that a simulator without overhead would pay for.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.round_time import build, federation
+from benchmarks.table import hardware, save
+from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition, dirichlet
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.models.classifier import sizes
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+
+SMALL = replace(WORKLOADS["w4lr"], clients=10)
+MODELS = {  # by growing number of parameters, images as each needs them
+    "logistic_regression": (28, 28, 1), "simple_cnn": (32, 32, 3), "mlp": (28, 28, 1), "mcmahan_cnn": (28, 28, 1),
+}  # fmt: skip
+BETAS = (10000.0, 10.0, 1.0, 0.5, 0.1, 0.05)
+
+
+class Point(NamedTuple):
+    """One measurement."""
+
+    series: str
+    x: float | str
+    seconds: float  # median of a round
+    per: float  # seconds by client, sample or step, as the series says
+    compile_seconds: float
+    peak_memory_mb: float  # of the process so far
+    lanes: int
+
+
+def _time(workload: Workload, parts: Federation, *, cohort: int, lanes: int, rounds: int) -> tuple[Simulation, list]:
+    method, local = METHODS["fedavg"](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
+    simulated = Simulation(
+        method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort,
+        lanes=lanes,
+    )  # fmt: skip
+    state, marks = simulated.start(), [time.perf_counter()]
+    for r in range(rounds + 1):
+        state, report = simulated.step(state, r)
+        jax.block_until_ready((state, report))
+        marks.append(time.perf_counter())
+    return simulated, np.diff(marks).tolist()
+
+
+def point(series: str, x, workload: Workload, parts: Federation, *, cohort: int, lanes: int, rounds: int, of: str):
+    """Time one setting; `of` is what the seconds are divided by: clients, samples or steps."""
+    simulated, seconds = _time(workload, parts, cohort=cohort, lanes=lanes, rounds=rounds)
+    median = statistics.median(seconds[1:])
+    jobs, _ = simulated.jobs(1)
+    steps = int(jobs.steps.sum())
+    divisor = {"clients": cohort, "samples": steps * workload.batch, "steps": steps}[of]
+    memory = peak_memory_mb()
+    return Point(series, x, median, median / divisor, seconds[0] - median, memory, simulated.program.lanes)
+
+
+def ragged(workload: Workload, beta: float) -> Federation:
+    """The workload's images over its clients by Dirichlet(beta) of the labels."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (workload.samples, *workload.shape), np.uint8)
+    labels = rng.integers(0, 10, workload.samples)
+    lists = dirichlet(labels, labels[:2], num_classes=10, clients=workload.clients, beta=beta, seed=0, retry=False)
+    tests = (np.arange(2), *[np.zeros(0, np.int64)] * (workload.clients - 1))
+    return Federation(Dataset("random", images, labels, images[:2], labels[:2], 10), Partition(lists.train, tests))
+
+
+def points(most_clients: int, rounds: int) -> Iterator[Point]:
+    """All measurements, the smallest first."""
+    for clients in (n for n in (10, 100, 1000, 10000) if n <= most_clients):
+        workload = replace(SMALL, clients=clients)
+        parts = federation(workload)
+        yield point("clients", clients, workload, parts, cohort=clients, lanes=1, rounds=rounds, of="clients")
+    for cohort in (n for n in (1, 10, 100, 1000) if n <= clients):
+        yield point("cohort", cohort, workload, parts, cohort=cohort, lanes=1, rounds=rounds, of="clients")
+    workload = replace(WORKLOADS["w4"], clients=64, per_client=40)
+    parts = federation(workload)
+    for lanes in (1, 2, 4, 8, 16, 32):
+        yield point("lanes", lanes, workload, parts, cohort=64, lanes=lanes, rounds=rounds, of="samples")
+    for model, shape in MODELS.items():
+        workload = Workload(model, shape, clients=10, per_client=100, batch=50)
+        number = sizes(build(workload), shape).params
+        yield point(
+            "parameters", number, workload, federation(workload), cohort=10, lanes=1, rounds=rounds, of="samples"
+        )
+    workload = replace(WORKLOADS["w4"], clients=50, per_client=40)
+    for lanes in (1, 8):
+        for beta in BETAS:
+            parts = ragged(workload, beta)
+            name = f"beta, {lanes} lane{'s' * (lanes > 1)}"
+            yield point(name, beta, workload, parts, cohort=50, lanes=lanes, rounds=rounds, of="steps")
+
+
+def draw(found: list[Point], path: str) -> None:
+    """One panel a series, logarithmic."""
+    from matplotlib.figure import Figure
+
+    panels = ("clients", "cohort", "lanes", "parameters", "beta")
+    figure = Figure(figsize=(15, 3), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for series in dict.fromkeys(p.series for p in found if p.series.startswith(panel)):
+            mine = [p for p in found if p.series == series]
+            axes.plot([p.x for p in mine], [p.seconds for p in mine], marker="o", label=series)
+        axes.set(xscale="log", yscale="log", xlabel=panel, ylabel="s a round")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
+
+
+def markdown(machine: dict, found: list[Point]) -> str:
+    """The table, a line a point."""
+    head = "| series | x | s a round | ms per client, sample or step | lanes | compile, s | peak MiB so far |"
+    lines = [head, "|---" * 7 + "|"]
+    for p in found:
+        cells = (p.series, p.x, f"{p.seconds:.4f}", f"{1e3 * p.per:.4f}", p.lanes, f"{p.compile_seconds:.1f}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {p.peak_memory_mb:.0f} |")
+    where = f"{machine['cpu']}, {machine['cores']} cores, jax {jax.__version__} ({jax.default_backend()})"
+    per = "Per client in the first two series, per sample in the next two, per local step in those over beta."
+    return "\n".join([f"FedAvg, one local epoch. {where}, {machine['date']}. {per}", "", *lines, ""])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds at each point")
+    parser.add_argument("--most-clients", type=int, default=10000)
+    parser.add_argument("--out", help="path of the files to write, without their ending")
+    args = parser.parse_args(argv)
+    found = []
+    for one in points(args.most_clients, args.rounds):
+        print(one, flush=True)
+        found.append(one)
+    machine = hardware(None)
+    save(args.out, {"machine": machine, "points": [p._asdict() for p in found]}, markdown(machine, found))
+    if args.out:
+        draw(found, f"{args.out}.png")
+
+
+if __name__ == "__main__":
+    main()

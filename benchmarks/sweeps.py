@@ -1,0 +1,141 @@
+"""Experiments trained together as one program, beside the same ones as runs of their own, one after another.
+
+python -m benchmarks.sweeps --workloads digits w4small --experiments 8 --out benchmarks/results/sweeps
+
+Both sides are whole runs with evaluation every round, checkpoints and curves, in one process without a cache of
+compiled programs. They alternate; of each the repeat that took least counts.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.table import hardware, parser, pin, save
+from benchmarks.workloads import CLASSES, WORKLOADS
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.display import progress
+from fedjax_pcdd.harness.joint import Asked, run_together
+from fedjax_pcdd.harness.launch import run
+
+COMMON = {"local_epochs": 1, "fine_tune_epochs": 0, "quiet": True}
+SWEEPS: dict[str, dict[str, Any]] = {
+    "digits": {"dataset": "digits", "model": "mlp", "clients": 10, "beta": 0.5, "min_samples": 1, "batch_size": 50},
+    "w4small": {"made_of": "w4", "clients": 100},
+    "w4": {"made_of": "w4", "clients": 500},
+    "w1": {"made_of": "w1", "clients": 10},
+}
+HEAD = (
+    "| | side | all, s | CPU time, s | compiling, s | a round of all, s | lanes |\n|---|---|---|---|---|---|---|",
+    "\n| | all | by CPU time | without compiling | a round |\n|---|---|---|---|---|",
+)
+NOTE = """
+All: from the options to the curves. Compiling: seconds in XLA; tracing is not among them. A round of all: the sum over
+the experiments of their median round, without evaluation. Ratios are runs of their own over together.
+"""
+
+
+def options(name: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Options of a run; random images of a workload of the other benchmarks are written into the folder."""
+    given: dict[str, Any] = COMMON | SWEEPS[name] | {"rounds": rounds}
+    if "made_of" not in given:
+        return given
+    workload, rng = WORKLOADS[given.pop("made_of")], np.random.default_rng(0)
+    arrays = {}
+    for part, samples in (("train", given["clients"] * workload.per_client), ("test", 1000)):
+        arrays[f"x_{part}"] = rng.integers(0, 256, (samples, *workload.shape), np.uint8)
+        arrays[f"y_{part}"] = rng.integers(0, CLASSES, samples)
+    np.savez(folder / "random.npz", **arrays)
+    data = {"dataset": "random", "data_dir": folder, "partition": "iid", "model": workload.model}
+    return given | data | {"batch_size": workload.batch}
+
+
+def measure(work: Any) -> dict[str, Any]:
+    """What it costs to run experiments; `work` returns their summaries."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    summaries = work()
+    return {
+        "wall_s": time.perf_counter() - wall,
+        "cpu_s": time.process_time() - cpu,
+        "compile_s": sum(s["compile_seconds"] for s in summaries),
+        "round_s": sum(s["seconds_per_round"] for s in summaries),
+        "lanes": summaries[0]["lanes"],
+    }
+
+
+def compare(name: str, experiments: int, rounds: int, repeats: int, lanes: str) -> dict[str, dict[str, Any]]:
+    """The cheapest repeat of both sides."""
+    found: dict[str, list[dict[str, Any]]] = {"alone": [], "together": []}
+    with tempfile.TemporaryDirectory() as place:
+        given = options(name, Path(place), rounds) | {"lanes": lanes if lanes == "auto" else int(lanes)}
+
+        def asked(side: str) -> list[Asked]:
+            folder = Path(tempfile.mkdtemp(dir=place))
+            pairs = [build(given | {"seed": s, "run_dir": folder / str(s)}) for s in range(experiments)]
+            return [Asked(*pair, {"command": side}, progress(rounds, 0, True)) for pair in pairs]
+
+        def alone() -> list:
+            return [run(*one) for one in asked("alone")]
+
+        def together() -> list:
+            return run_together(asked("together"))
+
+        run(*asked("warm-up")[0])
+        for _ in range(repeats):
+            for side, work in (("alone", alone), ("together", together)):
+                found[side].append(measure(work))
+    return {side: min(records, key=lambda r: r["wall_s"]) for side, records in found.items()}
+
+
+def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Runs of their own over together."""
+    costs = {
+        "all": lambda r: r["wall_s"],
+        "cpu": lambda r: r["cpu_s"],
+        "without_compiling": lambda r: r["wall_s"] - r["compile_s"],
+        "round": lambda r: r["round_s"],
+    }
+    return {name: cost(sides["alone"]) / cost(sides["together"]) for name, cost in costs.items()}
+
+
+def markdown(machine: dict, experiments: int, rounds: int, results: dict[str, dict]) -> str:
+    """The seconds, and the ratios."""
+    device = jax.devices()[0].device_kind
+    where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores, jax {jax.__version__}"
+    lines = [f"{experiments} experiments of {rounds} rounds. {where} ({device}), {machine['date']}.", "", HEAD[0]]
+    for name, record in results.items():
+        for side in ("alone", "together"):
+            r = record[side]
+            cells = (f"{r[key]:.3g}" for key in ("wall_s", "cpu_s", "compile_s", "round_s"))
+            lines.append(f"| {name} | {side} | {' | '.join(cells)} | {r['lanes']} |")
+    lines.append(HEAD[1])
+    for name, record in results.items():
+        lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in record['ratios'].values())} |")
+    return "\n".join([*lines, NOTE])
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--workloads", nargs="+", choices=SWEEPS, default=["digits", "w4small"])
+    made.add_argument("--experiments", type=int, default=8, help="E, that differ in their seeds")
+    made.add_argument("--repeats", type=int, default=2, help="of each side; the best counts")
+    made.add_argument("--lanes", default="auto", help="clients trained as one step; auto measures on both sides")
+    made.set_defaults(rounds=20)
+    args: argparse.Namespace = made.parse_args(argv)
+    jax.config.update("jax_enable_compilation_cache", False)
+    machine, results = hardware(pin(args.cores)), {}
+    for name in args.workloads:
+        sides = compare(name, args.experiments, args.rounds, args.repeats, args.lanes)
+        results[name] = sides | {"ratios": ratios(sides)}
+        print(name, results[name]["ratios"], flush=True)
+    machine |= {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    record = {"machine": machine, "experiments": args.experiments, "rounds": args.rounds, "results": results}
+    save(args.out, record, markdown(machine, args.experiments, args.rounds, results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What a run can track beside accuracy, round by round: angles, spectra, the intra-class loss.
+
+Each quantity is computed of one client's model right after local training, and of the global model. The compiled half
+sees a `View` and returns arrays; the host's half makes numbers of them. Letters: C classes, D features, S clients of
+the round, n mini-batches of B random test samples (`random_probe`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.analysis.angles import Angles, class_angles
+from fedjax_pcdd.analysis.spectrum import (
+    class_eigenvalue_variance,
+    class_spectra,
+    eigenvalue_variance,
+    mean_spectrum,
+)
+from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
+from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.simulation.program import Tree
+
+Numbers = dict[str, np.ndarray]
+
+
+class Quantity(NamedTuple):
+    """One thing to track.
+
+    Attributes:
+      help: a line for the documentation.
+      of_client: of a client's view; compiled.
+      of_server: of the global model's view, and test samples [n, B]; compiled.
+      per_client: what the first returns, stacked over clients, as numbers of each client [S], nan where undefined.
+      overall: what the second returns, the clients that count [S], and the labels [n, B], as a small mapping.
+    """
+
+    help: str
+    of_client: Callable[[View], Tree]
+    of_server: Callable[[View, jax.Array], Tree]
+    per_client: Callable[[Tree], Numbers]
+    overall: Callable[[Tree, np.ndarray, np.ndarray, int], dict[str, Any]]
+
+
+def _classifier_angles(view: View) -> Angles:
+    vectors = class_vectors(view)
+    if vectors is None:
+        return Angles(*(jnp.full(view.present.shape[:-1], -1.0) for _ in Angles._fields))
+    return _for_all_clients(lambda present: class_angles(vectors, present), view.present)
+
+
+def _feature_angles(view: View) -> Angles:
+    means, counts = class_means(view)
+    return _for_all_clients(lambda present: class_angles(means, present, counts > 0), view.present)
+
+
+def _for_all_clients(function: Callable, present: jax.Array) -> Angles:
+    """For the classes [C] of one client, or [S, C] of several."""
+    return function(present) if present.ndim == 1 else jax.vmap(function)(present)
+
+
+def _degrees(found: Angles) -> Numbers:
+    values = {name: np.asarray(value, float) for name, value in found._asdict().items()}
+    return {name: np.where(value < 0, np.nan, value) for name, value in values.items()}
+
+
+def _mean_degrees(found: Angles, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+    return {name: mean_of(value[counts]) for name, value in _degrees(found).items()}
+
+
+def mean_of(values: np.ndarray) -> float | None:
+    """Mean over the clients where it is defined, None where it is so nowhere."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else None
+
+
+def _client_features(view: View) -> tuple[jax.Array, jax.Array]:
+    index, mask = client_probe(view)
+    return features(view, index), mask.sum()
+
+
+def _test_features(view: View, probe: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda index: features(view, index), probe)
+
+
+def _client_variances(found: Tree) -> Numbers:
+    seen, numbers = (np.asarray(x) for x in found)
+    values = [eigenvalue_variance(z[:n])[1] if n >= 2 else np.nan for z, n in zip(seen, numbers, strict=True)]
+    return {"variance": np.array(values)}
+
+
+def _spectrum(found: Tree, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+    batches = np.asarray(found)
+    pooled, labels = batches.reshape(-1, batches.shape[-1]), labels.ravel()
+    eigenvalues, variance = mean_spectrum(batches)
+    return {
+        "variance": variance,
+        "dimensions": float(np.mean((np.ptp(batches, axis=1) > 0).sum(-1))),  # those that vary, whose sum the trace is
+        "class_variance": class_eigenvalue_variance(pooled, labels),
+        "eigenvalues": eigenvalues.tolist(),
+        "class_eigenvalues": class_spectra(pooled, labels, classes).tolist(),
+    }
+
+
+def _client_intra(view: View) -> jax.Array:
+    index, mask = client_probe(view)
+    classes = view.program.setting.num_classes
+    return intra_class(features(view, index), view.samples.labels[index], classes, mask=mask)
+
+
+def _test_intra(view: View, probe: jax.Array) -> jax.Array:
+    classes = view.program.setting.num_classes
+    one = jax.lax.map(lambda i: intra_class(features(view, i), view.samples.labels[i], classes), probe)
+    return one.mean()
+
+
+QUANTITIES = {
+    "angles": Quantity(
+        "angles between the classifier's class vectors (FedGELA, Figure 2)",
+        _classifier_angles, lambda view, probe: _classifier_angles(view), _degrees, _mean_degrees,
+    ),
+    "features": Quantity(
+        "angles between the mean features of classes (FedGELA, Figures 3 and 5)",
+        _feature_angles, lambda view, probe: _feature_angles(view),
+        lambda found: {"existing": _degrees(found)["existing"]}, _mean_degrees,
+    ),
+    "spectrum": Quantity(
+        "variance of the 50 largest eigenvalues of the features' correlation (FedMR, Table 7), and spectra",
+        _client_features, _test_features, _client_variances, _spectrum,
+    ),
+    "intra": Quantity(
+        "FedMR's intra-class loss, whatever the method trains (FedMR, Figure 7)",
+        _client_intra, _test_intra, lambda found: {"loss": np.asarray(found, float)},
+        lambda found, counts, labels, classes: {"loss": float(found)},
+    ),
+}  # fmt: skip

@@ -1,0 +1,112 @@
+"""Every client's model right after local training, which no simulation keeps: what a function finds in each of them.
+
+The local training of a round is repeated from the same state, with the same batches and keys, and each job hands over
+what `look` returns for its trained model, in the place of its message. So the round itself stays the program that it
+is, and memory is that of the lanes, but the local training costs its time once more. Letters: J jobs.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.methods.method import Hyper, Message, Method
+from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.program import Data, Program, State, Tree
+from fedjax_pcdd.simulation.schedule import Jobs, Plan, Shares
+from fedjax_pcdd.trees import select
+
+# Of (data, server, variables, row) of one client: anything small.
+Look = Callable[[Data, Tree, Tree, jax.Array], Tree]
+
+
+@struct.dataclass
+class Watched(Method):
+    """The local training of another method; what it uploads is what `look` finds, which may read the data."""
+
+    inner: Any
+    data: Any
+    look: Look = struct.field(pytree_node=False)
+
+    def download(self, server, client):
+        """The other method's."""
+        return self.inner.download(server, client)
+
+    def loss(self, variables, batch, context):
+        """The other method's."""
+        return self.inner.loss(variables, batch, context)
+
+    def correct(self, gradients, variables, context):
+        """The other method's."""
+        return self.inner.correct(gradients, variables, context)
+
+    def trainable(self, params, context):
+        """The other method's."""
+        return self.inner.trainable(params, context)
+
+    def adjust(self, updates, context):
+        """The other method's."""
+        return self.inner.adjust(updates, context)
+
+    def upload(self, variables, summary, context):
+        """The client's state as it was, and what is found."""
+        return context.client, Message(each=self.look(self.data, context.server, variables, context.facts.client))
+
+    def predict_personal(self, model, server, client, facts, variables, images):
+        """Nothing is tested."""
+        return jnp.zeros((images.shape[0], model.num_classes))
+
+
+def look_after_training(
+    program: Program,
+    look: Look,
+    methods: Method,
+    hyper: Hyper,
+    data: Data,
+    keys: jax.Array,
+    state: State,
+    plan: Plan | Shares,
+    jobs: Jobs,
+    round: jax.Array,
+) -> Tree:
+    """What is found in each job's model after the local training of a round, leaves [J, ...]; to be compiled.
+
+    Args:
+      program: of one experiment.
+      look: what is looked for.
+      methods, hyper, data, keys, plan, jobs, round: as a `Simulation` hands them to its round.
+      state: before the round, as fetched for these jobs.
+    """
+    program = replace(program, in_place=False)  # the state stays as it is
+    watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look)
+    one = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(keys[0], round), number))
+    world = World(watched, hyper, state.servers, data, jobs, one(jobs.number), round)
+    return run_lanes(program, world, state, plan).message.each
+
+
+def look_between_rounds(
+    look: Look,
+    methods: Method,
+    data: Data,
+    state: State,
+    rows: jax.Array,
+) -> Tree:
+    """What is found in the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
+
+    Args:
+      look: what is looked for.
+      methods, data: of the `Simulation`.
+      state: with the clients [n, ...] of the rows.
+      rows: [n].
+    """
+    method, server = select((methods, state.servers), 0)
+
+    def one(entry):
+        row, client, statistics = entry
+        variables = {**method.personal_variables(server, client), **(statistics or {})}
+        return look(data, server, variables, row)
+
+    return jax.lax.map(one, (rows, state.clients, state.statistics))

@@ -1,0 +1,107 @@
+"""What is asked of one model for the analyses: its class vectors, the mean features of classes, features of samples.
+
+A simplex ETF has no trained head; there the class vectors are those of the ETF, and features count by their direction,
+as that is what it sees. All passes are in eval mode over images that are not augmented.
+Letters: C classes, D features, B samples.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.losses.logit_adjustment import l2_normalise
+from fedjax_pcdd.losses.prototypes import class_sums
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.pair import Pair, part
+from fedjax_pcdd.simulation.evaluation import client_batches
+from fedjax_pcdd.simulation.program import Program, Samples, Tree, sum_over_samples
+
+PROBE = 128  # B of the paper whose spectra are compared, FedMR
+
+
+class View(NamedTuple):
+    """One model, and the samples it is looked at with.
+
+    Attributes:
+      program: what the simulation is compiled for.
+      server: the server's state, which may hold a fixed classifier.
+      variables: of the model.
+      samples: a split of the data set.
+      row: whose samples; None for everybody's, each once.
+      present: [C] bool, classes that the client has in training; [S, C] for a global model, of S clients.
+    """
+
+    program: Program
+    server: Tree
+    variables: Tree
+    samples: Samples
+    row: Any
+    present: jax.Array
+
+
+def class_vectors(view: View) -> jax.Array | None:
+    """Rows [C, D] of the trained head, or of the ETF that the server holds as `etf`; None without either."""
+    variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
+    if "head" in variables["params"]:
+        return variables["params"]["head"]["kernel"].T
+    etf = getattr(view.server, "etf", ())
+    return None if isinstance(etf, tuple) else etf.T
+
+
+def features(view: View, index: jax.Array) -> jax.Array:
+    """Features [B, D] of samples."""
+    program = view.program
+    images = prepare(program.pipeline, view.samples.images[index], None, train=False, dtype=program.dtype)
+    return forward(program.model, view.variables, images, train=False)[0].features
+
+
+def class_means(view: View) -> tuple[jax.Array, jax.Array]:
+    """Mean features [C, D] of the classes, zeros for those without samples, and the numbers of samples [C]."""
+    program, samples = view.program, view.samples
+    classes = program.setting.num_classes
+    headless = "head" not in view.variables["params"]
+
+    def sums(index, mask):
+        found = features(view, index)
+        return class_sums(l2_normalise(found) if headless else found, samples.labels[index], classes, mask=mask)
+
+    if view.row is not None:
+        total, counts = client_batches(sums, program, samples, view.row)
+    else:
+        everybody = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
+        batch = program.eval_batch
+        template = jax.eval_shape(sums, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
+        total, counts = sum_over_samples(sums, everybody, 0, samples.labels.shape[0], batch, template)
+    return total / jnp.maximum(counts, 1)[:, None], counts
+
+
+def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
+    """Up to PROBE samples of the view's client, evenly spread over its list, so over its classes.
+
+    Returns:
+      (index [PROBE], mask [PROBE]).
+    """
+    size = view.samples.size[view.row]
+    used = jnp.minimum(size, PROBE)
+    place = jnp.arange(PROBE) * size // jnp.maximum(used, 1)
+    index = view.samples.order[view.samples.start[view.row] + jnp.minimum(place, jnp.maximum(size - 1, 0))]
+    return index, jnp.arange(PROBE) < used
+
+
+def random_probe(samples: int, seed: int, most: int = 10) -> np.ndarray:
+    """Random samples of a test set in batches of PROBE, or one smaller batch.
+
+    Args:
+      samples: n, of the test set.
+      seed: what they are drawn with.
+      most: batches at most.
+
+    Returns:
+      [n, B] indices, each once.
+    """
+    batch = min(PROBE, samples)
+    batches = min(most, samples // batch)
+    return np.random.default_rng(seed).permutation(samples)[: batches * batch].reshape(batches, batch).astype(np.int32)

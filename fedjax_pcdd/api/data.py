@@ -1,0 +1,165 @@
+"""Data for `simulate`: data sets by name or from arrays, partitions of them, and models that fit.
+
+Letters: n samples, K clients, C classes.
+"""
+
+from collections.abc import Sequence
+from os import PathLike
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_pcdd import models
+from fedjax_pcdd.api.sentences import python_sentences
+from fedjax_pcdd.data import partition as partitioning
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.models.classifier import Classifier
+
+__all__ = ["Dataset", "Federation", "Partition", "build_model", "from_arrays", "load_dataset", "partition"]
+
+
+def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -> Dataset:
+    """A data set by its name, whole in memory; nothing is downloaded.
+
+    Args:
+      name: "digits" is built in; else as `python experiments/run.py --list-datasets` shows, or your own npz file.
+      data_dir: folder of npz files or of prepared TensorFlow Datasets; None for where the latter keeps them.
+
+    Raises:
+      UserError: it is not there, or cannot be read.
+
+    >>> digits = load_dataset("digits")
+    >>> digits.x_train.shape, digits.num_classes
+    ((1442, 8, 8, 1), 10)
+    """
+    with python_sentences():
+        return sources.load(name, data_dir)
+
+
+def from_arrays(
+    x_train: ArrayLike,
+    y_train: ArrayLike,
+    x_test: ArrayLike,
+    y_test: ArrayLike,
+    *,
+    name: str = "arrays",
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    groups: tuple[ArrayLike, ArrayLike] | None = None,
+) -> Dataset:
+    """A data set from arrays.
+
+    Args:
+      x_train: images [n, H, W, channels] or [n, H, W], or feature vectors [n, D], which become images [n, 1, D, 1];
+        uint8, or numbers in [0, 1], which are stored in 256 levels.
+      y_train: [n] integers in [0, C).
+      x_test, y_test: the same for the test samples.
+      name: by which the customary normalisation is chosen ("cifar10", "svhn", ...); others are scaled to [0, 1].
+      num_classes: C; None for one more than the largest label.
+      class_names: C names, for pictures.
+      groups: writer or domain of each training and of each test sample, for the partition "natural".
+
+    Raises:
+      UserError: the arrays do not fit together.
+
+    >>> points = from_arrays([[0.0, 1.0], [0.5, 0.25]], [0, 1], [[1.0, 1.0]], [1])
+    >>> points.x_train.shape, points.x_train.ravel().tolist()
+    ((2, 1, 2, 1), [0, 255, 128, 64])
+    """
+    y_train, y_test = np.asarray(y_train), np.asarray(y_test)
+    if num_classes is None:
+        largest = [int(y.max()) for y in (y_train, y_test) if y.size and y.dtype.kind in "iu"]
+        num_classes = max(largest, default=0) + 1
+    names = None if class_names is None else tuple(class_names)
+    images = _images(x_train, "x_train"), _images(x_test, "x_test")
+    train, test = (None, None) if groups is None else map(np.asarray, groups)
+    return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)
+
+
+def _images(x: ArrayLike, name: str) -> np.ndarray:
+    """uint8 images [n, H, W, channels]."""
+    x = np.asarray(x)
+    if x.dtype != np.uint8:
+        if x.dtype.kind not in "fiu" or (x.size and not (x.min() >= 0 and x.max() <= 1)):
+            raise UserError(f"{name} must be uint8, or numbers in [0, 1]: scale it, and undo that by a pipeline.")
+        x = np.rint(255 * x.astype(np.float64)).astype(np.uint8)
+    if x.ndim == 2:
+        return x[:, None, :, None]
+    return x[..., None] if x.ndim == 3 else x
+
+
+def partition(
+    dataset: Dataset,
+    kind: str = "dirichlet",
+    *,
+    clients: int | None = None,
+    beta: float = 0.1,
+    classes_per_client: int = 2,
+    seed: int = 0,
+    retry: bool = True,
+    min_samples: int = 10,
+    doubled: bool = False,
+) -> Federation:
+    """Share a data set out to clients, as `experiments/run.py` does with the same options.
+
+    Args:
+      dataset: what is shared out.
+      kind: "dirichlet"; "pcdd", by which every client owns `classes_per_client` classes; "iid"; or "natural", one
+        client for each writer or domain.
+      clients: K; None for 10, and for all groups where the partition is natural.
+      beta: Dirichlet concentration, > 0; the smaller, the fewer classes a client sees.
+      classes_per_client: for "pcdd".
+      seed: in [0, 2**32).
+      retry: draw a Dirichlet partition again until every client has `min_samples` training samples.
+      min_samples: see `retry`.
+      doubled: the double allocation of the published FedMR code, for "pcdd".
+
+    Returns:
+      The federation; `federation.class_counts` [K, C] says who has what, and `federation.plot()` shows it.
+
+    Raises:
+      UserError: an unknown kind, or a partition that is not possible.
+
+    >>> federation = partition(load_dataset("digits"), "pcdd", clients=5, classes_per_client=2)
+    >>> (federation.class_counts > 0).sum(1).tolist()
+    [2, 2, 2, 2, 2]
+    """
+    with python_sentences():
+        if not len(dataset.y_test):
+            raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
+        if kind == "natural" and clients is not None:
+            dataset = largest_groups(dataset, clients)
+        train, test = dataset.groups_train, dataset.groups_test
+        groups = None if train is None or test is None else (train, test)
+        parts = partitioning.partition(
+            kind, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
+            clients=10 if clients is None else clients, seed=seed, beta=beta, classes_per_client=classes_per_client,
+            retry=retry, min_size=min_samples, doubled=doubled, groups=groups,
+        )  # fmt: skip
+        return Federation(dataset, parts)
+
+
+def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:
+    """A model for a data set, to look at or to change before `simulate` trains it.
+
+    Args:
+      name: as in `fp.models.MODELS`.
+      data: gives the shape of the images and the number of classes.
+      norm: "batch" or "group", where the model normalises.
+
+    Returns:
+      A Flax module: backbone, perhaps linear layers behind it (`neck`), linear head. Change it by `clone`.
+
+    Raises:
+      UserError: an unknown name, or images that do not suit the model.
+
+    >>> model = build_model("mlp", load_dataset("digits"))
+    >>> narrow = model.clone(neck=1, neck_width=3)  # features of three numbers
+    """
+    data = data.dataset if isinstance(data, Federation) else data
+    return models.build(
+        name, num_classes=data.num_classes, image_shape=data.x_train.shape[1:], text=data.text, norm=norm
+    )

@@ -1,0 +1,219 @@
+"""What `simulate` returns: the accuracies of all rounds and the trained models, with a picture and a table of them.
+
+Letters: T rounds, K clients, C classes, D features, n images.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
+from fedjax_pcdd.simulation.groups import Groups
+from fedjax_pcdd.simulation.program import State, Tree, facts_of
+from fedjax_pcdd.simulation.round import Simulation
+from fedjax_pcdd.trees import select
+
+CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """One experiment; accuracies are shares in [0, 1], NaN where a round was not evaluated.
+
+    Attributes:
+      label: what curves and tables call it.
+      method: with its hyper-parameters as they were used.
+      federation: what was trained on.
+      config: the options.
+      rows: one dictionary a round, as a line of metrics.jsonl.
+      state: servers, clients and statistics after the last round, with a leading axis of one experiment.
+      summary: best and last of GA and PA as in summary.json, PA after fine-tuning where the method asks for it; empty
+        in a callback.
+      simulation: what computed it.
+    """
+
+    label: str
+    method: Method
+    federation: Federation
+    config: RunConfig = field(repr=False)
+    rows: list[dict[str, Any]] = field(repr=False)
+    state: State = field(repr=False)
+    summary: dict[str, Any] = field(repr=False)
+    simulation: Simulation | Groups = field(repr=False)
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.rows)
+
+    @property
+    def rounds(self) -> np.ndarray:
+        """1 ... T, [T]."""
+        return self._column("round").astype(int)
+
+    @property
+    def ga(self) -> np.ndarray:
+        """Generic accuracy, of the global model on the whole test set, [T]; else the mean of the clients' models'."""
+        return self._column("ga")
+
+    @property
+    def pa(self) -> np.ndarray:
+        """Personal accuracy during training, [T]: mean over clients of their models' accuracy on their own tests."""
+        return self._column("pa")
+
+    @property
+    def loss(self) -> np.ndarray:
+        """Training loss of the round's clients, weighted as the aggregation, [T]."""
+        return self._column("loss")
+
+    @property
+    def ga_per_class(self) -> np.ndarray:
+        """Generic accuracy of each class, [T, C]."""
+        return self._table("ga_per_class", self.federation.dataset.num_classes)
+
+    @property
+    def pa_per_client(self) -> np.ndarray:
+        """Personal accuracy of each client at its last participation, [T, K]; NaN without test samples."""
+        return self._table("pa_per_client", self.federation.num_clients)
+
+    def _column(self, name: str) -> np.ndarray:
+        return np.array([np.nan if row[name] is None else row[name] for row in self.rows], float)
+
+    def _table(self, name: str, width: int) -> np.ndarray:
+        nothing = [np.nan] * width
+        return np.array([row.get(name) or nothing for row in self.rows], float).reshape(-1, width)
+
+    @property
+    def model(self) -> Classifier:
+        """The module that was trained, as the method built it."""
+        return self._place(0)[0].program.model
+
+    @property
+    def variables(self) -> Tree:
+        """Variables of the global model; UserError where the method has none."""
+        if not self.method.global_model:
+            raise UserError(f"{self.label} has no global model: take history.client_variables(k).")
+        return self.method.generic_variables(self._place(0)[1])
+
+    def client_variables(self, client: int) -> Tree:
+        """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
+        simulation, server, state, _ = self._place(client)
+        variables = dict(self.method.personal_variables(server, state.clients))
+        return variables | state.statistics if simulation.program.local_statistics else variables
+
+    def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
+        """Features [n, D] and logits [n, C] of images.
+
+        Args:
+          images: [n, H, W, channels] uint8, as in the data set.
+          client: whose model; None for the global one.
+        """
+        simulation, server, state, row = self._place(client or 0)
+        program, method = simulation.program, self.method
+        x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
+        variables = self.variables if client is None else self.client_variables(client)
+        features = forward(program.model, variables, x, train=False)[0].features
+        if client is None:
+            return Outputs(features, method.predict_generic(program.model, server, variables, x))
+        facts = facts_of(program, simulation.data, row)
+        return Outputs(features, method.predict_personal(program.model, server, state.clients, facts, variables, x))
+
+    def _place(self, client: int) -> tuple[Simulation, Tree, State, int]:
+        """Of a client: the simulation that trains it, its server, its state, and its row."""
+        if not 0 <= client < self.federation.num_clients:
+            raise UserError(f"there is no client {client}: choose one in [0, {self.federation.num_clients}).")
+        simulation, state, row = self.simulation, self.state, client
+        if isinstance(simulation, Groups):
+            g = next(g for g, members in enumerate(simulation.members) if client in members)
+            state = State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+            row = simulation.members[g].index(client)
+            simulation = simulation.groups[g]
+        server, own = select(state.servers, 0), select((state.clients, state.statistics), row)
+        return simulation, server, State(server, *own), row
+
+    def plot(self, ax: Any = None, *, what: str = "ga", label: str | None = None, **style: Any) -> Any:
+        """Draw a curve over the rounds.
+
+        Args:
+          ax: axes of matplotlib; None for a new figure with all curves.
+          what: "ga", "pa" or "loss".
+          label: in the legend; None for the history's own.
+          style: of the line, for matplotlib.
+
+        Returns:
+          The axes; the figure, where `ax` is None.
+
+        Raises:
+          UserError: there is no such curve.
+        """
+        if ax is None:
+            return plot([self])
+        if what not in CURVES:
+            raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
+        values = getattr(self, what) * (1 if what == "loss" else 100)
+        known = ~np.isnan(values)
+        marker = "o" if known.sum() <= 30 else None
+        line = {"marker": marker, "markersize": 3, "linewidth": 1.6} | style
+        ax.plot(self.rounds[known], values[known], label=label or self.label, **line)
+        ax.set(xlabel="round", ylabel=CURVES[what] + ("" if what == "loss" else " (%)"))
+        ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        ax.grid(color="0.92", linewidth=0.8)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right"]].set_visible(False)
+        return ax
+
+    def to_table(self) -> list[dict[str, Any]]:
+        """One row a round; `pandas.DataFrame(history.to_table())` takes it as it is.
+
+        Returns:
+          T dictionaries with label, round, ga, pa, loss and seconds; None where a round was not evaluated.
+        """
+        return [{"label": self.label} | {k: row[k] for k in ("round", *CURVES, "seconds")} for row in self.rows]
+
+
+def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss")) -> Any:
+    """Compare histories: a panel for each curve, a line for each history.
+
+    Args:
+      histories: at least one.
+      what: curves, of "ga", "pa" and "loss".
+
+    Returns:
+      A figure of pyplot.
+
+    Raises:
+      UserError: there is no such curve.
+    """
+    import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
+
+    figure, panels = plt.subplots(1, len(what), figsize=(3.6 * len(what), 3.0), layout="constrained", squeeze=False)
+    for ax, name in zip(panels[0], what, strict=True):
+        for i, history in enumerate(histories):
+            history.plot(ax, what=name, color=COLOURS[i % len(COLOURS)])
+    if len(histories) > 1:
+        panels[0][0].legend(fontsize=8, frameon=False)
+    else:
+        figure.suptitle(histories[0].label, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def table(histories: Sequence[History]) -> list[dict[str, Any]]:
+    """One row a history: its label, and best and last GA and PA as `experiments/run.py` reports them.
+
+    Raises:
+      UserError: one of them is not finished, as in a callback.
+    """
+    for history in histories:
+        if not history.summary:
+            raise UserError(f"{history.label} is not finished: use history.to_table() during training.")
+    return [{"label": h.label} | {name: h.summary[name] for name in MEASURES} for h in histories]

@@ -1,0 +1,129 @@
+"""The command line of experiments/reproduce.py."""
+
+import contextlib
+import dataclasses
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.harness.reproduction.plan import Cell, check, read_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Run the unfinished cells of a plan, one after another, and keep a small file of results of each.
+
+    The same command goes on where it was interrupted, until every cell has its result.
+    """
+
+    scale: str = "cpu"
+    """the plan: cpu (small), gpu (the papers' settings, most wanted first), paper (every cell of every preset), or a
+    YAML file"""
+    only: str | None = None
+    """only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"""
+    budget_minutes: float | None = None
+    """stop after this time; a cell in the making continues with the next call"""
+    data_dir: Path | None = None
+    """folder of the data sets, as of run.py"""
+    runs_dir: Path = Path("runs/reproduce")
+    """folder of the run folders, with their checkpoints"""
+    results_dir: Path = Path("results")
+    """folder of the results"""
+    list: bool = False
+    """list the cells and what is done"""
+    dry_run: bool = False
+    """print the commands of the unfinished cells"""
+    page: bool = False
+    """write docs/reproduction.md and docs/ambiguities.md from the results, and run nothing"""
+    docs_dir: Path = Path("docs")
+    """folder of the pages"""
+
+
+def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
+    """What the arguments ask for.
+
+    Args:
+      experiments: folder with `presets`, `expected` and `reproduce`.
+      argv: arguments without the program's name; None for those of the process.
+
+    Returns:
+      Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
+    """
+    try:
+        return _act(_parse(argv), experiments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command continues.", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> Options:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)] + ["--help", "-h"]
+    for token in argv:
+        flag = token.partition("=")[0]
+        if flag.startswith("-") and flag not in known:
+            raise UserError(f"there is no option {flag}: {nearest(flag, known[:-1])}")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return tyro.cli(Options, prog="reproduce.py", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if stop.code:
+            raise UserError(f"reproduce.py does not understand '{' '.join(argv)}': --help shows its options.") from None
+        raise
+
+
+def _act(options: Options, experiments: Path) -> int:
+    # JAX is not needed for the help and for mistakes.
+    from fedjax_pcdd.harness.reproduction import session
+    from fedjax_pcdd.harness.reproduction.cells import Place
+
+    if options.page:
+        from fedjax_pcdd.harness.reproduction.pages import write_pages
+
+        for path in write_pages(options.results_dir, experiments, options.docs_dir):
+            print(f"written: {path}")
+        return 0
+    plan = read_plan(options.scale, experiments / "reproduce", experiments / "presets")
+    cells = _chosen(plan.cells, options.only)
+    place = Place(options.runs_dir, options.results_dir, experiments, options.data_dir)
+    if options.list or options.dry_run:
+        _show(cells, place, commands=options.dry_run)
+        return 0
+    check(session.unfinished(cells, place), place.presets)
+    seconds = None if options.budget_minutes is None else 60 * options.budget_minutes
+    outcome = session.work_off(cells, place, session.Budget(seconds), say=lambda text: print(text, flush=True))
+    left = len(session.unfinished(cells, place))
+    print(f"{outcome.done} cells done, {left} left{', the time is spent' if outcome.out_of_time else ''}.")
+    return 0
+
+
+def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
+    found = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(only or "")]
+    if not found:
+        tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
+        raise UserError(f"--only={only} leaves no cell: the plan has {tables}.")
+    return found
+
+
+def _show(cells: Sequence[Cell], place, *, commands: bool) -> None:
+    from fedjax_pcdd.harness.config import values
+    from fedjax_pcdd.harness.reproduction import results, session
+    from fedjax_pcdd.harness.reproduction.plan import configured
+
+    waiting = session.unfinished(cells, place)
+    for cell in waiting if commands else cells:
+        if commands:
+            print(results.command(cell, values(*configured(cell, place.presets))))
+        else:
+            path = results.result_path(place.results, cell)
+            state = results.read_result(path)["status"] if path.is_file() else "waiting"
+            print(f"{state:8} {cell.table} {cell.name}")
+    if not commands:
+        print(f"{len(cells) - len(waiting)} of {len(cells)} cells done")

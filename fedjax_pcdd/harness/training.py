@@ -1,0 +1,46 @@
+"""Rounds one after another, whoever writes them down."""
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pcdd.harness.metrics import History
+from fedjax_pcdd.harness.tracking import Recorder
+from fedjax_pcdd.simulation.program import State, Tree
+from fedjax_pcdd.simulation.round import Report
+from fedjax_pcdd.simulation.schedule import Jobs
+
+
+class Progress(NamedTuple):
+    """A run between two rounds."""
+
+    round: int  # completed rounds
+    state: State
+    best: Tree  # global variables [1, ...] of the best GA, () where no fine-tuning starts from them
+    history: History
+
+
+class Trained(NamedTuple):
+    """A round that is done."""
+
+    round: int  # from 1
+    state: State
+    report: Report  # on the host
+    jobs: Jobs
+    seconds: float
+    seen: Any  # what the recorder saw before it
+
+
+def train(simulation: Any, state: State, done: int, rounds: int, recorder: Recorder | None = None) -> Iterator[Trained]:
+    """Train round after round; a round's state is donated when the next one is asked for."""
+    plan = simulation.plan(min(done, rounds - 1))
+    for r in range(done, rounds):
+        seen = recorder and recorder.before(r, state, plan)
+        begun = perf_counter()
+        state, report = simulation.step(state, r, plan)
+        jobs, plan = plan[1], simulation.plan(min(r + 1, rounds - 1))  # while the device computes
+        report = jax.tree.map(np.array, report)
+        yield Trained(r + 1, state, report, jobs, perf_counter() - begun, seen)

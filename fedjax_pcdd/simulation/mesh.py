@@ -1,0 +1,94 @@
+"""Several devices: a mesh whose one axis is the lanes, and how arrays lie on it.
+
+Every device trains its share of a round's jobs; what all of them read is on each. Several processes, with as many
+devices each, form one mesh. With one device nothing here does anything.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from fedjax_pcdd.errors import UserError
+
+Tree = Any
+
+AXIS = "lanes"
+EVERYWHERE, SPLIT = P(), P(AXIS)
+
+
+@cache
+def mesh_of(devices: int) -> Mesh:
+    """A mesh of as many devices, the first of each process; UserError where there are fewer."""
+    processes = jax.process_count()
+    found = [[d for d in jax.devices() if d.process_index == p][: devices // processes] for p in range(processes)]
+    chosen = [device for own in found for device in own]
+    if len(chosen) != devices:
+        raise UserError(f"there are no {devices} devices here: use at most {len(jax.devices())}.")
+    return Mesh(np.array(chosen), (AXIS,))
+
+
+def sharding(devices: int, spec: P = EVERYWHERE) -> NamedSharding | None:
+    """How arrays lie on several devices; None for one."""
+    return NamedSharding(mesh_of(devices), spec) if devices > 1 else None
+
+
+def spread(function: Callable, devices: int, in_specs: Any, out_specs: Any) -> Callable:
+    """The function on every device at once, with its own part of what the specs split."""
+    return jax.shard_map(
+        function, mesh=mesh_of(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )  # fmt: skip
+
+
+def place(tree: Tree, devices: int, spec: P = EVERYWHERE) -> Tree:
+    """The tree on all devices; every process has the whole of it before."""
+    target = sharding(devices, spec)
+    return tree if target is None else jax.tree.map(lambda x: _placed(x, target), tree)
+
+
+def _placed(x: Any, target: Sharding) -> Any:
+    if target.is_fully_addressable:
+        return jax.device_put(x, target)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _placed(jax.random.key_data(x), target)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)  # device_put would first compare it between all processes
+    return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
+
+
+def here(tree: Tree) -> Tree:
+    """What is on every device, as arrays of one of this process's."""
+
+    def local(x):
+        return x.addressable_data(0) if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else x
+
+    return jax.tree.map(local, tree)
+
+
+def devices_of(tree: Tree) -> int:
+    """How many devices the arrays of a tree lie on."""
+    return max((len(x.sharding.device_set) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), default=1)
+
+
+def part_of(devices: int, count: int) -> tuple[Any, Any, int]:
+    """This device's share of `count` things: its first, how many, and how many at most; within `spread`."""
+    if devices == 1:
+        return 0, count, count
+    most = -(-count // devices)
+    start = most * jax.lax.axis_index(AXIS)
+    return start, jnp.clip(count - start, 0, most), most
+
+
+def gathered(tree: Tree) -> Tree:
+    """The devices' parts one after another; within `spread`."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True), tree)
+
+
+def summed(tree: Tree) -> Tree:
+    """The sum over the devices; within `spread`."""
+    return jax.tree.map(lambda x: jax.lax.psum(x, AXIS), tree)

@@ -1,0 +1,122 @@
+"""What a process with eight virtual devices finds, as JSON: python eight_devices.py FOLDER."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+import toy  # noqa: E402
+from flax import struct  # noqa: E402
+
+from fedjax_pcdd import models  # noqa: E402
+from fedjax_pcdd.harness.cli import main  # noqa: E402
+from fedjax_pcdd.methods import METHODS  # noqa: E402
+from fedjax_pcdd.methods.method import Message, Method, Server  # noqa: E402
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation  # noqa: E402
+
+
+@struct.dataclass
+class Stacking(Method):
+    """FedAvg from the stacked models of the cohort."""
+
+    def upload(self, variables, summary, context):
+        return (), Message(each=variables)
+
+    def aggregate(self, server, message, weights):
+        return Server(jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), message.each))
+
+
+CASES = {
+    "fedavg": {"devices": ((2, 2), (4, 1), (8, 1))},
+    "scaffold": {"devices": ((2, 1),)},
+    "scaffold, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host"},
+    "fedmr": {"devices": ((2, 1),)},
+    "fedgela": {"devices": ((4, 1),)},
+    "stacked messages": {"name": Stacking, "devices": ((2, 1),)},
+    "no global model": {"name": "fedrep", "devices": ((4, 1),)},
+    "two experiments": {"name": "fedprox", "hyper": ({"mu": 0.0}, {"mu": 1.0}), "devices": ((2, 2),)},
+}
+
+
+def simulate(name, devices, lanes, *, hyper=({},), client_state="device"):
+    parts = toy.federation()
+    make = METHODS[name] if isinstance(name, str) else name
+    methods = [make(**values) for values in hyper]
+    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+    local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4)
+    return Simulation(
+        methods[0].build(plain), [Experiment(parts, method, local, e) for e, method in enumerate(methods)],
+        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, client_state=client_state,
+        dtype=jnp.float64, param_dtype=jnp.float64,
+    )  # fmt: skip
+
+
+def trained(simulated):
+    """Everything that two rounds leave behind, on the host."""
+    state, reports = simulated.start(), []
+    for r in range(2):
+        state, report = simulated.step(state, r)
+        reports.append(report)
+    counts = simulated.evaluate(state, personal=True)
+    return jax.tree.map(np.asarray, {"state": state, "reports": reports, "counts": counts})
+
+
+def difference(one, other):
+    """The largest relative difference; NaN only where both are."""
+    largest = 0.0
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        a, b = np.nan_to_num(a.astype(float)), np.nan_to_num(b.astype(float))
+        largest = max(largest, float(np.max(np.abs(a - b) / (1 + np.abs(a)), initial=0)))
+    return largest
+
+
+def compare(name, devices, hyper=({},), client_state="device"):
+    alone = trained(simulate(name, 1, 1, hyper=hyper, client_state=client_state))
+    found = []
+    for number, lanes in devices:
+        simulated = simulate(name, number, lanes, hyper=hyper, client_state=client_state)
+        several = trained(simulated)
+        found.append({
+            "devices": number, "difference": difference(alone, several), "compilations": simulated.compilations,
+            "counts": bool(difference(alone["counts"], several["counts"]) == 0),
+        })  # fmt: skip
+    return found
+
+
+def placement():
+    """What each of four devices holds."""
+    simulated = simulate("scaffold", 4, 1, client_state="host")
+    plan = simulated.plan(0)
+    state = simulated.fetch(simulated.start(), plan)
+    shards = {leaf.addressable_shards[0].data.shape[0] for leaf in jax.tree.leaves(state.clients)}
+    servers = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.servers)}
+    return {"shards": sorted(shards), "most": plan[0].members.shape[1], "servers": sorted(servers)}
+
+
+def repeated():
+    """Whether a second run gives the same bits."""
+    simulated = simulate("fedmr", 4, 1)
+    return difference(trained(simulated), trained(simulated)) == 0
+
+
+def command(folder, devices):
+    options = ["--rounds=2", "--local-epochs=1", "--batch-size=32", "--lanes=1", "--fine-tune-epochs=1", "--quiet"]
+    assert main([*options, f"--devices={devices}", f"--run-dir={folder}"]) == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[row["ga"], row["pa"], row["loss"]] for row in rows]
+
+
+if __name__ == "__main__":
+    with jax.enable_x64(True):
+        found = {case: compare(options.get("name", case), **{k: v for k, v in options.items() if k != "name"})
+                 for case, options in CASES.items()}  # fmt: skip
+        found |= {"placement": placement(), "repeated": repeated()}
+    found |= {f"run on {n}": command(Path(sys.argv[1]) / str(n), n) for n in (1, 2)}
+    print(json.dumps(found))

@@ -1,0 +1,136 @@
+"""experiments/analyse.py: figures and tables beside accuracy from run folders."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import write_run
+
+from fedjax_pcdd.harness import launch
+from fedjax_pcdd.harness.analyse import analyse_main, table
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.tracking import TRACK
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def said(capsys, *arguments):
+    """What the command prints; it must succeed."""
+    assert analyse_main(EXPERIMENTS, [str(x) for x in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    """The sentence of a mistake."""
+    assert analyse_main(EXPERIMENTS, [str(x) for x in arguments]) == 2
+    return capsys.readouterr().err.strip()
+
+
+def cells(text):
+    """Rows of a Markdown table, by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run that tracked nothing, and one that tracked all, of the same experiment."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = {"clients": 4, "rounds": 2, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True,
+             "fine_tune_epochs": 0}  # fmt: skip
+    for name, options in (("plain", {}), ("tracked", {"track": "angles,spectrum", "track_local": False})):
+        launch.run(*build({"method": "fedavg", "run_dir": folder / name, **small, **options}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["angles", "spectrum"])
+def test_a_last_checkpoint_says_what_the_last_tracked_line_says(run, name, capsys):
+    found = cells(said(capsys, name, run))
+    last = json.loads((run / "tracked" / TRACK).read_text().splitlines()[-1])[name]["global"]
+    heads = {"angles": [(1, "existing"), (3, "missing")], "spectrum": [(1, "variance"), (3, "class_variance")]}[name]
+    for column, key in heads:
+        assert found["plain"][column] == found["tracked"][column] == f"{last[key]:.4g}"
+    assert found["plain"][0] == "2"
+
+
+def test_looking_at_a_run_leaves_its_records(run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (run / "plain").glob("*.*")}
+    said(capsys, "intra", run / "plain")
+    assert {path: path.stat().st_mtime_ns for path in (run / "plain").glob("*.*")} == before
+
+
+def test_a_picture_of_several_runs_is_drawn(run, tmp_path, capsys):
+    said(capsys, "angles", run / "tracked", f"--output={tmp_path / 'a.png'}")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
+    parameters = 64 * 200 + 200 + 200 * 10 + 10
+    each, total = cells(said(capsys, "traffic", run / "plain"))["plain"][2:]
+    assert float(each) == pytest.approx(2 * 4 * 4e-6 * parameters, abs=0.005)
+    assert float(total) == pytest.approx(2 * float(each), abs=0.06)
+
+
+def test_burden_of_a_run_is_beside_fedavg(run, capsys):
+    found = cells(said(capsys, "burden", run))
+    assert found["plain"][0] == found["tracked"][0] == "P"
+    summaries = [json.loads((run / name / "summary.json").read_text()) for name in ("plain", "tracked")]
+    ratio = summaries[1]["seconds_per_round"] / summaries[0]["seconds_per_round"]
+    assert float(found["tracked"][4]) == pytest.approx(ratio, rel=1e-3)
+
+
+def test_rounds_are_counted_to_the_accuracy_of_fedavg(tmp_path, capsys):
+    write_run(tmp_path / "a", ga=0.5, rounds=10)
+    write_run(tmp_path / "b", ga=0.8, rounds=10, method="fedprox")
+    found = cells(said(capsys, "rounds", tmp_path))
+    assert found["a"][:2] == ["10", "1"]
+    assert found["b"][:2] == ["7", "1.429"]  # 0.8 * 7 / 10 is the first above 0.5
+
+
+def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
+    for i, ew in enumerate((1.0, 100.0)):
+        write_run(tmp_path / str(i), 0.25 * (i + 1), method="fedgela", origin={"hyperparameters": {"ew": ew}})
+    said_text = said(capsys, "bilateral", tmp_path, f"--output={tmp_path / 'b.png'}")
+    rows = [line.split("|")[2:4] for line in said_text.splitlines()[2:]]
+    assert [[x.strip() for x in row] for row in rows] == [["1", "25.00"], ["100", "50.00"]]
+    assert (tmp_path / "b.png").is_file()
+
+
+def test_a_partition_is_drawn_without_training(tmp_path, capsys):
+    picture = tmp_path / "p.png"
+    text = said(capsys, "partition", "--partition=pcdd", "--clients=5", "--classes-per-client=2", f"--output={picture}")
+    assert "5 clients with 2 to 2 classes" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["angels", "x"], "there is no analysis 'angels': did you mean 'angles'?"),
+        (["angles"], "name at least one folder of runs, as runs/."),
+        (["angles", "nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
+        (["angles", "--outptu=a.png", "x"], "angles has no option --outptu: its options are --output."),
+        (["rounds", "{}", "--target=mean"], "--target takes best or last, not 'mean'."),
+        (["bilateral", "{}"], "none of these runs has an E_W: sweep one, as sweep.py --method=fedgela --ew=1,4,16."),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
+    write_run(tmp_path / "run")
+    assert refused(capsys, *(word.format(tmp_path) for word in arguments)) == sentence
+
+
+def test_an_unfinished_run_is_said(tmp_path, capsys):
+    write_run(tmp_path / "run", finished=False)
+    assert "is unfinished: continue it with run.py --resume=" in refused(capsys, "angles", tmp_path)
+
+
+def test_without_arguments_the_analyses_are_listed(capsys):
+    text = said(capsys)
+    assert all(word in text for word in ("angles", "features", "spectrum", "intra", "traffic", "burden", "bilateral"))
+
+
+def test_columns_of_a_table_are_aligned():
+    lines = table(["a", "bb"], [["ccc", "d"]]).splitlines()
+    assert len(set(map(len, lines))) == 1
+    assert np.char.count(lines, "|").tolist() == [3, 3, 3]

@@ -1,0 +1,142 @@
+"""What is tracked of the models of a simulation: the global one, and the clients' right after local training."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.analysis.angles import class_angles, etf_angle
+from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
+from fedjax_pcdd.analysis.views import random_probe
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.harness.tracking import Tracker
+from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.models import forward
+
+ALL = tuple(QUANTITIES)
+
+
+def tracked(simulated, names=ALL, rounds=0, **options):
+    """The entry after some rounds, with what was seen of the clients before the last, and the state."""
+    tracker, state = Tracker(names, simulated, 0, **options), simulated.start()
+    plan = simulated.plan(0)
+    seen = tracker.before(0, state, plan)
+    for r in range(rounds):
+        plan = simulated.plan(r)
+        seen = tracker.before(r, state, plan)
+        state, _ = simulated.step(state, r, plan)
+    return tracker.entry(state, plan[1], seen), seen, state
+
+
+def seen_first(simulated, names):
+    """What is seen of each client after the first local training."""
+    return Tracker(names, simulated, 0).before(0, simulated.start(), simulated.plan(0))[0]
+
+
+def features_by_hand(simulated, variables, images):
+    images = prepare(simulated.program.pipeline, np.asarray(images), None, train=False)
+    return np.asarray(forward(simulated.program.model, variables, images, train=False)[0].features)
+
+
+def test_global_numbers_are_those_of_the_global_model():
+    simulated = toy.simulation(cohort=5)
+    entry, _, state = tracked(simulated, local=False)
+    federation, variables = simulated.experiments[0].federation, jax.tree.map(lambda x: x[0], state.servers.variables)
+    data, present = federation.dataset, federation.class_counts > 0
+    z = features_by_hand(simulated, variables, data.x_test)
+    means = np.stack([z[data.y_test == c].mean(0) if (data.y_test == c).any() else 0 * z[0] for c in range(4)])
+    seen = np.isin(np.arange(4), data.y_test)
+    for name, vectors, known in (("angles", variables["params"]["head"]["kernel"].T, None), ("features", means, seen)):
+        each = [class_angles(vectors, own, known) for own in present]
+        for field in ("existing", "missing", "between", "all"):
+            values = np.array([getattr(one, field) for one in each])
+            np.testing.assert_allclose(entry[name]["global"][field], values[values >= 0].mean(), rtol=1e-4)
+    probe = random_probe(len(data.y_test), 0)
+    np.testing.assert_allclose(entry["spectrum"]["global"]["variance"], eigenvalue_variance(z[probe[0]])[1], rtol=1e-4)
+    loss = intra_class(z[probe[0]], data.y_test[probe[0]], 4)
+    np.testing.assert_allclose(entry["intra"]["global"]["loss"], loss, rtol=1e-4)
+
+
+def test_the_only_client_of_a_round_has_the_model_that_becomes_the_global_one():
+    entry, *_ = tracked(toy.simulation(cohort=1, lanes=1), ("angles",), rounds=2)
+    known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
+    assert known
+    assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
+
+
+def test_local_numbers_are_those_of_the_clients_own_samples():
+    simulated = toy.simulation("solo", cohort=5, lanes=1)
+    entry, _, state = tracked(simulated, ("features", "spectrum", "intra"), rounds=1)
+    federation = simulated.experiments[0].federation
+    variances, losses, angles = [], [], []
+    for k, own in enumerate(federation.partition.train):
+        labels, variables = federation.dataset.y_train[own], jax.tree.map(lambda x, k=k: x[k], state.clients)
+        z = features_by_hand(simulated, variables, federation.dataset.x_train[own])
+        variances += [eigenvalue_variance(z)[1]] if len(own) >= 2 else []
+        losses.append(intra_class(z, labels, 4))
+        means = np.stack([z[labels == c].mean(0) if (labels == c).any() else 0 * z[0] for c in range(4)])
+        angles.append(class_angles(means, federation.class_counts[k] > 0).existing)
+    assert entry["spectrum"]["local"]["variance"] == pytest.approx(np.mean(variances), rel=1e-4)
+    assert entry["intra"]["local"]["loss"] == pytest.approx(np.mean(losses), rel=1e-3)
+    assert entry["features"]["local"]["existing"] == pytest.approx(np.mean([a for a in angles if a >= 0]), rel=1e-4)
+
+
+def test_what_is_seen_does_not_depend_on_lanes():
+    one, two = (seen_first(toy.simulation("moon", cohort=5, lanes=lanes), ("angles",)) for lanes in (1, 3))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
+
+
+def test_looking_leaves_the_state_as_it_was():
+    simulated = toy.simulation("solo", cohort=5, lanes=1)
+    state = simulated.start()
+    copy = jax.tree.map(np.array, state)
+    Tracker(("intra",), simulated, 0).before(0, state, simulated.plan(0))
+    jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.array, state))
+
+
+def test_clients_on_the_host_are_seen_as_those_on_the_device():
+    device, host = (
+        seen_first(toy.simulation("solo", cohort=2, lanes=1, client_state=place), ("intra",))
+        for place in ("device", "host")
+    )
+    np.testing.assert_array_equal(device["intra"], host["intra"])
+
+
+def test_an_etf_has_its_angle_everywhere():
+    entry, *_ = tracked(toy.simulation("fedgela", cohort=5), ("angles",))
+    assert entry["angles"]["etf"] == etf_angle(4)
+    for model in ("global", "local"):
+        assert entry["angles"][model]["all"] == pytest.approx(etf_angle(4), rel=1e-4)
+
+
+def test_without_a_global_model_clients_are_looked_at_in_any_case():
+    entry, *_ = tracked(toy.simulation("solo", cohort=5, lanes=1), ("intra",), local=False)
+    assert entry["intra"]["global"] is None
+    assert entry["intra"]["local"]["loss"] > 0
+
+
+def test_no_track_local_trains_nobody_twice():
+    entry, seen, *_ = tracked(toy.simulation(cohort=5), ("angles",), local=False)
+    assert seen is None
+    assert entry["angles"]["local"] is None
+    assert entry["angles"]["global"]["all"] > 0
+
+
+def test_participants_of_two_architectures_are_seen_between_rounds():
+    simulated = toy.groups("fedmd")
+    entry, seen, state = tracked(simulated, ("angles",))
+    kernels = [None] * 5
+    for members, clients in zip(simulated.members, state.clients, strict=True):
+        for row, k in enumerate(members):
+            kernels[k] = np.asarray(clients["params"]["head"]["kernel"][row])
+    owned = simulated.federation.class_counts > 0
+    angles = np.array([class_angles(w.T, own).missing for w, own in zip(kernels, owned, strict=True)])
+    assert seen is None
+    assert entry["angles"]["local"]["missing"] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
+
+
+def test_the_random_probe_holds_every_sample_once():
+    assert np.unique(random_probe(1000, 3)).size == 7 * 128
+    assert random_probe(5000, 3).shape == (10, 128)
+    assert sorted(random_probe(60, 3)[0]) == list(range(60))

@@ -1,0 +1,104 @@
+"""Pure functions behind the papers' figures: angles of existing and missing classes, spectra, curves over E_W."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_vectors import cases
+
+from fedjax_pcdd.analysis.angles import class_angles, etf_angle, mean_angle, pairwise_angles
+from fedjax_pcdd.analysis.bilateral import bilateral, draw_bilateral
+from fedjax_pcdd.analysis.spectrum import (
+    class_eigenvalue_variance,
+    class_spectra,
+    correlation,
+    eigenvalue_variance,
+    mean_spectrum,
+)
+
+
+@pytest.mark.parametrize("g", cases("angles"))
+def test_class_angles_agree_with_the_vectors(g, x64):
+    found = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(g["in_present"]) > 0)
+    expected = [g["out_existing"], g["out_missing"], g["out_all"]]
+    np.testing.assert_allclose([found.existing, found.missing, found.all], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("g", cases("angles"))
+def test_the_kinds_of_pairs_make_up_all_pairs(g, x64):
+    present = g["in_present"] > 0
+    found = class_angles(jnp.asarray(g["in_W"]), jnp.asarray(present))
+    has, lacks = present.sum(), (~present).sum()
+    pairs = np.array([has * (has - 1) / 2, lacks * (lacks - 1) / 2, has * lacks])
+    np.testing.assert_allclose(np.array(found[:3]) @ pairs / pairs.sum(), found.all, rtol=1e-12)
+
+
+def test_between_is_the_mean_over_one_existing_and_one_missing_class():
+    vectors = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
+    found = class_angles(vectors, jnp.asarray([True, False, False, True]))
+    crossing = np.asarray(pairwise_angles(vectors))[np.ix_([0, 3], [1, 2])]
+    np.testing.assert_allclose(found.between, crossing.mean(), rtol=1e-6)
+
+
+def test_unknown_rows_are_in_no_pair():
+    vectors = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))
+    present, known = jnp.asarray([True, True, True, False, False]), jnp.asarray([True, True, False, True, False])
+    found = class_angles(vectors, present, known)
+    assert found.missing == -1
+    np.testing.assert_allclose(found.existing, mean_angle(vectors, jnp.asarray([1, 1, 0, 0, 0])), rtol=1e-6)
+
+
+def test_one_class_has_no_angle():
+    found = class_angles(jnp.eye(2), jnp.asarray([True, False]))
+    assert (found.existing, found.missing, found.between) == (-1, -1, 90)
+
+
+@pytest.mark.parametrize("classes", [3, 10, 100])
+def test_etf_angle_is_that_of_a_centred_basis(classes):
+    simplex = jnp.eye(classes) - 1 / classes
+    np.testing.assert_allclose(mean_angle(simplex, jnp.ones(classes, bool)), etf_angle(classes), rtol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(40, 12), (12, 40)])
+def test_eigenvalues_are_those_of_the_correlation_matrix(shape):
+    features = np.random.default_rng(2).normal(size=shape)
+    expected = np.linalg.eigvalsh(correlation(features))[::-1]
+    np.testing.assert_allclose(eigenvalue_variance(features)[0], expected, atol=1e-10)
+
+
+def test_mean_spectrum_is_the_mean_over_batches():
+    batches = np.random.default_rng(3).normal(size=(3, 20, 8))
+    eigenvalues, variance = mean_spectrum(batches, top=5)
+    each = [eigenvalue_variance(batch, 5) for batch in batches]
+    np.testing.assert_allclose(eigenvalues, np.mean([values[:5] for values, _ in each], axis=0))
+    np.testing.assert_allclose(variance, np.mean([value for _, value in each]))
+
+
+def test_collapsed_features_have_the_larger_variance():
+    random = np.random.default_rng(4)
+    spread, line = random.normal(size=(128, 64)), random.normal(size=(128, 1)) + 0.1 * random.normal(size=(128, 64))
+    assert eigenvalue_variance(line)[1] > 5 * eigenvalue_variance(spread)[1]
+
+
+def test_class_spectra_are_those_of_each_class_alone():
+    features = np.random.default_rng(5).normal(size=(31, 6))
+    labels = np.asarray([0] * 18 + [2] * 12 + [3])
+    spectra = class_spectra(features, labels, 5, top=4)
+    np.testing.assert_allclose(spectra[2], eigenvalue_variance(features[18:30])[0][:4])
+    assert np.isnan(spectra[[1, 3, 4]]).all()
+    both = [eigenvalue_variance(features[labels == c], 4)[1] for c in (0, 2)]
+    np.testing.assert_allclose(class_eigenvalue_variance(features, labels, 4), np.mean(both))
+
+
+def test_bilateral_curves_are_means_over_seeds():
+    found = bilateral([(100, 0.5, 0.9), (10, 0.25, 0.75), (100, 0.75, 0.95)])
+    np.testing.assert_allclose(found.ew, [10, 100])
+    np.testing.assert_allclose(found.ga, [0.25, 0.625])
+    np.testing.assert_allclose(found.pa, [0.75, 0.925])
+    np.testing.assert_allclose(found.ga_std[1], np.std([0.5, 0.75], ddof=1))
+    assert np.isnan(found.pa_std[0])
+    assert found.seeds.tolist() == [1, 2]
+
+
+def test_bilateral_curves_are_drawn(tmp_path):
+    draw_bilateral({"digits": bilateral([(1, 0.5, 0.9), (10, 0.25, 0.75)])}, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,290 @@
+"""The Python interface: data in, `simulate`, a history that plots itself."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import pytest
+import toy
+from flax import struct
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.harness.cli import main
+from fedjax_pcdd.harness.config import RUN, RunConfig
+
+mpl.use("agg")
+
+
+def small(**given: Any) -> dict[str, Any]:
+    """Options of a short experiment."""
+    return {"rounds": 2, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0} | given
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Weights of the global model as a callback saw them."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def history(federation, seen):
+    def look(history):
+        seen.append(jax.tree.map(np.array, history.variables))
+
+    return fp.simulate(federation, fp.FedAvg(), callback=look, **small(rounds=3, eval_every=2))
+
+
+def test_import_loads_nothing_heavy():
+    code = "import sys, fedjax_pcdd; print({'jax', 'numpy', 'matplotlib'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_same_options_give_the_bits_of_a_run(tmp_path):
+    options = ["--clients=4", "--beta=0.3", "--seed=5", "--rounds=2", "--local-epochs=2", "--batch-size=32"]
+    options += ["--mu=0.1", "--lanes=1", "--fine-tune-epochs=1", "--quiet"]
+    assert main(["--method=fedprox", *options, f"--run-dir={tmp_path / 'run'}"]) == 0
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=5)
+    again = fp.simulate(federation, fp.FedProx(mu=0.1), seed=5, **small(local_epochs=2, fine_tune_epochs=1))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("ga", "pa", "loss", "ga_per_class"):
+        assert [row[name] for row in again.rows] == [line[name] for line in lines]
+    clients = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    assert [row["pa_per_client"] for row in again.rows] == [line["pa_per_client"] for line in clients]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    measured = {name: value for name, value in again.summary.items() if name.startswith(("ga", "pa"))}
+    assert measured == {name: summary[name] for name in measured}
+
+
+def test_arguments_have_the_defaults_of_the_command_line():
+    given = {name: p.default for name, p in inspect.signature(fp.simulate).parameters.items() if name in RUN}
+    given |= {name: p.default for name, p in inspect.signature(fp.partition).parameters.items() if name in RUN}
+    del given["method"], given["dataset"]
+    assert given == {name: RUN[name].default for name in given} | {"clients": None}
+
+
+def test_every_method_is_a_class_of_the_package():
+    for cls in fp.methods.METHODS.values():
+        assert getattr(fp, cls.__name__) is cls
+        assert cls.__name__ in dir(fp)
+
+
+def test_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="FedNothing"):
+        _ = fp.FedNothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_history_has_the_shapes_it_documents(history):
+    assert history.rounds.tolist() == [1, 2, 3]
+    assert history.ga.shape == history.pa.shape == history.loss.shape == (3,)
+    assert history.ga_per_class.shape == (3, 10)
+    assert history.pa_per_client.shape == (3, 4)
+
+
+def test_rounds_without_evaluation_are_nan(history):
+    assert np.isnan(history.ga).tolist() == [True, False, False]
+    assert np.isnan(history.ga_per_class[0]).all()
+    assert np.isnan(history.pa_per_client[0]).all()
+    assert not np.isnan(history.loss).any()
+
+
+def test_callback_sees_every_round(history, seen):
+    assert len(seen) == 3
+    for first, second in zip(jax.tree.leaves(seen[2]), jax.tree.leaves(history.variables), strict=True):
+        np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(jax.tree.leaves(seen[0])[0], jax.tree.leaves(seen[1])[0])
+
+
+def test_outputs_are_those_that_accuracy_counts(history, federation):
+    features, logits = history.outputs(federation.dataset.x_test)
+    assert features.shape == (355, 200)
+    assert np.mean(np.argmax(logits, 1) == federation.dataset.y_test) == pytest.approx(history.ga[-1])
+
+
+def test_client_outputs_are_those_of_its_own_model(federation):
+    history = fp.simulate(federation, "solo", **small())
+    for k, own in enumerate(federation.partition.test):
+        logits = history.outputs(federation.dataset.x_test[own], client=k).logits
+        accuracy = np.mean(np.argmax(logits, 1) == federation.dataset.y_test[own])
+        assert accuracy == pytest.approx(history.pa_per_client[-1, k])
+    with pytest.raises(fp.UserError, match="client_variables"):
+        _ = history.variables
+
+
+def test_clients_of_different_architectures_are_found():
+    groups = toy.groups("fedmd", necks=(0, 1, 0, 1, 0))
+    history = fp.History("toy", groups.method, groups.federation, RunConfig(), [], groups.start(), {}, groups)
+    assert ["neck" in history.client_variables(k)["params"] for k in range(5)] == [False, True, False, True, False]
+    assert history.outputs(groups.federation.dataset.x_test[:3], client=3).logits.shape == (3, 4)
+    with pytest.raises(fp.UserError, match=r"choose one in \[0, 5\)"):
+        history.client_variables(5)
+
+
+@pytest.mark.slow
+def test_participants_may_differ_in_architecture(federation):
+    history = fp.simulate(federation, fp.FedMD(), models="mlp,mcmahan_cnn", public_samples=64, **small(rounds=1))
+    few, many = (jax.tree.leaves(history.client_variables(k)) for k in (0, 1))
+    assert len(few) < len(many)
+    assert history.ga.shape == (1,)
+
+
+def test_nothing_is_written(federation, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fp.simulate(federation, **small(rounds=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_and_pipeline_of_ones_own_are_used(federation):
+    model = fp.build_model("mlp", federation).clone(neck=1, neck_width=3)
+    dark = fp.Pipeline(mean=(0.0,), std=(1e9,))
+    history = fp.simulate(federation, model=model, pipeline=dark, **small(rounds=1))
+    outputs = history.outputs(federation.dataset.x_test)
+    assert outputs.features.shape == (355, 3)
+    np.testing.assert_allclose(outputs.logits - outputs.logits[0], 0, atol=1e-5)
+
+
+@struct.dataclass
+class Anchored(fp.Method):
+    """FedAvg, pulled towards given logits [C]."""
+
+    anchor: Any = fp.hyperparameter(None, help="[C]")
+
+    def classification(self, outputs, batch, context):
+        return jnp.mean(jnp.square(outputs.logits - self.anchor))
+
+
+def test_method_of_ones_own_may_have_arrays(federation):
+    anchor = np.arange(10.0)
+    history = fp.simulate(federation, Anchored(anchor), **small(local_epochs=5, rounds=3))
+    assert history.label == "Anchored"
+    logits = np.mean(history.outputs(federation.dataset.x_test).logits, 0)
+    assert np.corrcoef(logits, anchor)[0, 1] > 0.9
+
+
+def test_advice_of_a_method_is_a_warning():
+    digits = fp.load_dataset("digits")
+    alone = fp.partition(digits, "pcdd", clients=10, classes_per_client=1)
+    with pytest.warns(UserWarning, match="use denominator=all"):
+        fp.simulate(alone, fp.FedGELA(denominator="present"), **small(rounds=1))
+
+
+BAD = {
+    "lr of -1": ({"lr": -1}, "lr must be above 0"),
+    "unknown argument": ({"momentm": 1}, "did you mean 'momentum'"),
+    "option of run folders": ({"resume": "x"}, "no argument 'resume'"),
+    "half a round": ({"rounds": 2.5}, "rounds takes an integer"),
+    "unknown choice": ({"optimizer": "sgdd"}, "sgd or adam"),
+    "cohort too large": ({"cohort": 11}, "cohort=11"),
+    "unknown method": ({"method": "fedgella"}, "did you mean 'fedgela'"),
+    "class in place of a method": ({"method": fp.FedAvg}, r"fp.FedAvg\(\)"),
+    "unknown model": ({"model": "ml"}, "did you mean 'mlp'"),
+    "hyper-parameter out of bounds": ({"method": fp.FedProx(mu=-1.0)}, "mu must be at least 0"),
+    "unknown form": ({"method": fp.FedMR(form="of")}, "offdiag or frobenius"),
+    "no batch": ({"batch_size": 10**6, "last_batch": "strict"}, "smaller batch_size"),
+    "loss that is not finite": ({"lr": 1e30}, "choose a smaller lr or set grad_clip.$"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_users_mistake_is_said_in_python(federation, case):
+    arguments, words = BAD[case]
+    with pytest.raises(fp.UserError, match=words) as caught:
+        fp.simulate(federation, **small(**arguments))
+    assert "--" not in str(caught.value)
+
+
+def test_dataset_is_no_federation():
+    with pytest.raises(fp.UserError, match="partition"):
+        fp.simulate(fp.load_dataset("digits"))  # pyright: ignore[reportArgumentType]
+
+
+def test_impossible_partition_is_said_in_python():
+    with pytest.raises(fp.UserError, match="use fewer clients or a smaller min_samples"):
+        fp.partition(fp.load_dataset("digits"), clients=400)
+
+
+def test_partition_is_that_of_the_command_line(federation):
+    assert federation.class_counts.tolist() == [
+        [int(np.sum(federation.dataset.y_train[own] == c)) for c in range(10)] for own in federation.partition.train
+    ]
+    with pytest.raises(fp.UserError, match="did you mean 'dirichlet'"):
+        fp.partition(federation.dataset, "dirichle")
+
+
+def test_natural_partition_keeps_the_largest_groups():
+    groups = np.array([0, 0, 0, 1, 1, 2])
+    data = fp.from_arrays(np.zeros((6, 4)), np.arange(6) % 2, np.zeros((3, 4)), [0, 1, 0], groups=(groups, [0, 1, 2]))
+    assert fp.partition(data, "natural").sizes.tolist() == [3, 2, 1]
+    assert fp.partition(data, "natural", clients=2).sizes.tolist() == [3, 2]
+
+
+def test_arrays_become_images_of_256_levels():
+    data = fp.from_arrays(np.full((2, 5, 4), 0.5), [0, 2], np.zeros((1, 5, 4), np.uint8), [1])
+    assert data.x_train.shape == (2, 5, 4, 1)
+    assert data.x_train.dtype == np.uint8
+    assert data.x_train.max() == 128
+    assert data.num_classes == 3
+
+
+@pytest.mark.parametrize("images", [np.full((1, 4), 1.5), np.full((1, 4), -0.1), np.array([["a"] * 4])])
+def test_arrays_out_of_range_are_refused(images):
+    with pytest.raises(fp.UserError, match=r"x_train must be uint8, or numbers in \[0, 1\]"):
+        fp.from_arrays(images, [0], np.zeros((1, 4)), [0])
+
+
+def test_plot_draws_the_evaluated_rounds_in_percent(history):
+    figure = fp.plot([history, history], what=("ga", "loss"))
+    accuracy, loss = figure.axes
+    assert [len(ax.lines) for ax in (accuracy, loss)] == [2, 2]
+    np.testing.assert_allclose(accuracy.lines[0].get_xydata(), [[2, 100 * history.ga[1]], [3, 100 * history.ga[2]]])
+    assert loss.lines[0].get_xydata().shape == (3, 2)
+    assert history.plot(accuracy, what="pa", label="mine").lines[-1].get_label() == "mine"
+    with pytest.raises(fp.UserError, match="there is no curve"):
+        history.plot(accuracy, what="gaa")
+
+
+def test_federation_draws_its_counts(federation):
+    axes = federation.plot()
+    np.testing.assert_array_equal(axes.images[0].get_array().filled(0), federation.class_counts.T)
+
+
+def test_tables_have_a_row_a_round_and_a_row_a_history(history):
+    rows = history.to_table()
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    assert [row["ga"] for row in rows] == [None, *history.ga[1:]]
+    (row,) = fp.table([history])
+    assert row["label"] == "fedavg"
+    assert row["ga_last"] == history.ga[-1]
+
+
+def test_unfinished_history_has_no_row(federation):
+    caught = []
+
+    def look(history):
+        with pytest.raises(fp.UserError, match="not finished"):
+            fp.table([history])
+        caught.append(len(history))
+
+    fp.simulate(federation, callback=look, **small(rounds=1))
+    assert caught == [1]
+
+
+def test_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "python_api.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert "FedGELA" in capsys.readouterr().out

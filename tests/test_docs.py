@@ -1,0 +1,167 @@
+"""The documentation: its example method runs, its links lead somewhere, its commands parse. Nothing else is trained."""
+
+import itertools
+import json
+import re
+import runpy
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import toy
+import yaml
+
+from fedjax_pcdd.harness import cli, pages, sweep
+from fedjax_pcdd.harness.documentation import relinked
+from fedjax_pcdd.harness.information import information
+from fedjax_pcdd.harness.options import options_of
+from fedjax_pcdd.methods import METHODS
+
+ROOT = Path(__file__).parent.parent
+PRESETS = ROOT / "experiments/presets"
+FILES = [ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
+FILES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks/results").glob("*.md")])
+EXAMPLE = (ROOT / "docs/adding_a_method.md").read_text().split("```python\n")[1].split("```")[0]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def commands(path):
+    """Every `python experiments/...` of a file, as words; a backslash at the end of a line continues it."""
+    text = path.read_text().replace("\\\n", " ")
+    return [shlex.split(found) for found in re.findall(r"python (experiments/\w+\.py[^`|\n#]*)", text)]
+
+
+def every_command():
+    return [pytest.param(words, id=f"{path.name}-{i}") for path in FILES for i, words in enumerate(commands(path))]
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The class that the page on adding a method defines."""
+    module = types.ModuleType("fedjax_pcdd.methods.fedkeep")
+    sys.modules[module.__name__] = module
+    exec(compile(EXAMPLE, "docs/adding_a_method.md", "exec"), module.__dict__)
+    yield module.FedKeep
+    del sys.modules[module.__name__]
+
+
+@pytest.fixture
+def registered(monkeypatch, example):
+    monkeypatch.setitem(METHODS, "fedkeep", example)
+
+
+def models(method, lanes):
+    state, report = toy.train(toy.simulation(method=method, lanes=lanes))
+    return [np.array(x) for x in jax.tree.leaves((state.servers.variables, report.loss))]
+
+
+def assert_close(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-5)
+
+
+def test_the_example_method_has_thirty_lines_at_most():
+    assert EXAMPLE.count("\n") <= 30
+
+
+def test_the_example_method_runs_from_the_command_line(registered, tmp_path):
+    options = ["--method=fedkeep", "--mu=0.5", "--clients=3", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=1"]
+    assert cli.main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
+
+
+def test_the_example_method_does_not_depend_on_lanes(example):
+    assert_close(models(example(mu=1.0), lanes=1), models(example(mu=1.0), lanes=2))
+
+
+def test_the_example_method_reduces_to_fedavg(example):
+    assert_close(models(example(mu=0.0), lanes=2), models(METHODS["fedavg"](), lanes=2))
+
+
+def test_the_example_method_holds_the_rows_of_absent_classes(example):
+    """Class 3 is nobody's: the larger mu, the nearer its column stays to the initial one."""
+    kernels = []
+    for mu in (0.0, 5.0):
+        simulated = toy.simulation(method=example(mu=mu), lanes=2)
+        start = np.array(simulated.start().servers.variables["params"]["head"]["kernel"])[0, :, 3]
+        state, _ = toy.train(simulated, (0,))
+        kernels.append(np.abs(np.array(state.servers.variables["params"]["head"]["kernel"])[0, :, 3] - start).max())
+    assert kernels[1] < 0.8 * kernels[0]
+
+
+# The help's list of methods is read once, before the example is registered.
+@pytest.mark.filterwarnings("ignore:The field `selection.method`:UserWarning")
+@pytest.mark.parametrize("words", every_command())
+def test_every_command_of_the_documentation_parses(registered, words, monkeypatch, capsys):
+    script, *argv = words
+    method = "fccl" if any(word.startswith("--task") for word in argv) else "fedavg"
+    argv = [word.replace("METHOD", method) for word in argv]
+    if script.endswith("/run.py"):
+        given = cli.scan(argv)
+        if "resume" not in given:
+            assert information(given) or cli.configure(given, PRESETS)
+    elif script.endswith("/sweep.py"):
+        given = {name: text for name, text in cli.scan(argv).items() if name not in ("sweep_dir", "together")}
+        assert all(cli.configure(experiment.given, PRESETS) for experiment in sweep.expand(given))
+    else:
+        shown = help_of(script, argv, monkeypatch, capsys)
+        assert all(word.partition("=")[0] in shown for word in argv if word.startswith("-"))
+
+
+def help_of(script, argv, monkeypatch, capsys):
+    """What a script says to --help, behind the first word where that chooses what it does."""
+    chosen = itertools.takewhile(lambda word: not word.startswith("-"), argv[:1] if "analyse" in script else [])
+    monkeypatch.setattr(sys, "argv", [script, *chosen, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not stop.value.code
+    return capsys.readouterr().out
+
+
+def slugs(path):
+    """The anchors of the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_relative_link_leads_to_a_file_and_a_heading(path):
+    links = re.findall(r"\]\(([^)\s:]+)\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    for link in links:
+        target, _, anchor = link.partition("#")
+        place = path.parent / target if target else path
+        if place.name == "index.md" and place.parent.name == "methods":
+            continue  # made when the site is built
+        assert place.exists(), link
+        assert not anchor or anchor in slugs(place), link
+
+
+def test_every_page_of_the_folder_is_in_the_navigation():
+    nav = json.dumps(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    names = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert {name for name in names if f'"{name}"' not in nav} == set()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
+    text, cls = pages.method_page(name), METHODS[name]
+    assert all(f"| `{option.flag}`" in text for option in options_of(cls).values())
+    assert all(f"| `{hook}` |" in text for hook in ("upload", "penalty") if hook in vars(cls))
+    assert f"class {cls.__name__}" in text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_command_on_the_page_of_a_method_parses(name):
+    assert cli.parse(shlex.split(pages.command(name))[2:], PRESETS)
+
+
+def test_links_out_of_the_folder_become_pages_of_the_site_or_names():
+    text = "[a](../benchmarks/README.md), [b](../fedjax_pcdd/trees.py), [c](https://example.org), ![d](images/x.png)"
+    assert relinked(text, "results.md") == "[a](benchmarks/index.md), b, [c](https://example.org), ![d](images/x.png)"

@@ -1,0 +1,256 @@
+"""Experiments trained together: what shares a program, the numbers and folders of single runs, failures, resuming."""
+
+import functools
+import io
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedjax_pcdd.harness import cli, joint, launch, runner, sharing
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.display import SweepBar, progress
+from fedjax_pcdd.harness.sweep import sweep_main
+
+SMALL = {
+    "rounds": 3, "local_epochs": 1, "fine_tune_epochs": 0, "clients": 3, "min_samples": 1, "batch_size": 100,
+    "lanes": 1, "quiet": True,
+}  # fmt: skip
+COSTS = {
+    *("seconds", "eval_seconds", "seconds_per_round", "compile_seconds", "wall_seconds", "samples_per_second"),
+    *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together"),
+}
+TUNED = {"fine_tune_epochs": 1, "checkpoint_every": 3}
+GRIDS = {
+    "fedavg": [{"beta": beta, "seed": seed, **TUNED} for beta, seed in ((0.1, 0), (0.5, 1), (0.5, 0), (0.1, 1))],
+    "scaffold": [{"momentum": 0.0, "cohort": 2, "seed": seed, "lr": lr} for seed, lr in ((0, 0.1), (3, 0.05))],
+    "fedgela": [{"ew": 1.0}, {"ew": 9.0}],
+}
+DIVERGES = {"lr": 1e30, "momentum": 0.0, **TUNED}
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Pictures take longer than training here."""
+    monkeypatch.setattr(runner, "heat_map", lambda _, path: path.touch())
+    monkeypatch.setattr(runner.records, "draw_curves", lambda _, path, __: path.touch())
+
+
+def pairs(folder, method, grid, **options):
+    """Configurations and methods, in folders by their number."""
+    return [build({**SMALL, "method": method, "run_dir": folder / str(i), **p, **options}) for i, p in enumerate(grid)]
+
+
+def train(given):
+    return joint.run_together([joint.Asked(*pair, {"command": "x"}, progress(0, 0, True)) for pair in given])
+
+
+@functools.cache
+def alone(folder, method):
+    """The folder of single runs of the first two, of which one is enough for all tests."""
+    for pair in pairs(folder, method, GRIDS[method][:2]):
+        launch.run(*pair, {"command": "x"})
+    return folder
+
+
+@functools.cache
+def together(folder, method):
+    """The folder of the same experiments trained together, and what was returned.
+
+    FedAvg's have one that diverges among them, SCAFFOLD's have more lanes than the single runs.
+    """
+    grid = GRIDS[method] + [DIVERGES] * (method == "fedavg")
+    return folder, train(pairs(folder, method, grid, lanes=3 if method == "scaffold" else 1))
+
+
+@pytest.fixture
+def shared(tmp_path_factory):
+    """Folder of something that several tests look at."""
+    base = tmp_path_factory.getbasetemp()
+    return lambda made, method: made(base / f"{made.__name__}-{method}", method)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(folder):
+    """All that a run has written but for its cost, by name."""
+    found = {"summary": json.loads((folder / "summary.json").read_text())}
+    found |= {name: lines(folder / name) for name in ("metrics.jsonl", "clients.jsonl")}
+    return {name: value for name, value in flat("", found) if name.rpartition(".")[2] not in COSTS}
+
+
+def flat(name, value):
+    if isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in inner:
+            yield from flat(f"{name}.{key}", entry)
+    else:
+        yield name, value
+
+
+def assert_same_numbers(folder, expected):
+    found, wanted = numbers(folder), numbers(expected)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == (pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value), name
+
+
+@pytest.mark.parametrize("method", GRIDS)
+def test_numbers_are_those_of_single_runs(shared, method):
+    single, (folder, results) = shared(alone, method), shared(together, method)
+    for i in range(2):
+        assert_same_numbers(folder / str(i), single / str(i))
+        assert results[i] == json.loads((folder / str(i) / "summary.json").read_text())
+    assert len({str(numbers(folder / str(i))) for i in range(len(GRIDS[method]))}) == len(GRIDS[method])
+
+
+def test_a_member_that_diverges_fails_alone(shared):
+    folder, (*others, failed) = shared(together, "fedavg")
+    assert "is not finite in round" in failed
+    assert not (folder / "4" / "summary.json").exists()
+    assert [result["together"] for result in others] == [5] * 4
+
+
+def test_lanes_are_those_of_all_members(shared):
+    assert [result["lanes"] for result in shared(together, "scaffold")[1]] == [3, 3]
+    assert [result["lanes"] for result in shared(together, "fedgela")[1]] == [1, 1]
+
+
+def test_folders_hold_what_run_py_writes(shared):
+    old, new = shared(alone, "fedgela") / "1", shared(together, "fedgela")[0] / "1"
+    for part in ("", "checkpoints", "checkpoints/3"):
+        assert {path.name for path in (new / part).iterdir()} == {path.name for path in (old / part).iterdir()}
+    assert (new / "config.yaml").read_text() == (old / "config.yaml").read_text().replace(str(old), str(new))
+    with np.load(old / "partition.npz") as a, np.load(new / "partition.npz") as b:
+        assert {name: a[name].tolist() for name in a} == {name: b[name].tolist() for name in b}
+    before, after = (json.loads((folder / "resolved.json").read_text()) for folder in (old, new))
+    assert after == before | {"together": 2}
+
+
+def test_seconds_are_a_share_of_the_common_ones(shared):
+    folder, results = shared(together, "scaffold")
+    rows = [lines(folder / str(i) / "metrics.jsonl") for i in range(2)]
+    assert [row["seconds"] for row in rows[0]] == [row["seconds"] for row in rows[1]]
+    assert results[0]["compile_seconds"] == results[1]["compile_seconds"]
+
+
+KILLED = """
+import os, signal, sys
+from fedjax_pcdd.harness import joint, runner
+from fedjax_pcdd.harness.sweep import sweep_main
+
+runner.heat_map = lambda *_: None
+write = joint.Member.write_round
+
+def killed(member, trained, *rest):
+    if (trained.round, member.index) == (2, 1):
+        member_before.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    globals()["member_before"] = member
+    return write(member, trained, *rest)
+
+joint.Member.write_round = killed
+sweep_main(sys.argv[1:])
+"""
+
+
+def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
+    argv = ["--method=fedgela", "--ew=1,9", *FLAGS, f"--sweep-dir={tmp_path / 'sweep'}"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *argv], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    folders = [tmp_path / "sweep" / f"fedgela-ew={ew}" for ew in (1, 9)]
+    shutil.copytree(folders[0], tmp_path / "copy")
+    assert [len(lines(folder / "metrics.jsonl")) for folder in folders] == [2, 1]
+    assert sweep_main(argv) == 0
+    assert cli.main([f"--resume={tmp_path / 'copy'}"]) == 0
+    for folder, number in ((folders[0], 0), (folders[1], 1), (tmp_path / "copy", 0)):
+        assert_same_numbers(folder, shared(alone, "fedgela") / str(number))
+
+
+def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsys):
+    options = ["--partition=pcdd", "--classes-per-client=4,11", "--seed=0", "--rounds=1"]
+    assert sweep_main([*FLAGS, *options, f"--sweep-dir={tmp_path}"]) == 1
+    assert "fedavg-classes-per-client=11-s0: " in capsys.readouterr().out
+    assert (tmp_path / "fedavg-classes-per-client=4-s0" / "summary.json").is_file()
+
+
+def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(launch, "run", lambda config, *_: ran.append(config.seed) or {"ga_best": 0.5})
+    monkeypatch.setattr("fedjax_pcdd.harness.sweep.summarise", lambda *_: [{"failed": 0}])
+    monkeypatch.setattr("fedjax_pcdd.harness.sweep.as_table", lambda _: "")
+    tmp_path.joinpath("sweep").mkdir()
+    assert sweep_main(["--seed=0:3", "--together=1", f"--sweep-dir={tmp_path / 'sweep'}"]) == 0
+    assert ran == [0, 1, 2]
+
+
+def test_together_takes_a_positive_number(tmp_path, capsys):
+    assert sweep_main(["--together=0", f"--sweep-dir={tmp_path / 'sweep'}"]) == 2
+    assert "--together must be at least 1" in capsys.readouterr().err
+
+
+def number_of_groups(*points):
+    return len(sharing.groups([build(point) for point in points]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"beta": 0.5}, {"lr": 0.1}, {"momentum": 0.0}, {"weight_decay": 0.0}, {"grad_clip": 1.0},
+     {"partition": "pcdd"}, {"partition": "iid"}, {"run_dir": "elsewhere"}],
+)  # fmt: skip
+def test_numbers_and_partitions_share_a_program(other):
+    assert number_of_groups({}, other) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"rounds": 9}, {"local_epochs": 1}, {"batch_size": 7}, {"clients": 7}, {"cohort": 2}, {"optimizer": "adam"},
+     {"model": "simple_cnn"}, {"lr_steps": "5"}, {"method": "fedprox"}, {"weights": "uniform"}, {"resume": "folder"},
+     {"partition": "natural"}],
+)  # fmt: skip
+def test_what_changes_the_program_is_a_program_of_its_own(other):
+    assert number_of_groups({}, other) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"client_state": "host"}, {"wandb": True}, {"track": "angles"}, {"method": "fccl"}, {"task": "digits_domains"},
+     {"method": "feddf"}, {"train_samples": 100}],
+)  # fmt: skip
+def test_some_do_not_share_with_other_seeds(options):
+    assert number_of_groups(options, options | {"seed": 1}) == 2
+
+
+def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
+    points = [{"method": "fedgela", **own} for own in ({"ew": 1.0}, {"ew": 2.0}, {"phi": "exp", "ew": 1.0}, {})]
+    assert sharing.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
+
+
+@pytest.mark.parametrize(("states", "most"), [(0, 1), (11.5, 1), (2 * sharing.COPIES * 5, 5), (math.inf, sharing.MOST)])
+def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
+    config, method = build({**SMALL, "method": "fedavg"})
+    state = sharing.assemble(config, method, sharing.federate(config), 1).start()
+    monkeypatch.setattr(sharing, "free_bytes", lambda: states * sharing.snapshot.size(state))
+    assert sharing.affordable(config, method) == most
+
+
+def test_one_bar_counts_the_rounds_of_all():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with SweepBar({"first": 4, "second": 2}, console) as bar:
+        first = bar.of("first")
+        first.update({"round": 1})
+        first.update({"round": 3})
+        bar.of("second").update({"round": 1})
+        assert bar.completed == 4
+        bar.end("second")
+        assert bar.completed == 5
+    assert "round 5/6" in console.file.getvalue()

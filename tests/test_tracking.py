@@ -1,0 +1,80 @@
+"""--track: training does not notice it, and a resumed run writes the same."""
+
+import json
+import shutil
+
+import pytest
+
+from fedjax_pcdd.analysis.pictures import draw
+from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness import launch
+from fedjax_pcdd.harness.config import build
+from fedjax_pcdd.harness.tracking import TRACK, Tracker, names_of
+
+ALL = tuple(QUANTITIES)
+SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True, "fine_tune_epochs": 0, "keep": 9}
+
+
+def run(folder, **options):
+    """A run of digits; its lines without times."""
+    launch.run(*build({"method": "fedavg", "clients": 4, "run_dir": folder, **SMALL, **options}))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
+
+
+def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
+    with pytest.raises(UserError, match="'angels': did you mean 'angles'"):
+        build({"track": "spectrum,angels"})
+
+
+def test_a_quantity_named_twice_is_tracked_once():
+    assert names_of("intra, angles,intra") == ("intra", "angles")
+
+
+def test_nothing_tracked_is_nothing_computed():
+    assert Tracker((), None, 0).names == names_of(None) == ()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that tracks everything, and its lines."""
+    folder = tmp_path_factory.mktemp("tracked") / "run"
+    return folder, run(folder, track=",".join(ALL))
+
+
+def test_tracking_changes_no_bit_of_the_metrics(whole, tmp_path):
+    assert run(tmp_path / "run") == whole[1]
+
+
+def test_every_round_has_its_line_and_every_quantity_its_picture(whole):
+    rows = [json.loads(line) for line in (whole[0] / TRACK).read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3, 4]
+    assert set(rows[0]) == {"round", *ALL}
+    assert all((whole[0] / f"track_{name}.png").read_bytes().startswith(b"\x89PNG") for name in ALL)
+
+
+def test_a_resumed_run_tracks_the_same_bytes(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole[0], folder)
+    for round in ("3", "4"):
+        shutil.rmtree(folder / "checkpoints" / round)
+    (folder / "summary.json").unlink()
+    with open(folder / TRACK, "a") as file:
+        file.write('{"round": 5, "angl')
+    before = (whole[0] / TRACK).read_bytes()
+    run(folder, resume=folder, track=",".join(ALL))
+    assert (folder / TRACK).read_bytes() == before
+
+
+def test_every_second_round_and_the_last_are_tracked(tmp_path):
+    run(tmp_path / "run", track="angles", track_every=2, track_local=False, rounds=3)
+    rows = [json.loads(line) for line in (tmp_path / "run" / TRACK).read_text().splitlines()]
+    assert [row["round"] for row in rows] == [2, 3]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_picture_is_drawn_where_nothing_is_known(tmp_path, name):
+    rows = [{"round": 1, name: {"global": None, "local": None}}]
+    draw(name, {"a": rows, "b": []}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,65 @@
+"""Methods "with prototypes": X's objective plus FedProc's contrast."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.fedproc import FedProc
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def trained(method, rounds=2, lanes=2):
+    simulated = toy.simulation(method=method, lanes=lanes, cohort=5)
+    state = simulated.start()
+    for r in range(rounds):
+        state, _ = simulated.step(state, r)
+    return state
+
+
+def of(name, **hyper):
+    return methods.get(name)(**hyper)
+
+
+@pytest.mark.parametrize("name", ["fedprox", "feddc"])
+def test_without_weight_it_is_the_plain_method(name):
+    plain, extended = trained(of(name)), trained(of(f"{name}+prototypes", prototype_mu=0.0))
+    np.testing.assert_array_equal(flat(extended.servers.variables), flat(plain.servers.variables))
+    jax.tree.map(np.testing.assert_array_equal, extended.clients, plain.clients)
+
+
+def test_of_fedavg_it_is_fedproc():
+    ours = trained(of("fedavg+prototypes", prototype_mu=0.3, prototype_tau=0.5)).servers
+    theirs = trained(FedProc(mu=0.3, tau=0.5)).servers
+    np.testing.assert_allclose(flat(ours.variables), flat(theirs.variables), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.prototypes, theirs.prototypes, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(ours.valid[0], [True, True, True, False])
+
+
+@pytest.mark.parametrize("name", ["moon", "fednova"])
+def test_the_contrast_acts_from_the_second_round_on(name):
+    first, weak = (trained(of(f"{name}+prototypes", prototype_mu=mu), rounds=1) for mu in (1.0, 0.0))
+    np.testing.assert_array_equal(flat(first.servers.variables), flat(weak.servers.variables))
+    strong, plain = (trained(of(f"{name}+prototypes", prototype_mu=mu)) for mu in (1.0, 0.0))
+    assert np.abs(flat(strong.servers.variables) - flat(plain.servers.variables)).max() > 1e-4
+
+
+def test_lanes_do_not_change_results():
+    one, several = (trained(of("feddyn+prototypes", prototype_mu=0.3), lanes=lanes) for lanes in (1, 3))
+    np.testing.assert_allclose(flat(several.servers.variables), flat(one.servers.variables), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedmr", "solo", "fccl", "fedproto"])
+def test_methods_that_do_not_only_average_models_have_none(name):
+    with pytest.raises(UserError, match=rf"--method={name}\+prototypes does not exist"):
+        methods.get(f"{name}+prototypes")
+
+
+def test_an_unknown_method_is_named_without_the_suffix():
+    with pytest.raises(UserError, match="there is no method 'fedprx': did you mean 'fedprox'"):
+        methods.get("fedprx+prototypes")
