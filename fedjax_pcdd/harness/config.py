@@ -181,6 +181,9 @@ class RunConfig:
         1, "run", "only every n-th checkpoint holds the client states; a resume goes back to such a one", low=1
     )
     keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
+    profile: bool = run_option(
+        False, "run", "trace the second and the third round into the run folder's profile/, for xprof or Perfetto"
+    )
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")

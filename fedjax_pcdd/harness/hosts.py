@@ -19,7 +19,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.harness.config import RUN, RunConfig
 from fedjax_pcdd.simulation.devices import select_device
 
 # In the errors of a collective operation, and of JAX's service, when a process is gone.
@@ -105,7 +105,8 @@ def _join(config: RunConfig, words: LastWords) -> None:
 
 
 def _own_options(config: RunConfig, place: Path) -> RunConfig:
-    config = replace(config, coordinator=None, processes=None, process=None)
+    where = ("coordinator", "processes", "process", "patience")
+    config = replace(config, **{name: RUN[name].default for name in where})
     if jax.process_index() == 0:
         return config
     config = replace(config, run_dir=place / "run", quiet=True, tensorboard=False, wandb=False)

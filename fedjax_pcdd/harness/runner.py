@@ -21,7 +21,7 @@ from fedjax_pcdd.harness.fine_tuning import after_training
 from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
 from fedjax_pcdd.harness.tracking import Recorder, Tracker, names_of
 from fedjax_pcdd.harness.training import Progress as Progress
-from fedjax_pcdd.harness.training import Trained, train
+from fedjax_pcdd.harness.training import Trained, profiled, train
 from fedjax_pcdd.harness.writers import require, writers_for
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.simulation.devices import CompileClock, choose_lanes, select_device
@@ -176,7 +176,8 @@ class Run:
         """Train from `progress` to the last round; `bar` in place of one of its own."""
         rounds, (done, state, best, history) = self.config.rounds, progress
         with bar or display.progress(rounds, done, self.config.quiet) as bar:
-            for trained in train(self.simulation, state, done, rounds, self.recorder):
+            steps = train(self.simulation, state, done, rounds, self.recorder)
+            for trained in profiled(steps, self.folder.path / "profile") if self.config.profile else steps:
                 state, row = trained.state, self._row(trained)
                 self._evaluate(row, state, trained.report, trained.jobs, history)
                 if self.recorder:

@@ -31,11 +31,11 @@ COPIES = 6  # of a state: before and after a round, what its jobs wrote, the bes
 def program_key(config: RunConfig, method: Method) -> Hashable:
     """Equal for experiments that share a program; None for one that runs alone.
 
-    A run alone are participants with models of their own, tasks, client states in host memory, what is tracked, what
-    writes to something that a process has but once, and servers that train on public images: hundreds of steps of
-    Adam make another order of summation more than rounding.
+    A run alone are participants with models of their own, tasks, client states in host memory, what is tracked or
+    profiled, what writes to something that a process has but once, and servers that train on public images: hundreds of
+    steps of Adam make another order of summation more than rounding.
     """
-    single = config.client_state == "host" or config.wandb or config.track or method.distils
+    single = config.client_state == "host" or config.wandb or config.track or config.profile or method.distils
     if single or kind_of_run(config, method) is not Run:
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)

@@ -32,7 +32,7 @@ from fedjax_pcdd.harness.display import Bar, SweepBar
 from fedjax_pcdd.harness.options import Option, convert, options_of
 from fedjax_pcdd.methods import Method
 
-WHOLE = ("lr_steps", "models", "data_dir", "preset", "split", "variant")  # their commas, if any, belong to the value
+WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 TOGETHER = Option("together", Literal["auto"] | int, False, "auto", low=1)
 HELP = f"""{__doc__}

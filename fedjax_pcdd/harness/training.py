@@ -1,6 +1,8 @@
 """Rounds one after another, whoever writes them down."""
 
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -44,3 +46,14 @@ def train(simulation: Any, state: State, done: int, rounds: int, recorder: Recor
         jobs, plan = plan[1], simulation.plan(min(r + 1, rounds - 1))  # while the device computes
         report = jax.tree.map(np.array, report)
         yield Trained(r + 1, state, report, jobs, perf_counter() - begun, seen)
+
+
+def profiled(rounds: Iterator[Trained], folder: Path) -> Iterator[Trained]:
+    """The same rounds; the second and the third, which compile nothing, are traced into the folder.
+
+    It holds what TensorBoard's profiler (xprof) reads, and perfetto_trace.json.gz for https://ui.perfetto.dev.
+    """
+    yield from islice(rounds, 1)
+    with jax.profiler.trace(folder, create_perfetto_trace=True):
+        yield from islice(rounds, 2)
+    yield from rounds

@@ -1,0 +1,157 @@
+"""One run in two real processes on this machine: the same numbers, one writer, and what happens when one is killed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.harness.cli import parse
+
+ROOT = Path(__file__).parent.parent
+RUN = [sys.executable, str(ROOT / "experiments" / "run.py"), "--device=cpu"]
+SMALL = ["--local-epochs=1", "--batch-size=32", "--lanes=1", "--lr=0.001"]
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def start(*options, temporary):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    temporary.mkdir(exist_ok=True)
+    return subprocess.Popen([*RUN, *options], env=os.environ | {"TMPDIR": str(temporary)}, **pipes)
+
+
+def start_two(*options, temporary, patience=20):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = [f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--patience={patience}"]
+    return [start(*common, f"--process={i}", *options, temporary=temporary) for i in range(2)]
+
+
+def end(process, seconds=300):
+    out, err = process.communicate(timeout=seconds)
+    return Ended(process.returncode, out, err)
+
+
+def metrics(folder):
+    """[rounds, 3]: what does not depend on the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return np.array([[row["ga"], row["pa"], row["loss"]] for row in rows])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same run in one process and in two: their folder, and how the processes ended."""
+    place = tmp_path_factory.mktemp("runs")
+    options = ["--method=fedmr", "--rounds=3", "--fine-tune-epochs=1", *SMALL]
+    alone = start(*options, f"--run-dir={place / 'alone'}", temporary=place / "tmp")
+    two = start_two(*options, f"--run-dir={place / 'two'}", temporary=place / "tmp")
+    ended = [end(process) for process in (alone, *two)]
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+    return place, ended
+
+
+def test_two_processes_give_the_numbers_of_one(runs):
+    place, _ = runs
+    np.testing.assert_allclose(metrics(place / "alone"), metrics(place / "two"), 1e-5)
+    summaries = [json.loads((place / name / "summary.json").read_text()) for name in ("alone", "two")]
+    for key in ("ga_best", "ga_last", "pa_best", "pa_last"):
+        assert summaries[0][key] == pytest.approx(summaries[1][key], abs=1e-5)
+
+
+def test_the_folder_of_two_processes_is_that_of_one(runs):
+    place, _ = runs
+    files = [{str(p.relative_to(place / name)) for p in (place / name).glob("*")} for name in ("alone", "two")]
+    assert files[0] == files[1]
+    config = (place / "two" / "config.yaml").read_text()
+    assert config == (place / "alone" / "config.yaml").read_text().replace("/alone", "/two")
+
+
+def test_the_second_process_leaves_nothing_and_says_nothing(runs):
+    place, (_, first, second) = runs
+    assert list((place / "tmp").iterdir()) == []
+    assert "GA" in first.out
+    assert "GA" not in second.out
+    assert second.err == ""
+
+
+BAD = {
+    "a coordinator alone": ["--coordinator=host:1"],
+    "no coordinator": ["--processes=2", "--process=0"],
+    "numbers where they are found": ["--coordinator=auto", "--processes=2", "--process=0"],
+    "a number from 1": ["--coordinator=host:1", "--processes=2", "--process=2"],
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_half_of_the_options_of_processes_is_a_sentence(case):
+    with pytest.raises(UserError, match="process"):
+        parse(BAD[case])
+
+
+def wait_for_rounds(folder, number, processes):
+    deadline = time.time() + 200
+    file = folder / "metrics.jsonl"
+    while time.time() < deadline and not (file.exists() and len(file.read_text().splitlines()) >= number):
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_run_of_a_killed_process_ends_and_continues_alone(tmp_path, victim):
+    options = ["--method=scaffold", "--momentum=0", "--rounds=60", "--fine-tune-epochs=0", *SMALL]
+    whole = start(*options, f"--run-dir={tmp_path / 'whole'}", "--quiet", temporary=tmp_path / "tmp")
+    assert end(whole).code == 0
+    folder = tmp_path / "two"
+    processes = start_two(*options, f"--run-dir={folder}", temporary=tmp_path / "tmp")
+    wait_for_rounds(folder, 4, processes)
+    processes[victim].kill()
+    survivor = end(processes[1 - victim], seconds=60)
+    end(processes[victim])
+    assert survivor.code != 0
+    said = [line for line in survivor.err.splitlines() if line.startswith("process ")]
+    assert said
+    assert all(f"continue with --resume={folder}" in line for line in said)
+    assert 4 <= len(metrics(folder)) < 60
+    alone = end(start(f"--resume={folder}", "--quiet", temporary=tmp_path / "tmp"))
+    assert alone.code == 0, alone.err
+    np.testing.assert_allclose(metrics(folder), metrics(tmp_path / "whole"), 1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_of_one_process_continues_in_two_with_two_devices_each(tmp_path):
+    options = ["--method=scaffold", "--momentum=0", "--client-state=host", "--fine-tune-epochs=0", *SMALL]
+    for name, rounds in (("whole", 6), ("part", 3)):
+        where = f"--run-dir={tmp_path / name}"
+        assert end(start(*options, f"--rounds={rounds}", where, "--quiet", temporary=tmp_path / "tmp")).code == 0
+    config = tmp_path / "part" / "config.yaml"
+    config.write_text(config.read_text().replace("rounds: 3", "rounds: 6"))
+    for process in start_two(f"--resume={tmp_path / 'part'}", "--devices=2", temporary=tmp_path / "tmp"):
+        ended = end(process)
+        assert ended.code == 0, ended.err
+    np.testing.assert_allclose(metrics(tmp_path / "part"), metrics(tmp_path / "whole"), 1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_meet_end_with_a_sentence(tmp_path):
+    alone = start(
+        "--coordinator=127.0.0.1:9", "--processes=2", "--process=1", "--patience=5", f"--run-dir={tmp_path / 'run'}",
+        temporary=tmp_path / "tmp",
+    )  # fmt: skip
+    ended = end(alone, seconds=60)
+    assert ended.code != 0
+    assert ended.err.splitlines()[-1].startswith("not all processes came to --coordinator=127.0.0.1:9 within 5 s")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,26 @@
+"""--profile."""
+
+import gzip
+import json
+
+from fedjax_pcdd.harness.cli import main
+
+RUN = ("--method=fedavg", "--clients=3", "--local-epochs=1", "--fine-tune-epochs=0", "--quiet")
+
+
+def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
+    for name, *more in (("plain",), ("profiled", "--profile")):
+        assert main([*RUN, "--rounds=3", f"--run-dir={tmp_path / name}", *more]) == 0
+    (trace,) = (tmp_path / "profiled" / "profile").rglob("perfetto_trace.json.gz")
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert list((tmp_path / "profiled" / "profile").rglob("*.xplane.pb"))
+    plain, profiled = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "profiled")
+    )
+    assert [(r["ga"], r["loss"]) for r in profiled] == [(r["ga"], r["loss"]) for r in plain]
+
+
+def test_a_run_of_one_round_has_a_profile_of_nothing(tmp_path):
+    assert main([*RUN, "--rounds=1", f"--run-dir={tmp_path / 'run'}", "--profile"]) == 0
+    assert (tmp_path / "run" / "summary.json").is_file()
