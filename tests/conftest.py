@@ -14,9 +14,15 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
 
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 import toy  # noqa: E402
+
+# Tracing makes many objects that live: looking for garbage among them, and what was imported, seldom finds any.
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture
@@ -37,6 +43,6 @@ def _forget_compiled_programs():
     """Let a file's simulations go when it ends, and compiled programs before they are too many."""
     yield
     toy.forget()
-    if _pieces_of_memory() > 20_000:
+    if _pieces_of_memory() > 30_000:
         jax.clear_caches()
         gc.collect()

@@ -1,5 +1,7 @@
 """The exchange as participants and server see it: a plain loop gives the same, and nobody has public labels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,19 @@ from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.simulation.groups import Groups, Public
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, variables, x):
+    return forward(model, variables, x, train=True)[0].logits
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradient_of_error(model, variables, x, target):
+    def loss(params):
+        return absolute_error(target, logits(model, {**variables, "params": params}, x))
+
+    return jax.grad(loss)(variables["params"])
+
+
 def by_hand(table, round, *, carry):
     """FedMD's exchange with SGD of momentum 0.9, all logits first, in a loop over batches and participants.
 
@@ -29,14 +44,10 @@ def by_hand(table, round, *, carry):
             held[k] = [group.program.model, row(clients, client), None]
     for index in table.public_plan(round):
         x = prepare(toy.PLAIN, jnp.asarray(toy.public_images())[index], None, train=False)
-        said = {k: forward(model, v, x, train=True)[0].logits for k, (model, v, _) in held.items()}
+        said = {k: logits(model, v, x) for k, (model, v, _) in held.items()}
         target = sum(said.values()) / len(said)
         for k, (model, v, memory) in held.items():
-
-            def loss(params, model=model, v=v, x=x, target=target):
-                return absolute_error(target, forward(model, {**v, "params": params}, x, train=True)[0].logits)
-
-            gradient = jax.grad(loss)(v["params"])
+            gradient = gradient_of_error(model, v, x, target)
             if carry and memory is not None:
                 gradient = jax.tree.map(lambda g, m: g + 0.9 * m, gradient, memory)
             params = jax.tree.map(lambda w, g: w - lr * g, v["params"], gradient)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -110,22 +111,24 @@ def wait_for_rounds(folder, number, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_run_of_a_killed_process_ends_and_continues_alone(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_the_run_of_a_dead_or_silent_process_ends_and_continues_alone(tmp_path, victim, blow):
     options = ["--method=scaffold", "--momentum=0", "--rounds=60", "--fine-tune-epochs=0", *SMALL]
     whole = start(*options, f"--run-dir={tmp_path / 'whole'}", "--quiet", temporary=tmp_path / "tmp")
     assert end(whole).code == 0
     folder = tmp_path / "two"
     processes = start_two(*options, f"--run-dir={folder}", temporary=tmp_path / "tmp")
     wait_for_rounds(folder, 4, processes)
-    processes[victim].kill()
+    processes[victim].send_signal(blow)
     survivor = end(processes[1 - victim], seconds=60)
+    processes[victim].kill()
     end(processes[victim])
     assert survivor.code != 0
     said = [line for line in survivor.err.splitlines() if line.startswith("process ")]
     assert said
     assert all(f"continue with --resume={folder}" in line for line in said)
     assert 4 <= len(metrics(folder)) < 60
+    assert list((tmp_path / "tmp").iterdir()) == []
     alone = end(start(f"--resume={folder}", "--quiet", temporary=tmp_path / "tmp"))
     assert alone.code == 0, alone.err
     np.testing.assert_allclose(metrics(folder), metrics(tmp_path / "whole"), 1e-4)

@@ -26,21 +26,22 @@ from fedjax_pcdd.simulation.devices import select_device
 GONE = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination", "heartbeat", "connection", "socket closed")
 
 LISTEN = """
-import sys
+import shutil, sys
 last = ""
 for line in sys.stdin:
     last = line.strip()
 if last:
     print(last, file=sys.stderr)
+shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
 class LastWords:
     """A sentence on stderr if this process ends without a word: killed, or aborted by JAX's service."""
 
-    def __init__(self):
-        """Start the one who says it."""
-        command = [sys.executable, "-S", "-E", "-c", LISTEN]
+    def __init__(self, folder: Path):
+        """Start the one who says it, and who removes the folder when all is over."""
+        command = [sys.executable, "-S", "-E", "-c", LISTEN, str(folder)]
         self._listener = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def prepare(self, sentence: str) -> None:
@@ -65,22 +66,21 @@ def together(config: RunConfig) -> Iterator[RunConfig]:
     if config.coordinator is None:
         yield config
         return
-    words, place = LastWords(), tempfile.mkdtemp()
+    place = Path(tempfile.mkdtemp())
+    words = LastWords(place)
     try:
         _join(config, words)
         select_device(config.device, config.devices)  # before JAX is asked who this is, which starts it
         words.prepare(f"{_who()} ended, killed or because another one did: {_advice(config)}")
-        yield _own_options(config, Path(place))
+        yield _own_options(config, place)
         jax.distributed.shutdown()
     except BaseException as error:
         code = _say(error, config, place)
         words.drop()
-        shutil.rmtree(place, ignore_errors=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the others
     words.drop()
-    shutil.rmtree(place, ignore_errors=True)
 
 
 def _join(config: RunConfig, words: LastWords) -> None:
@@ -130,10 +130,10 @@ def _advice(config: RunConfig) -> str:
     return f"continue with --resume={folder}, in any number of processes."
 
 
-def _say(error: BaseException, config: RunConfig, place: str) -> int:
+def _say(error: BaseException, config: RunConfig, place: Path) -> int:
     """Say why this process ends; its exit code."""
     if isinstance(error, UserError):
-        print(str(error).replace(f"{place}/run", str(config.resume or config.run_dir)), file=sys.stderr)
+        print(str(error).replace(str(place / "run"), str(config.resume or config.run_dir)), file=sys.stderr)
         return 2
     if isinstance(error, KeyboardInterrupt):
         print(f"stopped; {_advice(config)}", file=sys.stderr)

@@ -39,7 +39,7 @@ class OnDevice:
 
     def concatenate(self, parts: list[Tree]) -> Tree:
         """The states of all experiments one after another."""
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
     def slots(self, rows: np.ndarray) -> np.ndarray:
         """Slots of a round's jobs."""
@@ -70,13 +70,22 @@ class OnHost(OnDevice):
 
     def initial(self, make, rows):
         """State of the rows, stacked, made in chunks."""
-        lifted = jax.jit(jax.vmap(make))
-        parts = [jax.tree.map(np.asarray, lifted(jnp.asarray(chunk))) for chunk in self._split(rows)]
-        return jax.tree.map(lambda *x: np.concatenate(x)[: len(rows)], *parts)
+        lifted, whole = jax.jit(jax.vmap(make)), None
+        for start, chunk in zip(range(0, len(rows), self.chunk), self._split(rows), strict=True):
+            part = lifted(jnp.asarray(chunk))
+            if whole is None:
+                whole = jax.tree.map(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), part)
+            here = slice(start, min(start + self.chunk, len(rows)))
+
+            def write(old, new, here=here):
+                old[here] = np.asarray(new)[: here.stop - here.start]
+
+            jax.tree.map(write, whole, part)
+        return whole
 
     def concatenate(self, parts):
         """The states of all experiments one after another."""
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
     def placed(self, state):
         """A new state: the server on the devices, the clients in host memory."""
