@@ -25,9 +25,9 @@ FILE = Path(__file__).parent / "results" / "ratios.json"
 METHODS = {"w4": ("scaffold", "feddyn", "moon", "fedmr", "fedgela"), "w1": ("fedmr", "moon", "feddc")}
 
 
-def ratio(ours: Callable[[int], list[float]], reference: Callable[[int], list[float]], rounds: int) -> float:
+def ratio(ours: Callable[[], list[float]], reference: Callable[[], list[float]]) -> float:
     """Median of ours over that of the reference, whose rounds are timed before and after."""
-    before, middle, after = reference(rounds), ours(rounds), reference(rounds)
+    before, middle, after = reference(), ours(), reference()
     return statistics.median(middle) / statistics.median([*before, *after])
 
 
@@ -39,12 +39,11 @@ def measure(rounds: int) -> dict[str, float]:
         parts = federation(workload)
         fedavg = timer(simulate("fedavg", workload, parts), rounds)
         for method in methods:
-            found[f"{name}: {method} / fedavg"] = ratio(
-                timer(simulate(method, workload, parts), rounds), fedavg, rounds
-            )
+            timed = timer(simulate(method, workload, parts), rounds)
+            found[f"{name}: {method} / fedavg"] = ratio(timed, fedavg)
         for lanes in (2, 8):
             several = timer(simulation(workload, parts, lanes), rounds)
-            found[f"{name}: {lanes} lanes / one"] = ratio(several, fedavg, rounds)
+            found[f"{name}: {lanes} lanes / one"] = ratio(several, fedavg)
     return found
 
 

@@ -205,7 +205,8 @@ def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
     kept = (state.clients, state.statistics) if program.in_place else _zeros((lane.client, lane.statistics), jobs)
-    return _zeros(lane, program.lanes), Outcome(reduced, *kept, loss, correct)
+    clients, statistics = kept
+    return _zeros(lane, program.lanes), Outcome(reduced, clients, statistics, loss, correct)
 
 
 def run_lanes(program: Program, world: World, state: State, plan: Plan | Shares) -> Outcome:
@@ -235,11 +236,12 @@ def _run_share(program: Program, world: World, state: State, shares: Shares) -> 
         return jax.tree.map(lambda x: x[shares.place], gathered(tree))
 
     mean, total, each = found.message
-    clients = found.clients, found.statistics
-    return Outcome(
-        Message(*summed((mean, total)), of_all(each)), *(clients if program.split_clients else of_all(clients)),
-        *of_all((found.loss, found.correct)),
-    )  # fmt: skip
+    clients, statistics = found.clients, found.statistics
+    if not program.split_clients:
+        clients, statistics = of_all((clients, statistics))
+    mean, total = summed((mean, total))
+    loss, correct = of_all((found.loss, found.correct))
+    return Outcome(Message(mean, total, of_all(each)), clients, statistics, loss, correct)
 
 
 def _read(program: Program, state: State, outcome: Outcome) -> tuple[Tree, Tree]:

@@ -19,7 +19,8 @@ from fedjax_pcdd.errors import UserError
 Tree = Any
 
 AXIS = "lanes"
-EVERYWHERE, SPLIT = P(), P(AXIS)
+EVERYWHERE: Any = P()
+SPLIT: Any = P(AXIS)
 
 
 @cache

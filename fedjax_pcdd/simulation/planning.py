@@ -144,5 +144,6 @@ class Planner:
         """The plan on the devices, which then need not wait for it."""
         if isinstance(plan, schedule.Plan):
             return plan
-        split, devices = place((plan.plan, plan.members), self.program.devices, SPLIT), self.program.devices
-        return schedule.Shares(*split, place(plan.place, devices))
+        devices = self.program.devices
+        own, members = place((plan.plan, plan.members), devices, SPLIT)
+        return schedule.Shares(own, members, place(plan.place, devices))

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 
 LastBatch = Literal["drop", "keep", "top_up", "strict"]
@@ -179,7 +180,7 @@ def divide(batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: in
         heapq.heapreplace(free, (stop + len(batches[job]), held + 1, lane))
     nothing = batches[0][:0]
     plans = [pack([batches[j] if j >= 0 else nothing for j in own], lanes, steps=steps) for own in members]
-    return Shares(Plan(*map(np.stack, zip(*plans, strict=True))), members, place)
+    return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, place)
 
 
 def _segments(indices: np.ndarray, placed: np.ndarray, jobs: int) -> Plan:
