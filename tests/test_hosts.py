@@ -27,10 +27,10 @@ class Ended(NamedTuple):
     err: str
 
 
-def start(*options, temporary):
+def start(*options, temporary, **variables):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     temporary.mkdir(exist_ok=True)
-    return subprocess.Popen([*RUN, *options], env=os.environ | {"TMPDIR": str(temporary)}, **pipes)
+    return subprocess.Popen([*RUN, *options], env=os.environ | {"TMPDIR": str(temporary)} | variables, **pipes)
 
 
 def start_two(*options, temporary, patience=20):
@@ -111,7 +111,7 @@ def wait_for_rounds(folder, number, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (1, signal.SIGTERM), (1, signal.SIGSTOP)])
 def test_the_run_of_a_dead_or_silent_process_ends_and_continues_alone(tmp_path, victim, blow):
     options = ["--method=scaffold", "--momentum=0", "--rounds=60", "--fine-tune-epochs=0", *SMALL]
     whole = start(*options, f"--run-dir={tmp_path / 'whole'}", "--quiet", temporary=tmp_path / "tmp")
@@ -146,6 +146,20 @@ def test_a_run_of_one_process_continues_in_two_with_two_devices_each(tmp_path):
         ended = end(process)
         assert ended.code == 0, ended.err
     np.testing.assert_allclose(metrics(tmp_path / "part"), metrics(tmp_path / "whole"), 1e-5)
+
+
+@pytest.mark.slow
+def test_variables_of_slurm_are_enough(tmp_path):
+    folder, common = tmp_path / "run", ["--coordinator=auto", "--rounds=1", "--fine-tune-epochs=0", *SMALL]
+    job = {"JOB_ID": str(os.getpid()), "STEP_NODELIST": "localhost", "NTASKS": "2", "STEP_NUM_NODES": "1"}
+    processes = []
+    for i in range(2):
+        task = {f"SLURM_{name}": value for name, value in (job | {"PROCID": str(i), "LOCALID": str(i)}).items()}
+        processes.append(start(*common, f"--run-dir={folder}", temporary=tmp_path / "tmp", **task))
+    for process in processes:
+        ended = end(process)
+        assert ended.code == 0, ended.err
+    assert json.loads((folder / "summary.json").read_text())["devices"] == 2
 
 
 @pytest.mark.slow

@@ -89,6 +89,7 @@ def _join(config: RunConfig, words: LastWords) -> None:
     missing = f"not all processes came to {where} within {config.patience} s"
     words.prepare(f"{missing}: start all of them, with the same --coordinator and --processes.")
     known = config.coordinator != "auto"
+    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM for news, not for an end
     try:
         jax.distributed.initialize(
             config.coordinator if known else None, config.processes, config.process,

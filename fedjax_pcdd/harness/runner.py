@@ -244,14 +244,19 @@ class Run:
         if self.method.global_model:
             correct = np.array(counts.generic)[0]
             row["ga"] = float(accuracy(correct.sum(), total.sum()))
-            row |= {f"ga_{k}": float(accuracy(np.array(v)[0].sum(), total.sum())) for k, v in counts.further.items()}
         else:
             correct = np.array(counts.local)
             ga_local = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
             correct, row["ga"] = correct.mean(0), float(ga_local.mean())
         row["pa"] = mean(np.array([np.nan if v is None else v for v in history.pa_clients]))
         row["ga_per_class"] = plain(accuracy(correct, total))
+        row |= self._of_further(counts.further)
         history.update_best(ga_local)
+
+    def _of_further(self, correct: dict[str, Any]) -> dict[str, float]:
+        """Accuracy `ga_<name>` on the whole test set of each further model of the server, from its counts [1, C]."""
+        samples = len(self.federation.dataset.y_test)
+        return {f"ga_{name}": float(accuracy(np.array(counts)[0].sum(), samples)) for name, counts in correct.items()}
 
     def _record(self, row: dict, history: History) -> None:
         self.folder.append(row)

@@ -157,6 +157,7 @@ class TaskRun(ParticipantRun):
         main = intra_and_inter(shares[:, :, 0 if self.task.top == 1 else 1])
         row["pa"], row["ga"] = float(main[0].mean()), float(main[1].mean())
         row["intra"], row["inter"] = plain(main[0]), plain(main[1])
+        row |= self._of_further(self.simulation.general(state)[1])
         history.update_clients(np.arange(len(main[0])), main[0])
         history.update_best(main[1])
 

@@ -92,7 +92,8 @@ class FedMatch(Exchanging):
         value = self.lambda_i * helper_consistency(plain, helpers, kept)
         value += self.lambda_a * cross_entropy(outputs.logits, labels, mask=kept.astype(outputs.logits.dtype))
         sigma, psi = without(variables, "psi")["params"], variables["params"]["psi"]
-        size = sum(jnp.abs(leaf).sum() for leaf in jax.tree.leaves(psi))
+        # No gradient at 0, unlike that of `abs`.
+        size = sum(jnp.where(leaf == 0, 0, jnp.abs(leaf)).sum() for leaf in jax.tree.leaves(psi))
         sigma = jax.lax.stop_gradient(sigma)
         return value + self.lambda_l2 * squared_distance(sigma, psi) + self.lambda_l1 * size, state
 

@@ -41,7 +41,7 @@ class FML(Participant):
         meme = models.build(
             self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), text=text, norm=norm, **types
         )
-        return Pair(model, meme)
+        return Pair(model, meme, models.smallest_side(self.meme))
 
     def weight(self, facts):
         """Equal, or n_k."""
@@ -87,6 +87,19 @@ class FML(Participant):
         """The mean meme over all architectures."""
         mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *servers)
         return (mean,) * len(servers)
+
+    @property
+    def personal_model(self):
+        """PA of the private model just trained, or of the mean meme."""
+        return "local" if self.answer == "private" else "server"
+
+    def further_models(self, server):
+        """The mean meme, whose GA is recorded beside that of the private models."""
+        return {"meme": server.variables}
+
+    def predict_generic(self, model, server, variables, images):
+        """Logits [B, C] of a meme."""
+        return forward(model.meme, variables, images, train=False)[0].logits
 
     def personal_variables(self, server, client):
         """The own model and the shared meme."""

@@ -37,6 +37,11 @@ class Participant(Method):
     fine_tune: ClassVar[bool] = False
     own_models: ClassVar[bool] = True
 
+    @property
+    def personal_model(self):
+        """PA is that of the model just trained, but where the round goes on to change it: of the one that is kept."""
+        return "server" if self.exchange == "after" or self.averages == "trained" else "local"
+
     def init_client(self, setting, server, facts, key):
         """The participant's state, from `server.variables`: its own initial (or pre-trained) model."""
         return server.variables

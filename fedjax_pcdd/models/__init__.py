@@ -154,6 +154,11 @@ def build(
     return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype)
 
 
+def smallest_side(name: str) -> int:
+    """Side in pixels of the smallest images that a known model takes; 0 for any."""
+    return _FAMILIES[name].smallest or 0
+
+
 def uses_batch_norm(model: Classifier | Pair) -> bool:
     """Whether the model keeps running statistics."""
     if isinstance(model, Pair):

@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier, Outputs, Variables
 
 
@@ -16,6 +17,7 @@ class Pair(nn.Module):
 
     private: Classifier
     meme: Classifier
+    smallest: int = 0  # side of the smallest images that the meme takes
 
     @property
     def num_classes(self) -> int:
@@ -25,6 +27,9 @@ class Pair(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs through the private model."""
         if self.is_initializing():
+            if min(x.shape[1:3]) < self.smallest:
+                given, least = f"{x.shape[1]}x{x.shape[2]}", f"{self.smallest}x{self.smallest}"
+                raise UserError(f"the meme needs images of {least} pixels or more, not {given}: choose another --meme.")
             self.meme(x, train=train, mask=mask)
         return self.private(x, train=train, mask=mask)
 

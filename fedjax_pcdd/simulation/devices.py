@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -66,10 +67,12 @@ def _divide_cpu(devices: int) -> None:
 def count_devices(asked: Literal["auto"] | int) -> int:
     """Devices of a run in all its processes: in each what was asked for, or all, but one if it is a CPU.
 
+    Of processes that differ, the one with the fewest says what all are.
+
     Raises:
       UserError: there are fewer.
     """
-    found, platform = jax.local_device_count(), jax.default_backend()
+    found, platform = min(Counter(d.process_index for d in jax.devices()).values()), jax.default_backend()
     if asked == "auto":
         return jax.process_count() * (1 if platform == "cpu" else found)
     if asked > found:

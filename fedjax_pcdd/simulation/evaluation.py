@@ -85,9 +85,10 @@ def public_logits(
 
 
 def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
-    """Correct predictions per class, top-1 and top-5 [2, C]; ties count for the answer."""
+    """Correct predictions per class, top-1 and top-5 [2, C]; of equal logits the lower class comes first."""
     own = jnp.take_along_axis(logits, labels[:, None], axis=1)
-    among = ((logits > own).sum(1) < min(5, num_classes)) & mask
+    before = (logits > own) | ((logits == own) & (jnp.arange(num_classes) < labels[:, None]))
+    among = (before.sum(1) < min(5, num_classes)) & jnp.isfinite(own[:, 0]) & mask
     top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(among.astype(jnp.int32))
     return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
 
@@ -103,7 +104,7 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, devices
 
 
 def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Correct predictions [E, C] on the whole test set: of the global models, and of further ones by their name."""
+    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
 
     def count(methods, servers, data):
         def one(method, server):
@@ -114,7 +115,8 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
                 return on_whole_test(predict, program, data.test, program.devices)
 
             further = method.further_models(server)
-            return correct(method.generic_variables(server)), {name: correct(model) for name, model in further.items()}
+            generic = correct(method.generic_variables(server)) if method.global_model else ()
+            return generic, {name: correct(model) for name, model in further.items()}
 
         return lift(one, program.experiments)(methods, servers)
 

@@ -267,6 +267,10 @@ class Groups:
             () if isinstance(local[0], tuple) else self._in_order(local), further[0],
         )  # fmt: skip
 
+    def general(self, state: State):
+        """Correct predictions of the server's models alone, as `Simulation.general`; all groups have the same ones."""
+        return self.groups[0].general(self._of_group(state, 0))
+
     def domain_correct(self, state: State) -> np.ndarray:
         """Correct predictions of every participant's model on every domain's tests, top-1 and top-5 [K, D, 2, C]."""
         found = [

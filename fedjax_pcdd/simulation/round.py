@@ -280,12 +280,13 @@ class Simulation(Planner):
         Args:
           personal: also test every client's personal model between rounds on its own data.
         """
-        generic, local, further = (), (), {}
-        if self.experiments[0].method.global_model:
-            generic, further = self._generic_correct(self.methods, state.servers, self.data)
-        else:
-            local = self._personal(state, own=False)
+        generic, further = self.general(state)
+        local = () if self.experiments[0].method.global_model else self._personal(state, own=False)
         return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
+
+    def general(self, state: State) -> tuple[Any, dict[str, Any]]:
+        """Correct predictions of the server's models alone: the fields `generic` and `further` of an `Evaluation`."""
+        return self._generic_correct(self.methods, state.servers, self.data)
 
     def _personal(self, state: State, *, own: bool) -> np.ndarray:
         """Correct predictions [R, C] of all personal models."""
