@@ -255,7 +255,7 @@ class Run:
 
     def _of_further(self, correct: dict[str, Any]) -> dict[str, float]:
         """Accuracy `ga_<name>` on the whole test set of each further model of the server, from its counts [1, C]."""
-        samples = len(self.federation.dataset.y_test)
+        samples = np.array(len(self.federation.dataset.y_test))
         return {f"ga_{name}": float(accuracy(np.array(counts)[0].sum(), samples)) for name, counts in correct.items()}
 
     def _record(self, row: dict, history: History) -> None:

@@ -6,6 +6,7 @@ differ; the paper says no more than that key features are kept. So sigma learns 
 ones, both stay with the participant, and helpers are others' logits instead of others' models. Sent: N C logits up,
 H N C down. The original's federation of one architecture, with unlabelled private images, is not offered.
 sigma + psi is the (pre-trained) initial model, psi a fifth of it. Only for the pseudo-labels are images augmented.
+Weight decay is part of the public steps too, so psi shrinks even where all its losses have weight 0.
 """
 
 from typing import ClassVar
