@@ -7,10 +7,13 @@ many lanes as there are devices, and all of them with one lane each, round by ro
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import statistics
 import sys
+from pathlib import Path
 
 import jax
 
@@ -24,14 +27,25 @@ from fedjax_pcdd.simulation.devices import select_device
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 HEADER = (
-    "| | devices | one device, s | with as many lanes, s | all devices, s | speed-up | over the lanes | processor "
-    "seconds, all devices / one |"
+    "| | devices | one device, s | with as many lanes, s | all devices, s | speed-up, medians | fastest rounds "
+    "| processor seconds: one device | all devices | of the busiest thread: one device | all devices |"
 )
 NOTE = (
-    "Speed-up: seconds of one device with one lane over those of all with one lane each, rounds in turn; over the "
-    "lanes: the same for one device with as many lanes. The limit is the number of cores, less what else runs on the "
-    "machine (its load when the measurement began is given above) and what XLA spreads over cores by itself."
+    "Speed-up: seconds of one device with one lane over those of all devices with one lane each, rounds in turn; the "
+    "fastest rounds are those that other work on the machine (its load is given above) disturbed least. Threads that "
+    "wait for a core are not at work, so processor seconds are disturbed little: with as many idle cores as devices a "
+    "round of all devices would take about those of its busiest thread, and one of a single device, whose threads take "
+    "turns for the most part, between those of its busiest thread and those of all."
 )
+
+
+def busy() -> dict[str, float]:
+    """Processor seconds of every thread of this process so far; none where the system does not tell."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread may have ended
+            found[path.parent.name] = int(path.read_text().split()[0]) / 1e9
+    return found
 
 
 def measure(name: str, devices: int, rounds: int) -> dict:
@@ -50,15 +64,23 @@ def measure(name: str, devices: int, rounds: int) -> dict:
         found[label] = []
     for r in range(rounds + 1):
         for label, way in ways.items():
-            begun = workloads.clocks()
+            begun, threads = workloads.clocks(), busy()
             way[1], report = way[0].step(way[1], r)
             jax.block_until_ready((way[1], report))
             wall, cpu = (b - a for a, b in zip(begun, workloads.clocks(), strict=True))
-            found[label].append((wall, cpu))
-    medians = {
-        label: [round(statistics.median(x), 5) for x in zip(*times[1:], strict=True)] for label, times in found.items()
-    }
-    return {"workload": name, "devices": devices, "rounds": rounds, "jax": jax.__version__, "seconds": medians}
+            longest = max((b - threads.get(name, 0) for name, b in busy().items()), default=math.nan)
+            found[label].append((wall, cpu, longest))
+    return {
+        "workload": name, "devices": devices, "rounds": rounds, "jax": jax.__version__,
+        **{label: _statistics(times[1:]) for label, times in found.items()},
+    }  # fmt: skip
+
+
+def _statistics(times: list[tuple[float, float, float]]) -> dict[str, float]:
+    wall, cpu, longest = zip(*times, strict=True)
+    middle = statistics.median
+    found = {"median_s": middle(wall), "min_s": min(wall), "cpu_s": middle(cpu), "busiest_s": middle(longest)}
+    return {key: round(value, 5) for key, value in found.items()}
 
 
 def markdown(machine: dict, load: float, records: list[dict]) -> str:
@@ -67,10 +89,11 @@ def markdown(machine: dict, load: float, records: list[dict]) -> str:
     lines = [f"{machine['cpu']}, {cores}, jax {records[0]['jax']}, {machine['date']}.", ""]
     lines += [HEADER, "|---" * (HEADER.count(" |")) + "|"]
     for record in records:
-        (one, one_cpu), (lanes, _), (several, several_cpu) = (record["seconds"][x] for x in ("one", "lanes", "all"))
-        numbers = (f"{one:.3f}", f"{lanes:.3f}", f"{several:.3f}", f"{one / several:.2f}", f"{lanes / several:.2f}")
-        cells = (record["workload"], record["devices"], *numbers, f"{several_cpu / one_cpu:.2f}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        one, lanes, several = (record[label] for label in ("one", "lanes", "all"))
+        seconds = [f"{way['median_s']:.3f}" for way in (one, lanes, several)]
+        ratios = [f"{one[key] / several[key]:.2f}" for key in ("median_s", "min_s")]
+        work = [f"{way[key]:.3f}" for key in ("cpu_s", "busiest_s") for way in (one, several)]
+        lines.append(f"| {' | '.join([record['workload'], str(record['devices']), *seconds, *ratios, *work])} |")
     return "\n".join([*lines, "", NOTE, ""])
 
 

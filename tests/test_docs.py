@@ -33,9 +33,13 @@ def name_of(path):
 
 
 def commands(path):
-    """Every `python experiments/...` of a file, as words; a backslash at the end of a line continues it."""
-    text = path.read_text().replace("\\\n", " ")
-    return [shlex.split(found) for found in re.findall(r"python (experiments/\w+\.py[^`|\n#]*)", text)]
+    """Every `python experiments/...` of a file, as words; a backslash at the end of a line continues it.
+
+    A shell variable that is a value stands for 0, one that is a word for nothing.
+    """
+    text = re.sub(r"=\$\w+", "=0", path.read_text().replace("\\\n", " "))
+    found = re.findall(r"python (experiments/\w+\.py[^`|\n#;]*)", text)
+    return [[word for word in shlex.split(one) if not word.startswith("$")] for one in found]
 
 
 def every_command():
