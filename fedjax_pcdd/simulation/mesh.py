@@ -41,9 +41,7 @@ def sharding(devices: int, spec: P = EVERYWHERE) -> NamedSharding | None:
 
 def spread(function: Callable, devices: int, in_specs: Any, out_specs: Any) -> Callable:
     """The function on every device at once, with its own part of what the specs split."""
-    return jax.shard_map(
-        function, mesh=mesh_of(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )  # fmt: skip
+    return jax.shard_map(function, mesh=mesh_of(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def place(tree: Tree, devices: int, spec: P = EVERYWHERE) -> Tree:
@@ -58,6 +56,8 @@ def _placed(x: Any, target: Sharding) -> Any:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _placed(jax.random.key_data(x), target)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim):
+        return x
     host = np.asarray(x)  # device_put would first compare it between all processes
     return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
