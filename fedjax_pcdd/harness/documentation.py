@@ -32,7 +32,7 @@ def pages() -> dict[str, str]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages, and leave what is not there out of the navigation."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports] -- the extra docs
 
     for place, text in pages().items():
         files.append(File.generated(config, place, content=text))
