@@ -1,32 +1,35 @@
 """What each method costs over FedAvg: seconds a round, and scalars that a client holds while it trains.
 
-python -m benchmarks.overhead --workloads w1 w4 --rounds 4 --out benchmarks/results/overhead
+python -m benchmarks.overhead --workloads w1 w4 --rounds 8 --out benchmarks/results/overhead
 
-Each method's rounds are timed between two groups of FedAvg's, and the ratio is that of the medians, so that a machine
-that becomes slower meanwhile slows both. Beside it stands what extra forward passes explain: each costs a share of a
-step that is measured in the same process.
+A method's rounds and FedAvg's are timed in turn, so that a machine that becomes slower meanwhile slows both. Beside the
+ratio stands what it would be if nothing but this cost more, each part measured by itself in the same process: the
+method's passes (further forward passes, epochs, layers, generated features), and reading and writing what its clients
+keep between rounds once.
 """
 
 import argparse
-import functools
-import json
-import platform
-import statistics
+import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.round_time import build, federation
-from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
+from benchmarks.table import hardware, pin, save
+from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.analysis.traffic import in_words, traffic
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.classifier import forward, initialise
+from fedjax_pcdd.models.generator import generate
+from fedjax_pcdd.simulation.program import IN_PLACE
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
 EXTRA_FORWARDS = {"moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1}
@@ -35,12 +38,14 @@ UNLIKE = ("fml",)  # its second model, ResNet10, is what one would time
 
 
 class Cost(NamedTuple):
-    """One method on one workload."""
+    """One method on one workload; the ratios are to FedAvg's round."""
 
     method: str
     seconds: float
     ratio: float
-    explained: float
+    cpu_ratio: float  # of processor time
+    passes: float  # the ratio that its passes explain
+    state: float  # the ratio that they and its clients' state explain
     held: str
 
 
@@ -53,89 +58,125 @@ def simulate(name: str, workload: Workload, parts: Any) -> Simulation:
     )  # fmt: skip
 
 
-def timer(simulated: Simulation, rounds: int) -> Callable[[], list[float]]:
-    """A function that runs some rounds and gives the seconds of each; what must be compiled is compiled here."""
-    state = [simulated.start()]
+def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
+    """A function that runs a round and gives its seconds, on the wall and of the processor; compiled here."""
+    state, rounds = [simulated.start()], itertools.count()
 
-    def run(rounds: int = rounds) -> list[float]:
-        seconds = []
-        for r in range(rounds):
-            start = time.perf_counter()
-            state[0], report = simulated.step(state[0], r)
-            jax.block_until_ready((state[0], report))
-            seconds.append(time.perf_counter() - start)
-        return seconds
+    def run() -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        state[0], report = simulated.step(state[0], next(rounds))
+        jax.block_until_ready((state[0], report))
+        return time.perf_counter() - wall, time.process_time() - cpu
 
-    run(1)
+    run()
     return run
 
 
-def forward_share(workload: Workload) -> float:
-    """Time of a forward pass over that of a whole training step, on one batch."""
-    model = build(workload)
-    variables = model.init(jax.random.key(0), jnp.zeros((1, *workload.shape)), train=False)
+def fastest(function: Callable[[Any, Any], Any], argument: Any, times: int) -> float:
+    """Seconds of one of `times` repetitions within a program of function(i, argument), which carries its argument."""
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=IN_PLACE if jax.default_backend() == "cpu" else None)
+    def repeat(argument):
+        return jax.lax.fori_loop(0, times, lambda i, x: function(i, x), argument)
+
+    found, argument = [], repeat(argument)
+    for _ in range(7):
+        start = time.perf_counter()
+        argument = jax.block_until_ready(repeat(argument))
+        found.append(time.perf_counter() - start)
+    return min(found) / times
+
+
+def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
+    """Seconds of a training step and of a forward pass on one batch."""
     images = jax.random.normal(jax.random.key(1), (workload.batch, *workload.shape))
-    labels = jnp.zeros(workload.batch, jnp.int32)
 
-    def loss(params):
-        logits = forward(model, {"params": params}, images, train=True)[0].logits
-        return -jax.nn.log_softmax(logits)[:, labels].mean()
+    def say(params):
+        found = forward(model, {"params": params}, images, train=True)[0]
+        return found.features if found.logits is None else found.logits
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def repeat(params, steps):
-        def step(_, params):
-            return jax.tree.map(lambda p, g: p - LR * g, params, jax.grad(loss)(params))
+    def train(_, params):
+        gradient = jax.grad(lambda p: jnp.square(say(p)).mean())(params)
+        return jax.tree.map(lambda p, g: p - LR * g, params, gradient)
 
-        return jax.lax.fori_loop(0, steps, step, params)
+    def look(_, carry):
+        params, total = carry
+        changed = jax.tree.map(lambda p: p + 1e-9 * total, params)  # so that no pass is moved out of the loop
+        return params, total + say(changed).sum()
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def look(params, steps):
-        def step(_, total):
-            changed = jax.tree.map(lambda p: p + 1e-9 * total, params)
-            return total + forward(model, {"params": changed}, images, train=True)[0].logits.sum()
+    def fresh():
+        return initialise(model, jax.random.key(0), workload.shape)["params"]
 
-        return jax.lax.fori_loop(0, steps, step, jnp.zeros(()))
+    return fastest(train, fresh(), 20), fastest(look, (fresh(), jnp.zeros(())), 20)
 
-    def fastest(function):
-        jax.block_until_ready(function(variables["params"], 20))
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            jax.block_until_ready(function(variables["params"], 20))
-            times.append(time.perf_counter() - start)
-        return min(times)
 
-    return fastest(look) / fastest(repeat)
+def generated_seconds(name: str, simulated: Simulation, workload: Workload) -> float:
+    """Seconds of a step's generated features, for the one method that has them."""
+    server = select(simulated.start().servers, 0)
+    if not hasattr(server, "generator"):
+        return 0.0
+    labels = jnp.arange(2 * workload.batch) % CLASSES
+
+    def make(i, total):
+        noisy = jax.tree.map(lambda x: x + 1e-9 * total, server.generator)
+        key = jax.random.fold_in(jax.random.key(0), i)
+        return total + generate(noisy, key, labels, CLASSES, noise="uniform")[1].sum()
+
+    return fastest(make, jnp.zeros(()), 20)
+
+
+def state_seconds(simulated: Simulation) -> float:
+    """Seconds of reading and writing every client's state once."""
+    state = simulated.start().clients
+
+    def touch(i, state):
+        return jax.tree.map(lambda x: x.at[i].multiply(2), state)
+
+    if not jax.tree.leaves(state):
+        return 0.0
+    clients = jax.tree.leaves(state)[0].shape[0]
+    return fastest(touch, state, clients) * clients
+
+
+def explained(name: str, simulated: Simulation, workload: Workload, plain: tuple[float, float]) -> tuple[float, float]:
+    """Seconds of a round beyond FedAvg's that the method's passes explain, and that its clients' state does."""
+    steps = workload.samples // workload.batch
+    training, looking = pass_seconds(simulated.program.model, workload)
+    made = generated_seconds(name, simulated, workload)
+    each = float(simulated.epochs[0]) * (training + made) - plain[0] + EXTRA_FORWARDS.get(name, 0) * looking
+    return max(0.0, each * steps), state_seconds(simulated)
 
 
 def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
-    """The costs of the methods, FedAvg's rounds before and after each."""
-    parts, share = federation(workload), forward_share(workload)
-    plain = timer(simulate("fedavg", workload, parts), rounds)
-    found, before = [], plain()
+    """The costs of the methods, whose rounds alternate with FedAvg's."""
+    parts, found = federation(workload), []
+    first = simulate("fedavg", workload, parts)
+    plain, passes = timer(first), pass_seconds(first.program.model, workload)
     for name in names:
-        run = timer(simulate(name, workload, parts), rounds)
-        before = plain()
-        seconds, after = run(), plain()
-        ratio = statistics.median(seconds) / statistics.median(before + after)
+        simulated = simulate(name, workload, parts)
+        run = timer(simulated)
+        pairs = np.array([(plain(), run()) for _ in range(rounds)])  # [rounds, FedAvg or method, wall or processor]
+        (base, base_cpu), (seconds, cpu) = np.median(pairs, 0)
+        by_passes, by_state = explained(name, simulated, workload, passes)
         sizes = traffic(METHODS[name](), build(workload), workload.shape)
-        explained = 1 + EXTRA_FORWARDS.get(name, 0) * share
-        held = in_words(sizes.held, sizes, 10)
-        found.append(Cost(name, statistics.median(seconds), ratio, explained, held))
-        print(f"{name}: {ratio:.2f} times FedAvg, {explained:.2f} explained", flush=True)
+        ratios = seconds / base, cpu / base_cpu, 1 + by_passes / base, 1 + (by_passes + by_state) / base
+        found.append(Cost(name, seconds, *map(float, ratios), in_words(sizes.held, sizes, 10)))
+        print(
+            f"{name}: {ratios[0]:.2f} times FedAvg, {ratios[2]:.2f} by passes, {ratios[3]:.2f} with state", flush=True
+        )
     return found
 
 
-def markdown(results: dict[str, list[Cost]]) -> str:
+def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
     """One table for each workload."""
-    head = f"One lane, {platform.processor() or platform.machine()}, jax {jax.__version__} ({jax.default_backend()}).\n"
-    text = [head]
+    where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
+    text = [f"One lane. {where}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
+    header = "| method | s a round | times FedAvg | by processor time | passes explain | and clients' state | held |"
     for workload, costs in results.items():
-        text.append(
-            f"\n## {workload.upper()}\n\n| method | s a round | times FedAvg | extra forward passes explain | held |"
-        )
-        text.append("|---|---|---|---|---|")
-        text += [f"| {c.method} | {c.seconds:.4f} | {c.ratio:.2f} | {c.explained:.2f} | {c.held} |" for c in costs]
+        text += ["", f"## {workload.upper()}", "", header, "|---" * 7 + "|"]
+        for c in costs:
+            ratios = " | ".join(f"{x:.2f}" for x in (c.ratio, c.cpu_ratio, c.passes, c.state))
+            text.append(f"| {c.method} | {c.seconds:.4f} | {ratios} | {c.held} |")
     return "\n".join(text) + "\n"
 
 
@@ -148,18 +189,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["w1", "w4"])
     parser.add_argument("--methods", nargs="+", help="by default all that need no public images")
-    parser.add_argument("--rounds", type=int, default=4, help="timed rounds of each method")
-    parser.add_argument("--out", type=Path, help="file without its ending, for Markdown and JSON")
+    parser.add_argument("--cores", type=int, help="bind this process to so many")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each method")
+    parser.add_argument("--out", help="path of the files to write, without their ending")
     args = parser.parse_args(argv)
+    machine = hardware(pin(args.cores) if args.cores else None)
     names = args.methods or [name for name, cls in METHODS.items() if _plain(cls()) and name not in UNLIKE]
     results: dict[str, list[Cost]] = {}
     for name in args.workloads:
         results[name] = measure(WORKLOADS[name], names, args.rounds)
-        if args.out:
-            args.out.with_suffix(".md").write_text(markdown(results))
-            found = {workload: [cost._asdict() for cost in costs] for workload, costs in results.items()}
-            args.out.with_suffix(".json").write_text(json.dumps(found))
-    print(markdown(results))
+    found = {workload: [cost._asdict() for cost in costs] for workload, costs in results.items()}
+    save(args.out, {"machine": machine, "results": found}, markdown(machine, results))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,9 @@ FILE = Path(__file__).parent / "results" / "ratios.json"
 METHODS = {"w4": ("scaffold", "feddyn", "moon", "fedmr", "fedgela"), "w1": ("fedmr", "moon", "feddc")}
 
 
-def ratio(ours: Callable[[], list[float]], reference: Callable[[], list[float]]) -> float:
-    """Median of ours over that of the reference, whose rounds are timed before and after."""
-    before, middle, after = reference(), ours(), reference()
-    return statistics.median(middle) / statistics.median([*before, *after])
+def ratio(ours: Callable[[], tuple[float, float]], reference: Callable[[], tuple[float, float]], rounds: int) -> float:
+    """Median of the ratios of rounds that are timed in turn."""
+    return statistics.median(ours()[0] / reference()[0] for _ in range(rounds))
 
 
 def measure(rounds: int) -> dict[str, float]:
@@ -37,13 +36,12 @@ def measure(rounds: int) -> dict[str, float]:
     for name, methods in METHODS.items():
         workload = WORKLOADS[name]
         parts = federation(workload)
-        fedavg = timer(simulate("fedavg", workload, parts), rounds)
+        fedavg = timer(simulate("fedavg", workload, parts))
         for method in methods:
-            timed = timer(simulate(method, workload, parts), rounds)
-            found[f"{name}: {method} / fedavg"] = ratio(timed, fedavg)
+            found[f"{name}: {method} / fedavg"] = ratio(timer(simulate(method, workload, parts)), fedavg, rounds)
         for lanes in (2, 8):
-            several = timer(simulation(workload, parts, lanes), rounds)
-            found[f"{name}: {lanes} lanes / one"] = ratio(several, fedavg)
+            several = timer(simulation(workload, parts, lanes))
+            found[f"{name}: {lanes} lanes / one"] = ratio(several, fedavg, rounds)
     return found
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks import workloads
+from benchmarks.limits import limits
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
@@ -108,6 +109,7 @@ def measure(name: str, workload: Workload, lanes: str, rounds: int) -> dict:
         "data_mb": round(workload.data_bytes / 2**20, 1),
         "lanes": simulated.program.lanes,
         "clients": workload.clients,
+        **limits(simulated.program.model, workload),
         "params": sizes(simulated.program.model, workload.shape).params,
         "backend": jax.default_backend(),
         "device": device.device_kind,

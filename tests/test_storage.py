@@ -44,6 +44,27 @@ def test_local_statistics_live_on_the_host_too():
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
+def test_what_is_fetched_ahead_is_what_the_next_round_needs():
+    """Rows 2 and 0 are trained while 0, 3 and 2 are fetched; 2 did not train after all."""
+    storage = OnHost(4, chunk=2)
+    before = State((), {"w": np.arange(4.0)}, {"s": np.arange(4.0) * 2})
+    storage.prefetch(before, np.array([0, 3, 2]))
+    after = State((), {"w": np.array([10.0, 20.0])}, {"s": np.array([30.0, 40.0])})
+    state = storage.store(before, after, np.array([2, 0]), np.array([False, True]))
+    state.clients["w"][3] = np.nan  # what was fetched ahead is not read again
+    held = storage.fetch(state, np.array([0, 3, 2]))
+    assert np.array(held.clients["w"]).tolist() == [20.0, 3.0, 2.0]
+    assert np.array(held.statistics["s"]).tolist() == [40.0, 6.0, 4.0]
+
+
+def test_what_was_fetched_ahead_serves_no_other_rows_and_no_other_state():
+    storage = OnHost(3, chunk=2)
+    state, other = (State((), {"w": np.arange(3.0) + shift}, ()) for shift in (0, 5))
+    for asked, rows, expected in ((state, [1, 2], [1.0, 2.0]), (other, [0, 1], [5.0, 6.0])):
+        storage.prefetch(state, np.array([0, 1]))
+        assert np.array(storage.fetch(asked, np.array(rows)).clients["w"]).tolist() == expected
+
+
 @pytest.mark.parametrize("method", ["fedrep", "feddyn"])
 def test_a_run_gives_the_same_result_and_can_be_resumed(method, tmp_path):
     """Fine-tuning included, which visits everybody."""

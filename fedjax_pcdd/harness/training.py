@@ -42,8 +42,10 @@ def train(simulation: Any, state: State, done: int, rounds: int, recorder: Recor
     for r in range(done, rounds):
         seen = recorder and recorder.before(r, state, plan)
         begun = perf_counter()
-        state, report = simulation.step(state, r, plan)
+        launched = simulation.launch(state, r, plan)
         jobs, plan = plan[1], simulation.plan(min(r + 1, rounds - 1))  # while the device computes
+        simulation.prefetch(launched, plan)
+        state, report = simulation.settle(launched)
         report = jax.tree.map(np.array, report)
         yield Trained(r + 1, state, report, jobs, perf_counter() - begun, seen)
 

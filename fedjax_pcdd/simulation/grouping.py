@@ -13,6 +13,7 @@ from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.methods.participant import Participant
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.program import Tree
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
@@ -59,3 +60,11 @@ def mean_of_models(method: Participant, clients: Tree) -> Tree:
     variables = jax.vmap(method.model_of)(clients)
     mean = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), variables)
     return jax.vmap(method.keep)(clients, mean)
+
+
+def public_batches(seed: int, round: int, total: int, batch: int, epochs: int) -> np.ndarray:
+    """Public images of each step of a round's exchange [steps, B]; a fresh permutation each epoch, the rest dropped."""
+    batch = min(batch, total)
+    used = total // batch * batch
+    drawn = [schedule.stream(seed, round, 2**63 + 1, e).permutation(total)[:used] for e in range(epochs)]
+    return np.concatenate(drawn).reshape(-1, batch).astype(np.int32)

@@ -27,9 +27,16 @@ from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import domain_correct, public_logits
 from fedjax_pcdd.simulation.exchange import Table, run_exchange
 from fedjax_pcdd.simulation.grouping import Public as Public
-from fedjax_pcdd.simulation.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
+from fedjax_pcdd.simulation.grouping import (
+    batch_size_of,
+    group_simulation,
+    mean_of_models,
+    members_of,
+    placed,
+    public_batches,
+)
 from fedjax_pcdd.simulation.program import State, Tree, facts_of, samples_of
-from fedjax_pcdd.simulation.round import Evaluation, Local, Report
+from fedjax_pcdd.simulation.round import Evaluation, Launched, Local, Report
 from fedjax_pcdd.trees import select
 
 PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
@@ -212,13 +219,7 @@ class Groups:
     def public_plan(self, round: int) -> np.ndarray:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation, the rest dropped."""
         assert self.public is not None  # `_check` has seen to it
-        total = len(self.public.images)
-        batch = min(self.public.batch, total)
-        epochs = [
-            schedule.stream(self.seed, round, 2**63 + 1, e).permutation(total)[: total // batch * batch]
-            for e in range(self.method.public_epochs)
-        ]
-        return np.concatenate(epochs).reshape(-1, batch).astype(np.int32)
+        return public_batches(self.seed, round, len(self.public.images), self.public.batch, self.method.public_epochs)
 
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
         """One round of all participants."""
@@ -242,6 +243,17 @@ class Groups:
         state = self.exchange(state, round) if when == "after" else state
         order = np.argsort(np.concatenate(self.members))
         return state, Report(*(jnp.concatenate(x)[order] for x in zip(*reports, strict=True)))
+
+    def launch(self, state: State, round: int, plan=None) -> Launched:
+        """One round, as `Simulation.launch`."""
+        return Launched((), *self.step(state, round, plan), ())
+
+    def prefetch(self, launched: Launched, plan) -> None:
+        """Nothing: participants live on the device."""
+
+    def settle(self, launched: Launched) -> tuple[State, Report]:
+        """The result of a launched round."""
+        return launched.after, launched.report
 
     def exchange(self, state: State, round: int) -> State:
         """The exchange of a round."""

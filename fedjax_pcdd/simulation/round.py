@@ -12,7 +12,7 @@ in seed, partition and traced hyper-parameters. Letters: E experiments, K client
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,76 +20,22 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Hyper, Message, Server, ServerContext, Setting
+from fedjax_pcdd.methods.method import Hyper, Server, Setting
 from fedjax_pcdd.models import normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
-from fedjax_pcdd.simulation.lanes import World, run_lanes
 from fedjax_pcdd.simulation.mesh import EVERYWHERE, here, place, sharding
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
 from fedjax_pcdd.simulation.planning import Planned, Planner
-from fedjax_pcdd.simulation.program import IN_PLACE, Program, State, Tree, facts_of, lift, load_data, unlabelled
+from fedjax_pcdd.simulation.program import IN_PLACE, Program, State, Tree, facts_of, load_data
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
-from fedjax_pcdd.trees import select, where
-
-
-class Report(NamedTuple):
-    """What a round tells the host."""
-
-    loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
-    correct: jax.Array  # [J, C] correct predictions of the model just trained on the client's own test set
-
-
-class Evaluation(NamedTuple):
-    """Correct predictions; () where a method has no such model or it was not asked for."""
-
-    generic: Any  # [E, C] global model, whole test set
-    personal: Any  # [R, C] personal model between rounds, own test set
-    local: Any  # [R, C] personal model between rounds, whole test set
-    further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
-
-
-def _round(program: Program, methods, hyper, data, keys, state: State, plan, jobs, round) -> tuple[State, Report]:
-    """One round: local training of all jobs, then aggregation in every experiment."""
-
-    def job_key(number, experiment):
-        return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
-
-    job_keys = jax.vmap(job_key)(jobs.number, jobs.experiment)
-    world = World(methods, hyper, state.servers, data, jobs, job_keys, round)
-    outcome = run_lanes(program, world, state, plan)
-    message, weights = outcome.message, jobs.weight.reshape(program.experiments, -1)
-    each = jax.tree.map(lambda x: x.reshape(*weights.shape, *x.shape[1:]), message.each)
-
-    def aggregate(method, server, message, weights, key):
-        after = method.aggregate(server, message, weights)
-        if method.distils:
-            public = unlabelled(program, data)
-            assert public is not None  # the constructor has seen to it
-            key = jax.random.fold_in(jax.random.fold_in(key, round), program.setting.num_clients)
-            after = method.distil(after, message, ServerContext(program.model, program.setting, public, round, key))
-        return where(weights.sum() > 0, after, server)
-
-    mean, total = message.mean, message.total
-    if program.experiments == 1:
-        mean, total = jax.tree.map(lambda x: x[None], (mean, total))
-    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights, keys)
-    clients, statistics = outcome.clients, outcome.statistics
-    if not (program.split_clients or program.in_place):
-        clients, statistics = _stored(state, jobs, (clients, statistics))
-    return State(servers, clients, statistics), Report(outcome.loss, outcome.correct)
-
-
-def _stored(state: State, jobs, new: Tree) -> Tree:
-    """Clients and statistics after a round: those of jobs with steps are replaced by their new ones [J, ...]."""
-
-    def write(old, values):
-        slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
-        return old.at[slots].set(values, mode="drop", unique_indices=False)
-
-    return jax.tree.map(write, (state.clients, state.statistics), new)
+from fedjax_pcdd.simulation.training_round import Evaluation as Evaluation
+from fedjax_pcdd.simulation.training_round import Launched as Launched
+from fedjax_pcdd.simulation.training_round import Report as Report
+from fedjax_pcdd.simulation.training_round import training_round
+from fedjax_pcdd.trees import select
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
@@ -176,7 +122,7 @@ class Simulation(Planner):
         self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes, devices)
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(
-            partial(_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
+            partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
             compiler_options=IN_PLACE if self.program.in_place else None,
         )  # fmt: skip
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
@@ -252,18 +198,30 @@ class Simulation(Planner):
         fallen = sum(round >= step for step in self.local.lr_steps)
         return self.hyper._replace(lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
 
-    def step(self, state: State, round: int, plan: Planned | None = None):
+    def step(self, state: State, round: int, plan: Planned | None = None) -> tuple[State, Report]:
         """One round. The state passed in is donated: use the one returned.
 
         Returns:
           (State, Report); both are still being computed when this returns.
         """
+        return self.settle(self.launch(state, round, plan))
+
+    def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
+        """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
         arrays, jobs = plan or self.plan(round)
         hyper, held = self.hyper_at(round), self.fetch(state, (arrays, jobs))
         after, report = self.round(
             self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
         )
-        return self.storage.store(state, after, *self._seen(arrays, jobs)), report
+        return Launched(state, after, report, (arrays, jobs))
+
+    def prefetch(self, launched: Launched, plan: Planned) -> None:
+        """Fetch what the next round's plan needs of clients in host memory while the launched one is computed."""
+        self.storage.prefetch(launched.before, self._seen(*plan)[0])
+
+    def settle(self, launched: Launched) -> tuple[State, Report]:
+        """The result of a launched round; waits for it where clients live in host memory."""
+        return self.storage.store(launched.before, launched.after, *self._seen(*launched.plan)), launched.report
 
     def fetch(self, state: State, plan: Planned) -> State:
         """The state as the round of a plan sees it, on its devices."""

@@ -6,6 +6,7 @@ from host memory, the state of its own jobs; in several processes each host has 
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,28 @@ class OnDevice:
         """The state after a round; rows [J], trained [J] says which of them took part."""
         return after
 
+    def prefetch(self, state: State, rows: np.ndarray) -> None:
+        """Fetch the next round's rows while the device computes this one; `store` brings them up to date."""
+
+
+class Ahead(NamedTuple):
+    """Clients that were fetched before the round that needs them."""
+
+    rows: np.ndarray
+    kept: Tree  # the host arrays of which they are rows
+    held: tuple[Tree, Tree]  # clients and statistics on the device
+
+
+@jax.jit
+def _replaced(held: Tree, new: Tree, source: np.ndarray) -> Tree:
+    """Row i becomes new[source[i]] where that is not -1."""
+
+    def replace(old, new):
+        chosen = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(chosen, new[jnp.maximum(source, 0)], old)
+
+    return jax.tree.map(replace, held, new)
+
 
 class OnHost(OnDevice):
     """All rows in numpy arrays, changed in place; the device holds those of a cohort."""
@@ -66,6 +89,7 @@ class OnHost(OnDevice):
         """Args: rows: R; chunk: rows that are looked at together, at least one of each device; devices: D."""
         super().__init__(rows, devices)
         self.chunk = -(-max(1, min(chunk, rows)) // devices) * devices
+        self._ahead: Ahead | None = None
         self.split = devices > 1 and jax.process_count() == 1
 
     def initial(self, make, rows):
@@ -101,12 +125,18 @@ class OnHost(OnDevice):
 
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
+        ahead, self._ahead = self._ahead, None
+        current = ahead is not None and ahead.kept is state.clients and np.array_equal(ahead.rows, rows)
+        clients, statistics = ahead.held if current else self._gather(state, rows)
+        return State(place(state.servers, self.devices), clients, statistics)
 
-        def gather(tree):
-            held = jax.tree.map(lambda x: x[rows], tree)
-            return place(held, self.devices, self.spec) if self.devices > 1 else jax.tree.map(jnp.asarray, held)
+    def _gather(self, state: State, rows: np.ndarray) -> tuple[Tree, Tree]:
+        held = jax.tree.map(lambda x: x[rows], (state.clients, state.statistics))
+        return place(held, self.devices, self.spec) if self.devices > 1 else jax.tree.map(jnp.asarray, held)
 
-        return State(place(state.servers, self.devices), gather(state.clients), gather(state.statistics))
+    def prefetch(self, state, rows):
+        """Fetch the next round's rows while the device computes this one; `store` brings them up to date."""
+        self._ahead = Ahead(rows, state.clients, self._gather(state, rows))
 
     def store(self, state, after, rows, trained):
         """The state after a round: rows that took part are written to host memory, which waits for the round."""
@@ -119,7 +149,16 @@ class OnHost(OnDevice):
             return jax.tree.map(write, tree, new)
 
         clients, statistics = scatter(state.clients, after.clients), scatter(state.statistics, after.statistics)
+        if self._ahead:
+            self._ahead = self._patched(self._ahead, clients, (after.clients, after.statistics), rows, trained)
         return State(after.servers, clients, statistics)
+
+    def _patched(self, ahead: Ahead, kept: Tree, new: Tree, rows: np.ndarray, trained: np.ndarray) -> Ahead:
+        """Rows fetched ahead, those that were being trained meanwhile replaced by their new state [J, ...]."""
+        source = np.full(self.rows, -1, np.int32)
+        source[rows[trained]] = np.flatnonzero(trained)
+        source = source[ahead.rows]
+        return ahead._replace(kept=kept, held=_replaced(ahead.held, new, source) if (source >= 0).any() else ahead.held)
 
     def _split(self, rows: np.ndarray) -> Iterator[np.ndarray]:
         for start in range(0, len(rows), self.chunk):
