@@ -159,10 +159,12 @@ def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
         (base, base_cpu), (seconds, cpu) = np.median(pairs, 0)
         by_passes, by_state = explained(name, simulated, workload, passes)
         sizes = traffic(METHODS[name](), build(workload), workload.shape)
-        ratios = seconds / base, cpu / base_cpu, 1 + by_passes / base, 1 + (by_passes + by_state) / base
-        found.append(Cost(name, seconds, *map(float, ratios), in_words(sizes.held, sizes, 10)))
+        by_passes, by_state = 1 + by_passes / base, 1 + (by_passes + by_state) / base
+        held = in_words(sizes.held, sizes, CLASSES)
+        cost = Cost(name, float(seconds), float(seconds / base), float(cpu / base_cpu), by_passes, by_state, held)
+        found.append(cost)
         print(
-            f"{name}: {ratios[0]:.2f} times FedAvg, {ratios[2]:.2f} by passes, {ratios[3]:.2f} with state", flush=True
+            f"{name}: {cost.ratio:.2f} times FedAvg, {by_passes:.2f} by passes, {by_state:.2f} with state", flush=True
         )
     return found
 

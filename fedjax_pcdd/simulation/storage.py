@@ -126,8 +126,10 @@ class OnHost(OnDevice):
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
         ahead, self._ahead = self._ahead, None
-        current = ahead is not None and ahead.kept is state.clients and np.array_equal(ahead.rows, rows)
-        clients, statistics = ahead.held if current else self._gather(state, rows)
+        if ahead is not None and ahead.kept is state.clients and np.array_equal(ahead.rows, rows):
+            clients, statistics = ahead.held
+        else:
+            clients, statistics = self._gather(state, rows)
         return State(place(state.servers, self.devices), clients, statistics)
 
     def _gather(self, state: State, rows: np.ndarray) -> tuple[Tree, Tree]:
