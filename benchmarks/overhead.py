@@ -4,8 +4,8 @@ python -m benchmarks.overhead --workloads w1 w4 --rounds 8 --out benchmarks/resu
 
 A method's rounds and FedAvg's are timed in turn, so that a machine that becomes slower meanwhile slows both. Beside the
 ratio stands what it would be if nothing but this cost more, each part measured by itself in the same process: the
-method's passes (further forward passes, epochs, layers, generated features), and reading and writing what its clients
-keep between rounds once.
+method's passes (further forward passes, epochs, layers, generated features), then also its server, and reading and
+writing what its clients keep between rounds once.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.limits import seconds_of
 from benchmarks.round_time import build, federation
 from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
@@ -27,6 +28,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
+from fedjax_pcdd.simulation.lanes import World, run_lanes
 from fedjax_pcdd.simulation.program import IN_PLACE
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select
@@ -45,7 +47,7 @@ class Cost(NamedTuple):
     ratio: float
     cpu_ratio: float  # of processor time
     passes: float  # the ratio that its passes explain
-    state: float  # the ratio that they and its clients' state explain
+    everything: float  # the ratio that they, its server and its clients' state explain
     held: str
 
 
@@ -95,9 +97,11 @@ def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
         found = forward(model, {"params": params}, images, train=True)[0]
         return found.features if found.logits is None else found.logits
 
-    def train(_, params):
+    def train(_, carry):
+        params, momentum = carry
         gradient = jax.grad(lambda p: jnp.square(say(p)).mean())(params)
-        return jax.tree.map(lambda p, g: p - LR * g, params, gradient)
+        momentum = jax.tree.map(lambda m, g, p: MOMENTUM * m + g + WEIGHT_DECAY * p, momentum, gradient, params)
+        return jax.tree.map(lambda p, m: p - LR * m, params, momentum), momentum
 
     def look(_, carry):
         params, total = carry
@@ -107,7 +111,7 @@ def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
     def fresh():
         return initialise(model, jax.random.key(0), workload.shape)["params"]
 
-    return fastest(train, fresh(), 20), fastest(look, (fresh(), jnp.zeros(())), 20)
+    return fastest(train, (fresh(), fresh()), 20), fastest(look, (fresh(), jnp.zeros(())), 20)
 
 
 def generated_seconds(name: str, simulated: Simulation, workload: Workload) -> float:
@@ -138,34 +142,49 @@ def state_seconds(simulated: Simulation) -> float:
     return fastest(touch, state, clients) * clients
 
 
-def explained(name: str, simulated: Simulation, workload: Workload, plain: tuple[float, float]) -> tuple[float, float]:
-    """Seconds of a round beyond FedAvg's that the method's passes explain, and that its clients' state does."""
-    steps = workload.samples // workload.batch
+def server_seconds(simulated: Simulation) -> float:
+    """Seconds of an aggregation."""
+    state, (plan, jobs) = simulated.start(), simulated.plan(0)
+    keys = jnp.repeat(simulated.keys[:1], len(jobs.row))
+    world = World(simulated.methods, simulated.hyper, state.servers, simulated.data, jobs, keys, jnp.int32(0))
+    sent = jax.eval_shape(partial(run_lanes, simulated.program), world, state, plan).message
+    message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)
+    aggregate = jax.jit(select(simulated.methods, 0).aggregate)
+    return seconds_of(lambda: aggregate(select(state.servers, 0), message, jnp.asarray(jobs.weight)), 5)
+
+
+class Parts(NamedTuple):
+    """Seconds of a round, each measured by itself."""
+
+    passes: float
+    server: float
+    state: float
+
+
+def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
+    """What a round of the method is made of."""
     training, looking = pass_seconds(simulated.program.model, workload)
-    made = generated_seconds(name, simulated, workload)
-    each = float(simulated.epochs[0]) * (training + made) - plain[0] + EXTRA_FORWARDS.get(name, 0) * looking
-    return max(0.0, each * steps), state_seconds(simulated)
+    step = training + generated_seconds(name, simulated, workload)
+    each = float(simulated.epochs[0]) * step + EXTRA_FORWARDS.get(name, 0) * looking
+    steps = workload.samples // workload.batch
+    return Parts(each * steps, server_seconds(simulated), state_seconds(simulated))
 
 
 def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
     """The costs of the methods, whose rounds alternate with FedAvg's."""
     parts, found = federation(workload), []
     first = simulate("fedavg", workload, parts)
-    plain, passes = timer(first), pass_seconds(first.program.model, workload)
+    plain, usual = timer(first), parts_of("fedavg", first, workload)
     for name in names:
         simulated = simulate(name, workload, parts)
         run = timer(simulated)
         pairs = np.array([(plain(), run()) for _ in range(rounds)])  # [rounds, FedAvg or method, wall or processor]
         (base, base_cpu), (seconds, cpu) = np.median(pairs, 0)
-        by_passes, by_state = explained(name, simulated, workload, passes)
+        extra = np.maximum(np.subtract(parts_of(name, simulated, workload), usual), 0) / base
         sizes = traffic(METHODS[name](), build(workload), workload.shape)
-        by_passes, by_state = 1 + by_passes / base, 1 + (by_passes + by_state) / base
-        held = in_words(sizes.held, sizes, CLASSES)
-        cost = Cost(name, float(seconds), float(seconds / base), float(cpu / base_cpu), by_passes, by_state, held)
-        found.append(cost)
-        print(
-            f"{name}: {cost.ratio:.2f} times FedAvg, {by_passes:.2f} by passes, {by_state:.2f} with state", flush=True
-        )
+        ratios = seconds / base, cpu / base_cpu, 1 + extra[0], 1 + extra.sum()
+        found.append(Cost(name, float(seconds), *map(float, ratios), held=in_words(sizes.held, sizes, CLASSES)))
+        print(f"{name}: {ratios[0]:.2f} times FedAvg, {ratios[2]:.2f} and {ratios[3]:.2f} explained", flush=True)
     return found
 
 
@@ -173,11 +192,11 @@ def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
     """One table for each workload."""
     where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
     text = [f"One lane. {where}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
-    header = "| method | s a round | times FedAvg | by processor time | passes explain | and clients' state | held |"
+    header = "| method | s a round | times FedAvg | by processor time | passes explain | with server and state | held |"
     for workload, costs in results.items():
         text += ["", f"## {workload.upper()}", "", header, "|---" * 7 + "|"]
         for c in costs:
-            ratios = " | ".join(f"{x:.2f}" for x in (c.ratio, c.cpu_ratio, c.passes, c.state))
+            ratios = " | ".join(f"{x:.2f}" for x in (c.ratio, c.cpu_ratio, c.passes, c.everything))
             text.append(f"| {c.method} | {c.seconds:.4f} | {ratios} | {c.held} |")
     return "\n".join(text) + "\n"
 

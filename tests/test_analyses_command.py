@@ -10,7 +10,7 @@ from made_up_runs import write_run
 from fedjax_pcdd.harness import launch
 from fedjax_pcdd.harness.analyse import analyse_main, table
 from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.tracking import TRACK
+from fedjax_pcdd.harness.records import TRACK
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 

@@ -1,5 +1,6 @@
 """Checkpoints survive what happens to runs: kills, full disks, damaged files, donated buffers."""
 
+import json
 import logging
 import os
 import random
@@ -36,7 +37,7 @@ def clients(round):
 
 def save(checkpoints, *rounds):
     for round in rounds:
-        checkpoints.save(round, server(round), clients(round), {"rows": [{"round": round}]})
+        checkpoints.save(round, server(round), clients(round), json.dumps({"rows": [{"round": round}]}))
     checkpoints.wait()
 
 
@@ -116,7 +117,7 @@ def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, opened, asynch
         ],
     )
     checkpoints = opened(asynchronous=asynchronous)
-    checkpoints.save(4, tree, (), {"rows": [{"round": 4, "loss": 1 / 3}]})
+    checkpoints.save(4, tree, (), json.dumps({"rows": [{"round": 4, "loss": 1 / 3}]}))
     checkpoints.wait()
     restored = opened().restore(tree, ())
     assert restored.round == 4
@@ -128,7 +129,7 @@ def test_what_is_restored_is_what_was_saved_bit_for_bit(tmp_path, opened, asynch
 def test_float64_is_restored_bit_for_bit(x64, opened):
     tree = {"w": jnp.array([1 / 3, 1e-300], dtype=jnp.float64)}
     checkpoints = opened()
-    checkpoints.save(1, tree, tree, {})
+    checkpoints.save(1, tree, tree, "{}")
     assert same(checkpoints.restore(tree, tree).clients, tree)
 
 
@@ -162,7 +163,7 @@ def test_retention_counts_full_checkpoints_of_earlier_processes(tmp_path, opened
 def test_every_thins_checkpoints_and_force_overrides_it(tmp_path, opened):
     checkpoints = opened(every=4)
     save(checkpoints, 1, 2, 3, 4, 5, 6)
-    assert checkpoints.save(7, server(7), clients(7), {}, force=True)
+    assert checkpoints.save(7, server(7), clients(7), "{}", force=True)
     checkpoints.wait()
     assert rounds_in(tmp_path) == [4, 7]
 
@@ -196,7 +197,7 @@ def test_without_any_full_checkpoint_a_resume_starts_afresh_and_says_so(tmp_path
 def test_force_completes_a_server_only_checkpoint_of_the_same_round(opened):
     checkpoints = opened(clients_every=3)
     save(checkpoints, 4)
-    assert checkpoints.save(4, server(4), clients(4), {}, force=True)
+    assert checkpoints.save(4, server(4), clients(4), "{}", force=True)
     assert checkpoints.restore(server(0), clients(0)).round == 4
 
 
@@ -270,7 +271,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(opened):
     checkpoints = opened()
     for round in range(1, 6):
         state = jax.block_until_ready((server(round), clients(round)))
-        checkpoints.save(round, *state, {})
+        checkpoints.save(round, *state, "{}")
         jax.block_until_ready(overwrite(state))
         assert jax.tree.leaves(state)[0].is_deleted()
         assert same(checkpoints.restore(server(0), clients(0))[1:3], (server(round), clients(round)))
@@ -279,7 +280,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(opened):
 def test_a_snapshot_does_not_block_donation(opened):
     state = jax.block_until_ready(jnp.ones((256, 256)))
     address = state.unsafe_buffer_pointer()
-    opened().save(1, state, (), {})
+    opened().save(1, state, (), "{}")
     assert jax.jit(lambda a: a + 1, donate_argnums=0)(state).unsafe_buffer_pointer() == address
 
 
@@ -305,7 +306,7 @@ def test_save_returns_before_the_checkpoint_is_written(opened, monkeypatch):
 
     monkeypatch.setattr(checkpoints, "_write", slow)
     start = time.perf_counter()
-    checkpoints.save(1, server(1), clients(1), {})
+    checkpoints.save(1, server(1), clients(1), "{}")
     assert time.perf_counter() - start < 0.4
     assert checkpoints.restore(server(0), clients(0)).round == 1
 
@@ -326,16 +327,16 @@ def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints._manager, "save", full)
-        checkpoints.save(2, server(2), clients(2), {})
+        checkpoints.save(2, server(2), clients(2), "{}")
         with pytest.raises(UserError, match="no space left"):
-            checkpoints.save(3, server(3), clients(3), {})
+            checkpoints.save(3, server(3), clients(3), "{}")
     assert checkpoints.restore(server(0), clients(0)).round == 1
 
 
 def test_the_estimate_covers_a_checkpoint_and_little_more(tmp_path, opened):
     state = jnp.ones((512, 1024))
     checkpoints = opened()
-    checkpoints.save(1, state, state, {})
+    checkpoints.save(1, state, state, "{}")
     checkpoints.wait()
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert written <= required_bytes(jax.eval_shape(lambda: state), state) <= 1.1 * written
@@ -359,6 +360,7 @@ def test_orbax_says_nothing_and_other_users_of_its_logger_still_do(opened, caplo
 
 
 ENDLESS = """
+import json
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
@@ -369,7 +371,7 @@ with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
     round = 0 if restored is None else restored.round
     while True:
         round += 1
-        checkpoints.save(round, server(round), clients(round), {"rows": list(range(round))})
+        checkpoints.save(round, server(round), clients(round), json.dumps({"rows": list(range(round))}))
         print(round, flush=True)
 """
 

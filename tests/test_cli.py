@@ -316,6 +316,11 @@ def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
     assert (config.quiet, config.keep, config.device) == (True, 9, "cpu")
 
 
+def test_a_continued_run_may_track_what_it_did_not_track_before(recorded):
+    config, _ = parse(f"--resume={recorded}", "--track=spectrum", "--track-every=5", "--no-track-local")
+    assert (config.track, config.track_every, config.track_local) == ("spectrum", 5, False)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.data import augment, domain_shifts, sources
-from fedjax_pcdd.data.domains import TASKS, load_public, load_task
+from fedjax_pcdd.data.domains import load_public, load_task
+from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.errors import UserError
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))

@@ -195,10 +195,10 @@ def test_energy_that_was_given_is_kept():
 
 
 def test_too_few_features_are_refused():
-    setting = Setting(10, 9, 1, 1, 1, 1, False)
-    with pytest.raises(UserError, match="10 classes needs 10 features, not 9"):
-        FedGELA().configure(setting)
-    FedGELA(classifier="learned").configure(setting)
+    setting, key = Setting(10, 9, 1, 1, 1, 1, False), jax.random.key(0)
+    with pytest.raises(UserError, match="10 classes needs 10 or more features, not 9"):
+        FedGELA().configure(setting).init_server(setting, {}, None, key)
+    FedGELA(classifier="learned").configure(setting).init_server(setting, {}, None, key)
 
 
 @pytest.mark.parametrize(("given", "clip"), [({}, 20.0), ({"grad_clip": "none"}, np.inf), ({"grad_clip": 3.0}, 3.0)])

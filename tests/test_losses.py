@@ -412,6 +412,11 @@ def mean_scales(federation, **options):
     return weights @ jax.vmap(lambda counts: class_scales(counts, federation, **options))(federation)
 
 
+def test_class_scales_without_a_function_are_one_for_every_client():
+    for counts in FEDERATION:
+        np.testing.assert_array_equal(class_scales(counts, FEDERATION, function="none"), 1)
+
+
 def test_mean_of_default_class_scales_is_the_federations_imbalance():
     expected = 4 * FEDERATION.sum(0) / FEDERATION.sum()
     np.testing.assert_allclose(mean_scales(FEDERATION), expected, rtol=1e-6)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_pcdd.data.domains import TASKS
+from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import cli, options

@@ -276,6 +276,63 @@ def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
     assert beside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
 
 
+def spectra(folder, *variances):
+    """Give a made-up run a track.jsonl, from its first round on."""
+    rows = [{"round": r, "spectrum": {"global": {"variance": v}, "local": None}} for r, v in enumerate(variances, 1)]
+    (folder / "track.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+@pytest.fixture
+def eigenvalues(tmp_path, cells, experiments):
+    """The column of eigenvalues beside the paper's."""
+    with open(experiments / "expected/toy_table1.csv", "a") as file:
+        file.write("A,fedavg,,eigenvalue_variance,1201,,\n")
+
+    def column():
+        table = papers(collect([tmp_path / "runs"]), cells, experiments)[-1]
+        assert table.metrics == ("eigenvalue_variance",)
+        return {name: found.cells[0] for name, found in zip(table.labels, table.rows, strict=True)}
+
+    return column
+
+
+def test_eigenvalues_are_those_tracked_after_the_last_round(tmp_path, eigenvalues):
+    for seed, last in enumerate((10.0, 14.0)):
+        spectra(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), 99.0, 50.0, last)
+    found = eigenvalues()["fedavg"]
+    assert (found.mean, found.seeds, found.paper) == (12.0, 2, 1201.0)
+
+
+def test_the_least_spread_eigenvalues_are_the_best(tmp_path, eigenvalues):
+    spectra(in_preset(tmp_path / "runs/a", "A"), 1.0, 2.0, 10.0)
+    spectra(in_preset(tmp_path / "runs/b", "A", "fedprox"), 3.0, 2.0, 5.0)
+    assert (eigenvalues()["fedprox"].rank, eigenvalues()["fedavg"].rank) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        None,
+        {"round": 2, "spectrum": {"global": {"variance": 5.0}, "local": None}},
+        {"round": 3, "angles": {"global": {"existing": 5.0}, "local": None}},
+        {"round": 3, "spectrum": {"global": None, "local": {"variance": 5.0}}},
+    ],
+    ids=["untracked", "before-the-last-round", "something-else", "no-global-model"],
+)
+def test_a_run_whose_last_global_spectrum_is_not_known_has_no_eigenvalues(tmp_path, eigenvalues, line):
+    folder = in_preset(tmp_path / "runs/a", "A")
+    if line is not None:
+        (folder / "track.jsonl").write_text(json.dumps(line) + "\n")
+    assert eigenvalues()["fedavg"].mean is None
+
+
+def test_a_damaged_track_is_one_sentence(tmp_path, eigenvalues):
+    folder = in_preset(tmp_path / "runs/a", "A")
+    (folder / "track.jsonl").write_text("{]\n")
+    with pytest.raises(UserError, match="has files that cannot be read: repair the run or leave it out"):
+        eigenvalues()
+
+
 def test_files_beside_the_folders_are_passed_over(tmp_path):
     write_run(tmp_path / "runs/a")
     (tmp_path / "runs/summary.csv").write_text("")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pcdd.data import sources
+from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ def test_delta_coding_is_undone():
     coded[..., 0] -= images[..., 1]
     coded[..., 2] -= images[..., 1]
     coded[:, :, 1:] = coded[:, :, 1:] - coded[:, :, :-1].copy()
-    np.testing.assert_array_equal(sources.decode_delta(coded.transpose(0, 3, 1, 2)), images)
+    np.testing.assert_array_equal(npz.decode_delta(coded.transpose(0, 3, 1, 2)), images)
 
 
 def test_delta_files_load_as_images(tmp_path):

@@ -220,10 +220,10 @@ def groups_of(monkeypatch, tmp_path, *options):
 
 
 def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch, tmp_path):
-    from fedjax_pcdd.data import domains
+    from fedjax_pcdd.data.recipes import TASKS
 
-    twice = domains.TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
-    monkeypatch.setitem(domains.TASKS, "digits_domains", twice)
+    twice = TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
+    monkeypatch.setitem(TASKS, "digits_domains", twice)
     noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
     assert (noted["epochs"], noted["method"].public_epochs) == ((7, 8, 9, 10), 2)
     noted = groups_of(

@@ -15,7 +15,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
-from fedjax_pcdd.data.text import split
+from fedjax_pcdd.data.text import read_text, split
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import cli
 from fedjax_pcdd.harness.assembly import default_model, federate
@@ -58,7 +58,7 @@ def speakers(dataset):
 @functools.cache
 def federation():
     arrays = made_up()
-    dataset = sources.text.read_text(arrays, "play")
+    dataset = read_text(arrays, "play")
     return Federation(dataset, natural(*speakers(dataset)))
 
 
@@ -74,7 +74,7 @@ def said(arrays, speaker):
 @pytest.mark.parametrize("stride", [1, 3, 20])
 def test_windows_are_those_of_each_speakers_text_and_labels_follow_them(stride):
     arrays = made_up((60, 50, 70, 1), stride=stride)
-    dataset = sources.text.read_text(arrays, "play")
+    dataset = read_text(arrays, "play")
     letters = sorted(set(arrays["text"].tobytes().decode()))
     who = speakers(dataset)
     for x, y, groups in ((dataset.x_train, dataset.y_train, who[0]), (dataset.x_test, dataset.y_test, who[1])):

@@ -10,7 +10,8 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import launch
 from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.tracking import TRACK, Tracker, names_of
+from fedjax_pcdd.harness.records import TRACK
+from fedjax_pcdd.harness.tracking import Tracker, names_of
 
 ALL = tuple(QUANTITIES)
 SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True, "fine_tune_epochs": 0, "keep": 9}
@@ -36,6 +37,19 @@ def test_nothing_tracked_is_nothing_computed():
     assert Tracker((), None, 0).names == names_of(None) == ()
 
 
+def lines_of(folder):
+    return (folder / TRACK).read_text().splitlines(keepends=True)
+
+
+def interrupted(whole, folder):
+    """A copy of a run that ends with its second round."""
+    shutil.copytree(whole, folder)
+    for round in ("3", "4"):
+        shutil.rmtree(folder / "checkpoints" / round)
+    (folder / "summary.json").unlink()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that tracks everything, and its lines."""
@@ -48,29 +62,39 @@ def test_tracking_changes_no_bit_of_the_metrics(whole, tmp_path):
 
 
 def test_every_round_has_its_line_and_every_quantity_its_picture(whole):
-    rows = [json.loads(line) for line in (whole[0] / TRACK).read_text().splitlines()]
+    rows = [json.loads(line) for line in lines_of(whole[0])]
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
     assert set(rows[0]) == {"round", *ALL}
     assert all((whole[0] / f"track_{name}.png").read_bytes().startswith(b"\x89PNG") for name in ALL)
 
 
 def test_a_resumed_run_tracks_the_same_bytes(whole, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(whole[0], folder)
-    for round in ("3", "4"):
-        shutil.rmtree(folder / "checkpoints" / round)
-    (folder / "summary.json").unlink()
+    folder = interrupted(whole[0], tmp_path / "run")
     with open(folder / TRACK, "a") as file:
         file.write('{"round": 5, "angl')
-    before = (whole[0] / TRACK).read_bytes()
     run(folder, resume=folder, track=",".join(ALL))
-    assert (folder / TRACK).read_bytes() == before
+    assert lines_of(folder) == lines_of(whole[0])
+
+
+def test_what_a_resumed_run_tracks_in_addition_begins_there_and_changes_nothing(whole, tmp_path):
+    folder = interrupted(whole[0], tmp_path / "run")
+    begun = [
+        json.dumps({key: json.loads(line)[key] for key in ("round", "angles")}) + "\n" for line in lines_of(folder)
+    ]
+    (folder / TRACK).write_text("".join(begun))
+    assert run(folder, resume=folder, track=",".join(ALL)) == whole[1]
+    assert lines_of(folder) == [*begun[:2], *lines_of(whole[0])[2:]]
+
+
+def test_a_resumed_run_may_cease_to_track(whole, tmp_path):
+    folder = interrupted(whole[0], tmp_path / "run")
+    assert run(folder, resume=folder) == whole[1]
+    assert lines_of(folder) == lines_of(whole[0])[:2]
 
 
 def test_every_second_round_and_the_last_are_tracked(tmp_path):
     run(tmp_path / "run", track="angles", track_every=2, track_local=False, rounds=3)
-    rows = [json.loads(line) for line in (tmp_path / "run" / TRACK).read_text().splitlines()]
-    assert [row["round"] for row in rows] == [2, 3]
+    assert [json.loads(line)["round"] for line in lines_of(tmp_path / "run")] == [2, 3]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -163,7 +163,7 @@ class _Record(Record):
     """A record that stays in memory."""
 
     def to_json(self) -> Any:
-        """Itself, where a checkpoint would have a copy."""
+        """Itself, where a checkpoint would have a text."""
         return self
 
 
@@ -226,9 +226,10 @@ class InMemory(Run):
             raise UserError(f"{str(error).partition(';')[0]}.") from None  # there are no checkpoints to speak of
 
     def begin(self) -> Progress:
-        """The start, with a record that is not copied every round."""
+        """The start, with a record that is not written as text every round."""
         progress = super().begin()
-        return progress._replace(history=_Record(**vars(progress.history)))
+        first = progress.history
+        return progress._replace(history=_Record(first.rows, first.pa_clients, first.best_pa_clients, first.ga_of_best))
 
     def _record(self, row: dict, history: Record) -> None:
         evaluated = row["ga"] is not None

@@ -6,25 +6,21 @@ layouts are in docs/data.md. Letters: n images, S side in pixels, C classes.
 """
 
 import os
-import zipfile
-import zlib
-from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.domain_shifts import DOMAIN_SHIFTS, public_digits, resize, shifted_digits, windows
+from fedjax_pcdd.data.domain_shifts import public_digits, resize, shifted_digits, windows
+from fedjax_pcdd.data.npz import decode_delta, read_arrays
+from fedjax_pcdd.data.recipes import TASKS, Recipe
 from fedjax_pcdd.errors import UserError, nearest
 
 SPLITS = ("held_out", "code")
 HELD_OUT = 0.3
 _IMAGES = ("x_train_delta", "x_train", "x")
 _ARCHIVE = ("x", "y", "domain", "domains")
-_UNREADABLE = (
-    OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
 
 
 class Domain(NamedTuple):
@@ -74,49 +70,6 @@ class Task(NamedTuple):
     def side(self) -> int:
         """S, which the public images must share."""
         return self.domains[0].x_train.shape[1]
-
-
-class Recipe(NamedTuple):
-    """What is known of a task before its data is read; fields as in `Task`.
-
-    `layout` says where the images lie: "shifts" (made from the built-in digits), "files" (a data set for each domain)
-    or "archive" (one file without a split). A size of None takes all images that are not tests.
-    """
-
-    description: str
-    layout: str
-    domains: tuple[str, ...]
-    private: tuple[int | None, ...]
-    local_epochs: tuple[int, ...]
-    num_classes: int = 10
-    top: int = 1
-    public: str = "cifar100"
-    public_samples: int = 5000
-    public_epochs: int = 1
-    side: int = 32
-
-
-TASKS = {
-    "digits_domains": Recipe(
-        "four looks of scikit-learn's digits, built in", "shifts",
-        tuple(DOMAIN_SHIFTS), (150,) * 4, (5,) * 4, public="digits_public", public_samples=1000, side=16,
-    ),
-    "digits2": Recipe("the first two domains of digits", "files", ("mnist", "usps"), (150, 80), (40, 35)),
-    "digits": Recipe(
-        "MNIST, USPS, SVHN and SYN (FCCL, tables 1 and 3)", "files",
-        ("mnist", "usps", "svhn", "syn"), (150, 80, 5000, 1800), (40, 35, 3, 4),
-    ),
-    "office_caltech10": Recipe(
-        "ten classes of objects from Amazon, Caltech-256, a DSLR and a webcam", "archive",
-        ("amazon", "caltech10", "dslr", "webcam"), (None,) * 4, (15, 15, 30, 30),
-    ),
-    "office_home": Recipe(
-        "Office-Home: 65 classes of objects in four styles (FCCL, tables 1 and 2)", "archive",
-        ("Art", "Clipart", "Product", "Real World"), (1400, 2000, 2500, 2000), (10, 6, 6, 6),
-        num_classes=65, top=5, public_epochs=2,
-    ),
-}  # fmt: skip
-"""The tasks by name."""
 
 
 def load_task(
@@ -254,7 +207,7 @@ def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
     if not file.is_file():
         layout = "with x, y, domain and domains, see docs/data.md"
         raise UserError(f"The task '{name}' lacks {name}.npz in {root}; put it there ({layout}).")
-    arrays = _read(file, _ARCHIVE)
+    arrays = read_arrays(file, _ARCHIVE)
     if fault := _fault(arrays, TASKS[name]):
         raise UserError(f"{file} cannot be used: {fault}; docs/data.md describes its layout.")
     x, y, domain = arrays["x"], arrays["y"], arrays["domain"]
@@ -294,16 +247,6 @@ def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
     return f"it has no images of {', '.join(absent)}" if absent else None
 
 
-def _read(file: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """The wanted arrays of an npz file, as far as they are there; the others are not read."""
-    try:
-        with open(file, "rb") as stream, np.load(stream, allow_pickle=False) as archive:
-            return {key: np.asarray(archive[key]) for key in wanted if key in archive.files}
-    except _UNREADABLE as error:
-        advice = "write it anew with numpy.savez, without object arrays."
-        raise UserError(f"{file} is no readable npz archive; {advice}") from error
-
-
 def _unlabelled(name: str, root: Path) -> np.ndarray:
     """Training images [n, H, W, channels] of a data set, uint8."""
     file = root / f"{name}.npz"
@@ -311,7 +254,7 @@ def _unlabelled(name: str, root: Path) -> np.ndarray:
         raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
     if name == "digits" or not file.is_file():
         return sources.load(name, root).x_train
-    arrays = _read(file, _IMAGES)
+    arrays = read_arrays(file, _IMAGES)
     if not arrays:
         raise UserError(f"{file} holds no images; it needs {', '.join(_IMAGES[:-1])} or {_IMAGES[-1]}.")
     key, images = next(iter(arrays.items()))
@@ -323,5 +266,5 @@ def _unlabelled(name: str, root: Path) -> np.ndarray:
         fault = f"{key} must be uint8 {wanted}, not {images.dtype} {list(images.shape)}"
         raise UserError(f"{file} cannot be used: {fault}.")
     if key == "x_train_delta":
-        return sources.decode_delta(images)
+        return decode_delta(images)
     return images if images.ndim == 4 else images[..., None]

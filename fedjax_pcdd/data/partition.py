@@ -5,13 +5,13 @@ Letters: K clients, C classes, n samples. Randomness comes from the legacy NumPy
 index by index and nothing global is touched.
 """
 
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedjax_pcdd.data.dealing import assign_classes, cut, deal, draw, shuffle
 from fedjax_pcdd.errors import UserError, nearest
 
 PARTITIONS = {
@@ -125,10 +125,10 @@ def dirichlet(
             "use fewer --clients or a smaller --min-samples."
         )
     for _ in range(max_tries):
-        shuffled, shares = zip(*_draw(splits, clients, beta, rng), strict=True)
+        shuffled, shares = zip(*draw(splits, clients, beta, rng), strict=True)
         if shares[0].sum(0).min() >= wanted:
-            train, test = map(_cut, shuffled, shares)
-            return Partition(_shuffle(train, rng), _shuffle(test, rng))
+            train, test = map(cut, shuffled, shares)
+            return Partition(shuffle(train, rng), shuffle(test, rng))
     raise UserError(
         f"no Dirichlet draw in {max_tries} gave every client {wanted} samples: "
         "use a larger --beta, fewer --clients or a smaller --min-samples."
@@ -176,12 +176,12 @@ def pcdd(
         )
     if classes_per_client == num_classes:
         return iid(y_train, y_test, clients=clients, seed=seed)
-    owned = _assign_classes(clients, classes_per_client, num_classes, seed)
-    dealt = _deal(train, owned, rng)
+    owned = assign_classes(clients, classes_per_client, num_classes, seed)
+    dealt = deal(train, owned, rng)
     if doubled:
-        again = _deal(train, owned, rng)
+        again = deal(train, owned, rng)
         dealt = tuple(np.concatenate(pair) for pair in zip(dealt, again, strict=True))
-    return Partition(dealt, _deal(test, owned, rng))
+    return Partition(dealt, deal(test, owned, rng))
 
 
 def iid(y_train: ArrayLike, y_test: ArrayLike, *, clients: int, seed: int) -> Partition:
@@ -247,66 +247,3 @@ def _positions(y: ArrayLike, num_classes: int) -> list[np.ndarray]:
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
         raise UserError(f"labels must lie in [0, {num_classes}), not in [{labels.min()}, {labels.max()}].")
     return [np.flatnonzero(labels == c).astype(np.int64) for c in range(num_classes)]
-
-
-def _draw(
-    splits: list[list[np.ndarray]], clients: int, beta: float, rng: np.random.RandomState
-) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """One Dirichlet draw: for each split C shuffled index arrays and the clients' shares of them, [C, K]."""
-    shuffled = [[indices.copy() for indices in split] for split in splits]
-    shares = [np.zeros((len(split), clients), np.int64) for split in splits]
-    fair = [sum(map(len, split)) / clients for split in splits]
-    for c in range(len(splits[0])):
-        for split in shuffled:
-            rng.shuffle(split[c])
-        q = rng.dirichlet(np.repeat(beta, clients))
-        for split, share, full in zip(shuffled, shares, fair, strict=True):
-            share[c] = _share(len(split[c]), q, share.sum(0), full)
-    return list(zip(shuffled, shares, strict=True))
-
-
-def _share(samples: int, q: np.ndarray, sizes: np.ndarray, full: float) -> np.ndarray:
-    """How many of the samples of a class each client gets, [K]; `sizes` is what it holds already."""
-    q = np.where(sizes < full, q, 0.0)
-    if not 0 < q.sum() < np.inf:
-        q = np.where(np.arange(len(q)) == np.argmin(sizes), 1.0, 0.0)
-    cuts = (np.cumsum(q / q.sum()) * samples).astype(np.int64)[:-1]
-    return np.diff(cuts, prepend=0, append=samples)
-
-
-def _cut(shuffled: list[np.ndarray], shares: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Index lists of the clients, class by class."""
-    pieces = [np.split(i, np.cumsum(share)[:-1]) for i, share in zip(shuffled, shares, strict=True)]
-    return tuple(np.concatenate(own) for own in zip(*pieces, strict=True))
-
-
-def _shuffle(lists: tuple[np.ndarray, ...], rng: np.random.RandomState) -> tuple[np.ndarray, ...]:
-    """Shuffle each list in place, one after another."""
-    for indices in lists:
-        rng.shuffle(indices)
-    return lists
-
-
-def _assign_classes(clients: int, classes_per_client: int, num_classes: int, seed: int) -> list[list[int]]:
-    """Classes of each client: in order until every class is dealt, then at random without repetition."""
-    rng = random.Random(seed)
-    fresh = iter(range(num_classes))
-    owned: list[list[int]] = [[] for _ in range(clients)]
-    for own in owned:
-        for _ in range(classes_per_client):
-            c = next(fresh, None)
-            while c is None or c in own:
-                c = rng.randint(0, num_classes - 1)
-            own.append(c)
-    return owned
-
-
-def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState) -> tuple[np.ndarray, ...]:
-    """Shuffle each class and share it equally among its owners, in the order of the clients."""
-    pieces: list[list[np.ndarray]] = [[] for _ in owned]
-    for c, indices in enumerate(positions):
-        owners = [k for k, own in enumerate(owned) if c in own]
-        parts = np.array_split(rng.permutation(indices), len(owners))
-        for k, part in zip(owners, parts, strict=True):
-            pieces[k].append(part)
-    return tuple(np.concatenate(own) for own in pieces)

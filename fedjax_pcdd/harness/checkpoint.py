@@ -12,10 +12,8 @@ arrays, and all read.
 """
 
 import json
-import re
 import shutil
 import sys
-import textwrap
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,13 +25,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import snapshot
+from fedjax_pcdd.harness import damage, snapshot
 from fedjax_pcdd.harness.disk import check_space as check_space
 from fedjax_pcdd.harness.disk import for_user
 from fedjax_pcdd.harness.hosts import in_turn
 from fedjax_pcdd.harness.manager import REMOVED, Retention, open_manager, silence_orbax
 
-_FILES = "files.json"
 _SMALL_FILES = 2**17
 
 
@@ -98,7 +95,7 @@ class Checkpoints:
     def __exit__(self, *_):
         self.close()
 
-    def save(self, round: int, server: Any, clients: Any, history: dict[str, Any], *, force: bool = False) -> bool:
+    def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> bool:
         """Take a snapshot of the arrays and return; the writing happens behind the caller's back.
 
         The arrays may be donated as soon as this returns: the snapshot shares no memory with them. Where the
@@ -109,7 +106,7 @@ class Checkpoints:
           server: pytree of arrays.
           clients: pytree of arrays, `()` where clients keep nothing; left out where the checkpoint is not to be full,
             unless forced.
-          history: whatever JSON can hold; it comes back on `restore`.
+          history: JSON; what it stands for comes back on `restore`.
           force: write now, and fully, whatever `every` and `clients_every` say.
 
         Returns:
@@ -127,11 +124,10 @@ class Checkpoints:
         parts = {"server": snapshot.take("server", server)}
         if full:
             parts["clients"] = snapshot.take("clients", clients)
-        text = json.dumps(history)
         if self._worker is None:
-            self._guard(lambda: self._write(round, parts, text))
+            self._guard(lambda: self._write(round, parts, history))
         else:
-            self._pending = self._worker.submit(self._write, round, parts, text)
+            self._pending = self._worker.submit(self._write, round, parts, history)
         return True
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
@@ -194,7 +190,6 @@ class Checkpoints:
         inventory = {
             part: {name: snapshot.fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()
         }
-        # The history is spliced in as text: long histories would cost a second pass of the encoder.
         content = f'{{"arrays": {json.dumps(inventory)}, "history": {history}}}'
         items: dict[str, Any] = {"record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})}
         for part, arrays in host.items():
@@ -209,7 +204,7 @@ class Checkpoints:
         except BaseException:
             self._full.discard(round)
             raise
-        _list_files(self._folder / str(round))
+        damage.list_files(self._folder / str(round))
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
     def _newest(self, like: dict[str, Any]) -> Restored | None:
@@ -217,7 +212,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for round in sorted(self._manager.all_steps(), reverse=True):
             try:
-                _check_files(self._folder / str(round))
+                damage.check_files(self._folder / str(round))
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
@@ -226,7 +221,7 @@ class Checkpoints:
                 raise
             # Damage can surface as almost any exception of Orbax, TensorStore or the decoders.
             except Exception as error:
-                damaged[round] = _reason(error)
+                damaged[round] = damage.reason(error)
                 continue
             for bad, reason in damaged.items():
                 self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
@@ -278,36 +273,6 @@ class Checkpoints:
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
 
-def _list_files(checkpoint: Path) -> None:
-    """Write down the files of a finished checkpoint and their sizes."""
-    sizes = {str(f.relative_to(checkpoint)): f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()}
-    (checkpoint / _FILES).write_text(json.dumps(sizes))
-
-
-def _check_files(checkpoint: Path) -> None:
-    """ValueError where a file is missing or has another size.
-
-    TensorStore would notice too, but leaves reads behind that print tracebacks when they fail one by one. A process
-    killed before the list was written leaves a checkpoint without one, which is then only checked by its contents.
-    """
-    try:
-        sizes = json.loads((checkpoint / _FILES).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return
-    for name, size in sizes.items():
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
-            raise ValueError(f"the file {name} is missing or cut short")
-
-
 def required_bytes(server: Any, clients: Any) -> int:
     """Disk space in bytes of one full checkpoint; the trees may be abstract."""
     return snapshot.size(server) + snapshot.size(clients) + _SMALL_FILES
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError | KeyError):
-        return "a file is missing"
-    if isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)):
-        return "an array file is missing or cut short"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(lines[0], 100, placeholder="...")

@@ -33,7 +33,7 @@ PRESETS = Path("experiments/presets")
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
     *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "device", "devices", "data_dir"),
+    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
     *("coordinator", "processes", "process", "patience"),
 }
 

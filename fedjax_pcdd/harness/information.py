@@ -56,7 +56,7 @@ def _list(name: str) -> str:
 
         return table(("data set", "what it is"), DATASETS.items())
     if name == "list_tasks":
-        from fedjax_pcdd.data.domains import TASKS
+        from fedjax_pcdd.data.recipes import TASKS
 
         rows = [(task, recipe.description, ", ".join(recipe.domains)) for task, recipe in TASKS.items()]
         return table(("task", "what it is", "participants"), rows)

@@ -11,9 +11,9 @@ from fedjax_pcdd.data.federation import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.assembly import build_model, default_model
 from fedjax_pcdd.harness.config import parse_config
-from fedjax_pcdd.harness.records import RunFolder
+from fedjax_pcdd.harness.records import TRACK, RunFolder
 from fedjax_pcdd.harness.report.collect import RunRecord
-from fedjax_pcdd.harness.tracking import TRACK, Tracker
+from fedjax_pcdd.harness.tracking import Tracker
 from fedjax_pcdd.simulation.program import State
 
 

@@ -15,16 +15,8 @@ from typing import Any, NamedTuple
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.config import (
-    PLACE,
-    RUN,
-    RunConfig,
-    as_mapping,
-    convert_all,
-    load_mapping,
-    parse_config,
-    short_nearest,
-)
+from fedjax_pcdd.harness.config import PLACE, RUN, RunConfig, parse_config
+from fedjax_pcdd.harness.mappings import as_mapping, convert_all, load_mapping, short_nearest
 from fedjax_pcdd.harness.options import options_of
 from fedjax_pcdd.methods import Method
 

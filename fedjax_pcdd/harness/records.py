@@ -26,7 +26,7 @@ from fedjax_pcdd.harness.display import final_table as final_table
 from fedjax_pcdd.harness.display import progress as progress
 from fedjax_pcdd.harness.display import show as show
 
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 COLOURS = {"ga": "#0072B2", "pa": "#D55E00", "loss": "#555555"}

@@ -18,13 +18,11 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.records import RunFolder
+from fedjax_pcdd.harness.records import TRACK, RunFolder
 from fedjax_pcdd.simulation.groups import Groups
 from fedjax_pcdd.simulation.program import Data, Program, State, Tree
 from fedjax_pcdd.simulation.round import Simulation
 from fedjax_pcdd.trees import select
-
-TRACK = "track.jsonl"
 
 
 def names_of(text: str | None) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ def class_scales(
     Args:
       class_counts: [C] training samples of the client, n_kc.
       federation_counts: [K, C] training samples of all clients; read by "serverscaled" alone.
-      function: Q(x) is "identity" x, "sqrt" of x, or "exp" of x. With "exp" a missing class keeps Q = 1 > 0.
+      function: Q(x) is "identity" x, "sqrt" of x, or "exp" of x. With "exp" a missing class keeps Q = 1 > 0. "none"
+        is FedGE: 1 for every class, also of a client without samples, whatever `gamma`.
       gamma: "class": 1/C, hence Phi = C n_kc / n_k as published, for "identity" alone. "localgamma": the mean
         over classes of the client's own Q. "serverscaled": sum_j p_j Q_jc for each class with p_j = n_j / n of
         all clients, which makes sum_k p_k Phi_k = 1 for every class that has samples.
@@ -37,6 +38,8 @@ def class_scales(
     Raises:
       UserError: `function` or `gamma` is unknown, or the two do not go together.
     """
+    if function == "none":
+        return jnp.ones(class_counts.shape)
     _check(function, gamma)
     values = _curve(class_counts, function)
     if gamma == "class":

@@ -16,7 +16,7 @@ from flax import struct
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
-from fedjax_pcdd.trees import zeros_like
+from fedjax_pcdd.trees import tilted_distance, zeros_like
 
 
 @struct.dataclass
@@ -54,16 +54,13 @@ class FedDC(Drifting):
 
     def _correction(self, context: Context):
         """Delta / nu_k - Delta_k, as the parameters."""
-        ratio = self._ratio(context)
-        return jax.tree.map(lambda everyone, own: everyone / ratio - own, context.server.state, context.client.state)
+        inverse = 1 / self._ratio(context)
+        return jax.tree.map(lambda everyone, own: inverse * everyone - own, context.server.state, context.client.state)
 
     def penalty(self, variables, outputs, batch, context):
         """Penalised drift and gradient correction, a scalar."""
-        params = variables["params"]
-        moved = self.moved(variables, context)
-        drifted = optax.tree.norm(optax.tree.add(moved, context.client.drift), squared=True)
-        alpha = self.alpha / self._ratio(context)
-        return 0.5 * alpha * drifted + optax.tree.vdot(self._correction(context), params)
+        params, centre = variables["params"], optax.tree.sub(context.start["params"], context.client.drift)
+        return tilted_distance(params, centre, self._correction(context), self.alpha / self._ratio(context))
 
     def _steps(self, context: Context):
         """K_s, a scalar."""
@@ -76,11 +73,10 @@ class FedDC(Drifting):
         """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""
         client, message = super().upload(variables, summary, context)
         rate = self._steps(context) * context.hyper.lr
-        correction, moved = self._correction(context), self.moved(variables, context)
-        state = jax.tree.map(lambda c, d: -c - d / rate, correction, moved)
-        share = self._ratio(context) / context.setting.num_clients
-        change = optax.tree.scale(share, optax.tree.sub(state, context.client.state))
-        total = message.total._replace(state=change)
+        ratio, moved = self._ratio(context), self.moved(variables, context)
+        change = jax.tree.map(lambda everyone, d: -everyone / ratio - d / rate, context.server.state, moved)
+        state = optax.tree.add(context.client.state, change)
+        total = message.total._replace(state=optax.tree.scale(ratio / context.setting.num_clients, change))
         return client._replace(state=state), message._replace(total=total)
 
     def aggregate(self, server, message, weights):

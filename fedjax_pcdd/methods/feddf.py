@@ -11,7 +11,6 @@ mean on each public batch.
 
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
@@ -19,6 +18,7 @@ from flax import struct
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
 from fedjax_pcdd.methods.method import Message, Method, hyperparameter
 from fedjax_pcdd.methods.participant import Exchanging, over_all
+from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -89,28 +89,15 @@ class FedDF(Exchanging):
 
     def distil(self, server, message, context):
         """The mean model after `server_steps` steps towards the ensemble."""
-        total, public = message.total[0] / message.total[1], context.public
-        size = min(self.server_batch, total.shape[0])
+        total = message.total[0] / message.total[1]
         schedule = optax.cosine_decay_schedule(self.server_lr, self.server_decay_steps)
         optimiser = optax.chain(optax.clip_by_global_norm(self.server_clip), optax.adam(schedule))
+        size = min(self.server_batch, total.shape[0])
 
-        def step(t, carry):
-            variables, state = carry
-            key = jax.random.fold_in(context.key, t)
-            index = jax.random.choice(key, total.shape[0], (size,), replace=False)
-            images = public.prepare(index, jax.random.fold_in(key, 1))
+        def distance(logits, index):
+            return self._distance(logits, total[index])
 
-            def loss(params):
-                outputs, seen = forward(context.model, {**variables, "params": params}, images, train=True, key=key)
-                return self._distance(outputs.logits, total[index]), seen
-
-            gradients, seen = jax.grad(loss, has_aux=True)(variables["params"])
-            updates, state = optimiser.update(gradients, state)
-            params = optax.apply_updates(variables["params"], updates)
-            return {**variables, **seen, "params": params}, state
-
-        start = server.variables, optimiser.init(server.variables["params"])
-        variables, _ = jax.lax.fori_loop(0, self.server_steps, step, start)
+        variables = train_on_public(server.variables, distance, context, optimiser, steps=self.server_steps, size=size)
         return server._replace(variables=variables)
 
     def say(self, variables, batch, context):

@@ -16,7 +16,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import hyperparameter
-from fedjax_pcdd.trees import squared_distance
+from fedjax_pcdd.trees import tilted_distance
 
 
 @struct.dataclass
@@ -42,9 +42,7 @@ class FedDyn(Drifting):
     def penalty(self, variables, outputs, batch, context):
         """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""
         alpha = self.alpha / size_factor(context) if self.alpha_scaling == "inverse_size" else self.alpha
-        params = variables["params"]
-        tied = 0.5 * squared_distance(params, context.start["params"])
-        return alpha * (optax.tree.vdot(context.client.drift, params) + tied)
+        return alpha * tilted_distance(variables["params"], context.start["params"], context.client.drift)
 
     def moved(self, variables, context):
         """w_k - w^t; nothing accumulates at alpha = 0."""

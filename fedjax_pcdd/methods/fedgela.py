@@ -11,16 +11,14 @@ of an MLP on digits and a CNN on Fashion-MNIST) 1 and 2 gave the best GA.
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import class_scales, scaled_logits
 from fedjax_pcdd.methods.method import Method, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.models.etf import simplex_etf
+from fedjax_pcdd.models.etf import draw_etf
 
 
 class Server(NamedTuple):
@@ -73,10 +71,7 @@ class FedGELA(Method):
         return model.clone(neck=self.layers, head=learned, head_bias=False, feature_norm=batch)
 
     def configure(self, setting):
-        """E_W (of an ETF) and gamma where they were left open; an ETF needs D >= C."""
-        classes, features = setting.num_classes, setting.feature_dim
-        if self.classifier == "etf" and features < classes:
-            raise UserError(f"an ETF of {classes} classes needs {classes} features, not {features}: widen --model.")
+        """E_W (of an ETF) and gamma where they were left open."""
         gamma = self.gamma or ("class" if self.phi == "identity" else "serverscaled")
         ew = (1e4 if setting.normalised else 4.0) if self.ew is None and self.classifier == "etf" else self.ew
         return dataclasses.replace(self, ew=ew, gamma=gamma)
@@ -92,16 +87,12 @@ class FedGELA(Method):
         return said
 
     def init_server(self, setting, variables, class_counts, key):
-        """The ETF, from a seed that follows from the key; none beside a learned classifier."""
-        if self.classifier == "learned":
-            return Server(variables, ())
-        etf = simplex_etf(setting.feature_dim, setting.num_classes, seed=int(jax.random.bits(key)))
-        return Server(variables, jnp.asarray(etf, dtype=jnp.result_type(float)))
+        """The ETF, which needs D >= C; none beside a learned classifier."""
+        etf = () if self.classifier == "learned" else draw_etf(key, setting.feature_dim, setting.num_classes)
+        return Server(variables, etf)
 
     def init_client(self, setting, server, facts, key):
         """Phi_k [C]; ones for FedGE."""
-        if self.phi == "none":
-            return jnp.ones(setting.num_classes)
         return class_scales(facts.class_counts, facts.federation_counts, function=self.phi, gamma=self.gamma or "class")
 
     def _scores(self, server, outputs, phi):

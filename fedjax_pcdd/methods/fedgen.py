@@ -12,7 +12,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -20,8 +19,7 @@ from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares
 from fedjax_pcdd.methods.label_counts import LabelCounts
 from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import apply_head
-from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator, train_generator
-from fedjax_pcdd.trees import where
+from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator, train_generator
 
 
 class Server(NamedTuple):
@@ -74,9 +72,7 @@ class FedGen(LabelCounts):
         return self.synthetic_batch  # pyright: ignore[reportReturnType]
 
     def _adam(self, trained):
-        lr = self.generator_lr * self.generator_lr_decay**trained
-        decay = optax.add_decayed_weights(self.generator_wd)
-        return optax.chain(decay, optax.scale_by_adam(), optax.scale_by_learning_rate(lr))
+        return adam(self.generator_lr * self.generator_lr_decay**trained, self.generator_wd)
 
     def init_server(self, setting, variables, class_counts, key):
         """A fresh generator that knows no class yet."""
@@ -119,9 +115,8 @@ class FedGen(LabelCounts):
             return teachers + self.diversity * diversity(noise, features)
 
         key = jax.random.fold_in(jax.random.key(server.seed), server.trained)
-        old, update = (server.generator, server.optimiser), self._adam(server.trained).update
+        old, optimiser = (server.generator, server.optimiser), self._adam(server.trained)
         size, steps = self._size, self.generator_steps
-        new = train_generator(*old, update, objective, key, owned, size=size, steps=steps, noise=self.noise)
-        generator, optimiser = where(jnp.any(owned), new, old)
+        new = train_generator(*old, optimiser, objective, key, owned, size=size, steps=steps, noise=self.noise)
         known = owned | server.known if self.stale == "carry" else owned
-        return Server(message.mean, generator, optimiser, known, server.seed, server.trained + jnp.any(owned))
+        return Server(message.mean, *new, known, server.seed, server.trained + jnp.any(owned))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.models.layers import BatchNorm, Linear
+from fedjax_pcdd.trees import where
 
 
 class Generator(nn.Module):
@@ -75,10 +76,16 @@ def draw_labels(key: jax.Array, allowed: jax.Array, size: int) -> jax.Array:
     return jax.random.categorical(key, jnp.where(allowed, 0.0, -jnp.inf), shape=(size,))
 
 
+def adam(lr: jax.Array | float, weight_decay: jax.Array | float) -> optax.GradientTransformation:
+    """Adam whose weight decay is added to the gradient."""
+    decay = optax.add_decayed_weights(weight_decay)
+    return optax.chain(decay, optax.scale_by_adam(), optax.scale_by_learning_rate(lr))
+
+
 def train_generator(
     generator: Any,
-    optimiser: optax.OptState,
-    update: Callable,
+    state: optax.OptState,
+    optimiser: optax.GradientTransformation,
     objective: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     key: jax.Array,
     allowed: jax.Array,
@@ -91,7 +98,8 @@ def train_generator(
 
     Args:
       generator: as `initialise_generator` gives it.
-      optimiser: the state of `update`, an optax transformation's, which gives what is to be added.
+      state: of the optimiser.
+      optimiser: of the parameters.
       objective: scalar of (noise [B, N], features [B, D], labels [B]).
       key: consumed for labels and noise.
       allowed: [C] bool.
@@ -100,22 +108,23 @@ def train_generator(
       noise: as in `generate`.
 
     Returns:
-      The generator and its optimiser's state.
+      The generator and its optimiser's state; both as they were where no class is allowed.
     """
 
     def step(i, carry):
-        current, optimiser = carry
+        current, optimiser_state = carry
         label_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
         labels = draw_labels(label_key, allowed, size)
 
         def loss(params):
             variables = {**current, "params": params}
-            drawn, features, state = generate(variables, noise_key, labels, len(allowed), noise=noise, train=True)
-            return objective(drawn, features, labels), state
+            drawn, features, seen = generate(variables, noise_key, labels, len(allowed), noise=noise, train=True)
+            return objective(drawn, features, labels), seen
 
         params = current["params"]
-        gradients, state = jax.grad(loss, has_aux=True)(params)
-        updates, optimiser = update(gradients, optimiser, params)
-        return {**state, "params": optax.apply_updates(params, updates)}, optimiser
+        gradients, seen = jax.grad(loss, has_aux=True)(params)
+        updates, optimiser_state = optimiser.update(gradients, optimiser_state, params)
+        return {**seen, "params": optax.apply_updates(params, updates)}, optimiser_state
 
-    return jax.lax.fori_loop(0, steps, step, (generator, optimiser))
+    old = generator, state
+    return where(jnp.any(allowed), jax.lax.fori_loop(0, steps, step, old), old)

@@ -14,10 +14,11 @@ import numpy as np
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.config import PLACE, RUN, TASK_DEFAULTS, load_mapping
+from fedjax_pcdd.harness.config import PLACE, RUN, TASK_DEFAULTS
+from fedjax_pcdd.harness.mappings import load_mapping
 from fedjax_pcdd.harness.options import Option, options_of
 from fedjax_pcdd.harness.presets import read_text
-from fedjax_pcdd.harness.records import CONFIG, SUMMARY, RunFolder
+from fedjax_pcdd.harness.records import CONFIG, SUMMARY, TRACK, RunFolder
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,14 @@ class RunRecord:
             parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
+    @cached_property
+    def tracked(self) -> list[dict[str, Any]]:
+        """Lines of track.jsonl, [] without --track; UserError where they cannot be read."""
+        try:
+            return RunFolder(self.path).rows(TRACK)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            raise _unreadable(self.path) from None
+
     def changed(self) -> float:
         """When the run last wrote a round, in seconds since the epoch; 0 before its first."""
         path = self.path / "metrics.jsonl"
@@ -140,8 +149,12 @@ def read_run(path: Path) -> RunRecord:
         resolved, summary = folder.read_json("resolved.json"), folder.read_json(SUMMARY)
         rows, clients = folder.rows(), folder.rows("clients.jsonl")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        raise UserError(f"{path} has files that cannot be read: repair the run or leave it out.") from None
+        raise _unreadable(path) from None
     return RunRecord(path, config, text, resolved or {}, rows, clients, summary)
+
+
+def _unreadable(path: Path) -> UserError:
+    return UserError(f"{path} has files that cannot be read: repair the run or leave it out.")
 
 
 def _hyperparameters(method: str) -> dict[str, Option]:

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-from fedjax_pcdd.data.domains import TASKS
+from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.harness.report.collect import RunRecord
 
 # Metric of the expected tables -> entry of summary.json and its factor. Papers report the best round.
@@ -15,6 +15,7 @@ SUMMARY_VALUES = {
     "seconds_per_round": ("seconds_per_round", 1.0),
 }
 DOMAIN_METRICS = ("inter_top1_pct", "intra_top1_pct", "inter_top5_pct", "intra_top5_pct")
+EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, by --track=spectrum
 TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
 # Metrics with the same title share a table.
 TITLES = {
@@ -26,12 +27,13 @@ TITLES = {
     "intra_top1_pct": "intra-domain accuracy, last round, %",
     "inter_top5_pct": "inter-domain top-5 accuracy, last round, %",
     "intra_top5_pct": "intra-domain top-5 accuracy, last round, %",
+    EIGENVALUES: "variance of the 50 largest eigenvalues",
     "rounds_to_target": "rounds to FedAvg's accuracy, and speed-up",
     "speedup": "rounds to FedAvg's accuracy, and speed-up",
 }
 # How a column is called beside its split, and digits after the point where they are not 2.
 HEADINGS = {"rounds_to_target": "rounds", "speedup": "speed-up"}
-DIGITS = {"ga_fraction": 4, "rounds_to_target": 0}
+DIGITS = {"ga_fraction": 4, EIGENVALUES: 1, "rounds_to_target": 0}
 
 
 class Expected(NamedTuple):
@@ -76,9 +78,17 @@ def measured(run: RunRecord, metric: str) -> float | None:
     """What a finished run has for a metric of the expected tables, in its unit; None where it has nothing."""
     if kind(metric) in DOMAIN_METRICS:
         return _of_domain(run, metric)
+    if metric == EIGENVALUES:
+        return _of_spectrum(run)
     name, factor = SUMMARY_VALUES.get(metric, ("", 1.0))
     value = (run.summary or {}).get(name)
     return None if value is None else factor * value
+
+
+def _of_spectrum(run: RunRecord) -> float | None:
+    row = run.tracked[-1] if run.tracked else {}
+    found = (row.get("spectrum") or {}).get("global") or {}
+    return found.get("variance") if row.get("round") == run.rounds_done else None
 
 
 def _of_domain(run: RunRecord, metric: str) -> float | None:

@@ -12,9 +12,7 @@ from fedjax_pcdd.harness.presets import Preset, preset_values, read_preset
 from fedjax_pcdd.harness.report.collect import RunRecord
 
 # These options do not change what is computed.
-INDIFFERENT = {
-    *PLACE, *MAY_CHANGE, "seed", "lanes", "client_state", "eval_batch", "track", "track_every", "track_local",
-}  # fmt: skip
+INDIFFERENT = {*PLACE, *MAY_CHANGE, "seed", "lanes", "client_state", "eval_batch"}
 PARTITION = ("clients", "partition", "beta", "classes_per_client")
 
 

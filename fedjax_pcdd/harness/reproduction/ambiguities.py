@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.config import as_mapping, load_mapping
+from fedjax_pcdd.harness.mappings import as_mapping, load_mapping
 from fedjax_pcdd.harness.presets import read_text
 from fedjax_pcdd.harness.report.expected import Expected
 from fedjax_pcdd.harness.reproduction.statistics import Difference, difference

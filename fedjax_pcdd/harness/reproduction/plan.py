@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.harness.cli import configure
-from fedjax_pcdd.harness.config import RunConfig, as_mapping, load_mapping
+from fedjax_pcdd.harness.config import RunConfig
+from fedjax_pcdd.harness.mappings import as_mapping, load_mapping
 from fedjax_pcdd.harness.presets import Preset, read_preset, read_text
 from fedjax_pcdd.methods import Method
 

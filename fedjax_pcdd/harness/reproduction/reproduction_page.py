@@ -31,7 +31,6 @@ How to read it:
   three seeds that is a weak test), otherwise it is *not distinguishable*; with one seed only the sign is said.
 """
 MOST_NAMED = 4  # splits of a claim that the summary lists
-EXTRA_TITLES = {"eigenvalue_variance": "variance of the 50 largest eigenvalues"}
 
 
 def reproduction_page(
@@ -195,8 +194,8 @@ def _commands(column: Column) -> list[str]:
 
 def _title(metric: str) -> str:
     name, _, domain = metric.partition(":")
-    titles = {"ga_pct": "GA, %", "pa_pct": "PA, %"} | EXTRA_TITLES
-    return f"{titles.get(name, TITLES.get(name, name))} {domain}".rstrip()
+    titles = TITLES | {"ga_pct": "GA, %", "pa_pct": "PA, %"}
+    return f"{titles.get(name, name)} {domain}".rstrip()
 
 
 def _piped(cells: Sequence[str]) -> str:

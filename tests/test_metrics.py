@@ -1,0 +1,46 @@
+"""The history of a run: what a checkpoint of each round takes of it."""
+
+import json
+
+import numpy as np
+
+from fedjax_pcdd.harness import metrics
+from fedjax_pcdd.harness.metrics import History, new_history
+
+
+def grow(history, rounds):
+    for round in rounds:
+        history.rows.append({"round": round, "ga": round / 7, "pa": None, "ga_per_class": [1 / 3, None]})
+        history.update_clients([round % 3], np.array([round / 11]))
+        history.update_best(np.full(3, round / 13))
+
+
+def test_every_checkpoint_gives_back_the_history_of_its_round():
+    history = new_history(3)
+    texts = []
+    for round in range(1, 5):
+        grow(history, [round])
+        texts.append(history.to_json())
+    for done, text in enumerate(texts, 1):
+        alone = new_history(3)
+        grow(alone, range(1, done + 1))
+        assert History(**json.loads(text)) == alone
+
+
+def test_a_restored_history_goes_on_as_if_it_had_not_been_interrupted():
+    whole, part = new_history(3), new_history(3)
+    grow(whole, range(1, 6))
+    grow(part, range(1, 3))
+    restored = History(**json.loads(part.to_json()))
+    grow(restored, range(3, 6))
+    assert restored.to_json() == whole.to_json()
+
+
+def test_a_row_is_encoded_once_however_many_checkpoints_follow(monkeypatch):
+    encoded = []
+    monkeypatch.setattr(metrics.json, "dumps", lambda value: encoded.append(value) or "{}")
+    history = new_history(3)
+    for round in range(1, 9):
+        grow(history, [round])
+        history.to_json()
+    assert [value["round"] for value in encoded if "round" in value] == list(range(1, 9))
