@@ -28,7 +28,8 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
-from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.jobs import World
+from fedjax_pcdd.simulation.lanes import run_lanes
 from fedjax_pcdd.simulation.program import IN_PLACE
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select

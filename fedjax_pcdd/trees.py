@@ -25,7 +25,7 @@ def squared_distance(a: Tree, b: Tree) -> jax.Array:
 def tilted_distance(a: Tree, b: Tree, tilt: Tree | None, weight: jax.Array | float = 1.0) -> jax.Array:
     """(weight / 2) * ||a - b||^2 + <tilt, a> over all leaves; without a tilt the first term alone.
 
-    In a loop in which b and tilt stay as they are, neither value nor gradient leaves arrays of the trees' size in memory.
+    In a loop that changes neither b nor tilt, value and gradient leave no arrays of the trees' size in memory.
 
     Returns:
       Scalar; 0 for trees without leaves.

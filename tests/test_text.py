@@ -247,7 +247,7 @@ def test_lanes_do_not_change_results():
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("fedmr", marks=pytest.mark.slow)])
 def test_natural_federation_runs_on_the_command_line(tmp_path, method):
-    np.savez(tmp_path / "play.npz", **made_up())
+    np.savez(tmp_path / "play.npz", **made_up(window=3, stride=6))
     options = ["--dataset=play", f"--data-dir={tmp_path}", "--partition=natural", "--clients=2", "--rounds=2"]
     short = ["--local-epochs=1", "--batch-size=8", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
     assert cli.main([f"--method={method}", *options, *short, f"--run-dir={tmp_path / 'run'}"]) == 0

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.methods.method import Hyper, Message, Method
-from fedjax_pcdd.simulation.lanes import World, run_lanes
-from fedjax_pcdd.simulation.program import Data, Program, State, Tree
+from fedjax_pcdd.simulation.jobs import World
+from fedjax_pcdd.simulation.lanes import run_lanes
+from fedjax_pcdd.simulation.program import Data, Program, State, Tree, running
 from fedjax_pcdd.simulation.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.trees import select
 
@@ -106,7 +107,7 @@ def look_between_rounds(
 
     def one(entry):
         row, client, statistics = entry
-        variables = {**method.personal_variables(server, client), **(statistics or {})}
+        variables = {**method.personal_variables(server, client), **running(statistics)}
         return look(data, server, variables, row)
 
     return jax.lax.map(one, (rows, state.clients, state.statistics))

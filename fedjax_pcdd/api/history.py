@@ -18,7 +18,7 @@ from fedjax_pcdd.harness.config import RunConfig
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 from fedjax_pcdd.simulation.groups import Groups
-from fedjax_pcdd.simulation.program import State, Tree, facts_of
+from fedjax_pcdd.simulation.program import State, Tree, facts_of, running
 from fedjax_pcdd.simulation.round import Simulation
 from fedjax_pcdd.trees import select
 
@@ -107,9 +107,9 @@ class History:
 
     def client_variables(self, client: int) -> Tree:
         """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
-        simulation, server, state, _ = self._place(client)
+        _, server, state, _ = self._place(client)
         variables = dict(self.method.personal_variables(server, state.clients))
-        return variables | state.statistics if simulation.program.local_statistics else variables
+        return variables | running(state.statistics)
 
     def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
         """Features [n, D] and logits [n, C] of images.

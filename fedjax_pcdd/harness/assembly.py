@@ -127,7 +127,7 @@ def assemble(
         method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,
         cohort=config.cohort or federation.num_clients, lanes=lanes,
         devices=count_devices(config.devices), rounds=config.rounds, weights=config.weights,
-        local_statistics=config.bn == "local", client_state=config.client_state, public=public,
-        eval_batch=config.eval_batch,
+        local_statistics=config.bn == "local", keeps_optimiser=config.optimizer_state == "kept",
+        client_state=config.client_state, public=public, eval_batch=config.eval_batch,
         dtype=PRECISION[config.precision],
     )  # fmt: skip

@@ -110,7 +110,10 @@ class RunConfig:
         "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less "
         "than one batch trains on what it has, but for strict, which drops that too, as the published code",
     )
-    optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser, anew each round")
+    optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser")
+    optimizer_state: Literal["fresh", "kept"] = run_option(
+        "fresh", "training", "momentum or moments: anew each round, or kept by each client (FedGen's and FML's codes)"
+    )
     lr: float = run_option(0.01, "training", "learning rate eta", above=0)
     lr_steps: str = run_option("", "training", "rounds after which the learning rate falls, as 40,80; by default never")
     lr_decay: float = run_option(0.1, "training", "factor by which it falls", above=0, high=1)

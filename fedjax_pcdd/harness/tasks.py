@@ -81,7 +81,8 @@ class ParticipantRun(Run):
             plain_models, self.federation, method, local_training(config, method), seed=config.seed,
             epochs=self._epochs(), public=self._public(method, public), pipeline=private, lanes=lanes,
             rounds=config.rounds, weights=config.weights, local_statistics=config.bn == "local",
-            eval_batch=config.eval_batch, dtype=PRECISION[config.precision],
+            keeps_optimiser=config.optimizer_state == "kept", eval_batch=config.eval_batch,
+            dtype=PRECISION[config.precision],
         )  # fmt: skip
 
     def _measured_lanes(self, make, state, jobs):

@@ -26,6 +26,7 @@ class FML(Participant):
     """L_private = alpha CE + (1 - alpha) KL(meme || private); L_meme = beta CE + (1 - beta) KL(private || meme)."""
 
     paper: ClassVar[str] = "Shen et al., 2020"
+    renewed: ClassVar[tuple[str, ...]] = ("meme",)  # the published code keeps the private model's optimiser alone
 
     alpha: float = hyperparameter(0.5, symbol="alpha", help="weight of CE for the private model", low=0.0, high=1.0)
     beta_meme: float = hyperparameter(0.5, symbol="beta", help="weight of CE for the meme", low=0.0, high=1.0)

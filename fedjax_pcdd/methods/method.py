@@ -137,6 +137,7 @@ class Method:
     own_models: ClassVar[bool] = False  # True: clients keep their models, perhaps of different architectures
     exchange: ClassVar[Literal["never", "before", "after"]] = "never"  # on public images, see `participant.py`
     averages: ClassVar[Literal["never", "exchanged", "trained"]] = "never"  # own models, where all are alike
+    renewed: ClassVar[tuple[str, ...]] = ()  # parts of the parameters whose optimiser is new each round in any case
     distils: ClassVar[bool] = False  # the server trains on public images, by `distil`
     summary_augmented: ClassVar[bool | None] = None  # None: no pass over the local data after training
     summary_train: ClassVar[bool] = False  # that pass is in training mode, so its batches are those of training, B

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.simulation.lanes import World, load, train_step
+from fedjax_pcdd.simulation.jobs import World, load, train_step
 from fedjax_pcdd.simulation.mesh import devices_of
 from fedjax_pcdd.simulation.program import State, lift, put
 from fedjax_pcdd.simulation.round import Simulation

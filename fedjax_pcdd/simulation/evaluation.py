@@ -13,7 +13,17 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.simulation.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
-from fedjax_pcdd.simulation.program import Data, Program, Samples, State, Tree, facts_of, lift, sum_over_samples
+from fedjax_pcdd.simulation.program import (
+    Data,
+    Program,
+    Samples,
+    State,
+    Tree,
+    facts_of,
+    lift,
+    running,
+    sum_over_samples,
+)
 from fedjax_pcdd.trees import select
 
 
@@ -49,7 +59,7 @@ def domain_correct(program: Program, methods, state: State, data: Data, tests: S
         row, client, statistics = entry
         variables, facts = dict(method.personal_variables(server, client)), facts_of(program, data, row)
         if program.local_statistics:
-            variables |= statistics
+            variables |= running(statistics)
 
         def count(index, mask):
             images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
@@ -155,7 +165,7 @@ def _personal_correct(program: Program, own: bool, methods, state: State, data: 
         facts = facts_of(program, data, row)
         variables = dict(method.personal_variables(server, client))
         if program.local_statistics:
-            variables |= statistics
+            variables |= running(statistics)
 
         def predict(images):
             logits = method.predict_personal if own else method.predict_local

@@ -23,18 +23,11 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method, Server
 from fedjax_pcdd.models.classifier import Classifier, initialise
-from fedjax_pcdd.simulation import schedule
+from fedjax_pcdd.simulation import grouping, schedule
 from fedjax_pcdd.simulation.evaluation import domain_correct, public_logits
 from fedjax_pcdd.simulation.exchange import Table, run_exchange
 from fedjax_pcdd.simulation.grouping import Public as Public
-from fedjax_pcdd.simulation.grouping import (
-    batch_size_of,
-    group_simulation,
-    mean_of_models,
-    members_of,
-    placed,
-    public_batches,
-)
+from fedjax_pcdd.simulation.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
 from fedjax_pcdd.simulation.program import State, Tree, facts_of, samples_of
 from fedjax_pcdd.simulation.round import Evaluation, Launched, Local, Report
 from fedjax_pcdd.trees import select
@@ -219,7 +212,8 @@ class Groups:
     def public_plan(self, round: int) -> np.ndarray:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation, the rest dropped."""
         assert self.public is not None  # `_check` has seen to it
-        return public_batches(self.seed, round, len(self.public.images), self.public.batch, self.method.public_epochs)
+        images, batch = self.public.images, self.public.batch
+        return grouping.public_batches(self.seed, round, len(images), batch, self.method.public_epochs)
 
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
         """One round of all participants."""

@@ -6,44 +6,19 @@ Several devices do so with their own jobs, and speak to each other only when all
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.methods.method import Batch, Context, Hyper, Message
+from fedjax_pcdd.methods.method import Batch, Context, Message
 from fedjax_pcdd.simulation.evaluation import client_batches, count_correct
+from fedjax_pcdd.simulation.jobs import Lane, World, context_of, load, method_and_server, train_step
 from fedjax_pcdd.simulation.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
-from fedjax_pcdd.simulation.optimiser import make_optimiser
-from fedjax_pcdd.simulation.program import Data, Program, State, Tree, facts_of, lift, of_experiment, put, unlabelled
+from fedjax_pcdd.simulation.program import OPTIMISER, Program, State, Tree, lift, put
 from fedjax_pcdd.simulation.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.trees import select
-
-
-class World(NamedTuple):
-    """What every lane may read during a round."""
-
-    methods: Any  # [E]
-    hyper: Hyper  # [E]
-    servers: Tree  # [E, ...]
-    data: Data
-    jobs: Jobs
-    keys: jax.Array  # [J] one key a job
-    round: jax.Array
-
-
-class Lane(NamedTuple):
-    """One worker; stacked to [L, ...]."""
-
-    job: jax.Array
-    start: jax.Array  # step at which the job began
-    variables: Tree
-    optimiser: Tree
-    client: Tree
-    loss: jax.Array  # sum over the job's steps
-    statistics: Tree  # running statistics that the client started from, () unless they are local
 
 
 class Outcome(NamedTuple):
@@ -54,81 +29,6 @@ class Outcome(NamedTuple):
     statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
-
-
-def method_and_server(program: Program, world: World, job):
-    """The job's method and server."""
-    experiment = world.jobs.experiment[job]
-    return of_experiment((world.methods, world.servers), program, experiment)
-
-
-def _start(method, server: Tree, client: Tree, statistics: Tree) -> Tree:
-    """What local training starts from: the variables downloaded, but for running statistics of the client's own."""
-    return {**method.download(server, client), **(statistics or {})}
-
-
-def context_of(program: Program, world: World, lane: Lane, step) -> Context:
-    """The context of one local step of a lane's job."""
-    job, client = lane.job, lane.client
-    method, server = method_and_server(program, world, job)
-    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    start = _start(method, server, client, lane.statistics)
-    facts = facts_of(program, world.data, world.jobs.row[job])
-    epoch = step // jnp.maximum(world.jobs.epoch_steps[job], 1)
-    key = jax.random.fold_in(world.keys[job], step)
-    model, setting = program.model, program.setting
-    public = unlabelled(program, world.data)
-    return Context(model, setting, hyper, server, client, start, facts, epoch, step, world.round, key, public)
-
-
-def _optimiser(program: Program, world: World, job):
-    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    return make_optimiser(program.optimizer, hyper, clip=program.clip)
-
-
-def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
-    """A lane at the start of a job: the downloaded variables and a fresh optimiser."""
-    method, server = method_and_server(program, world, job)
-    slot = world.jobs.slot[job]
-    client, statistics = select((clients, statistics), slot)
-    variables = _start(method, server, client, statistics)
-    optimiser = _optimiser(program, world, job).init(variables["params"])
-    loss = jnp.zeros((), jnp.result_type(float))
-    job, step = jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32)
-    return Lane(job, step, variables, optimiser, client, loss, statistics)
-
-
-def train_batch(program: Program, data: Data, index, key) -> Batch:
-    """Gather and prepare the samples index [B]; -1 is padding."""
-    safe = jnp.maximum(index, 0)
-    images = prepare(program.pipeline, data.train.images[safe], key, train=True, dtype=program.dtype)
-    mask = index >= 0 if program.masked else jnp.ones(index.shape, bool)
-    return Batch(images, data.train.labels[safe], mask.astype(jnp.result_type(float)))
-
-
-def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
-    """One optimiser step of one lane on the batch index [B]."""
-    method, _ = method_and_server(program, world, lane.job)
-    context = context_of(program, world, lane, step - lane.start)
-    batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
-
-    def loss(params):
-        return method.loss({**lane.variables, "params": params}, batch, context)
-
-    params = lane.variables["params"]
-    (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    gradients = method.correct(gradients, lane.variables, context)
-    moving = method.trainable(params, context)
-    update = _optimiser(program, world, lane.job).update
-    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving)
-    updates = _only(moving, method.adjust(updates, context))
-    variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
-    return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
-
-
-def _only(moving: Tree | None, tree: Tree) -> Tree:
-    """The tree with zeros where nothing is to move."""
-    return tree if moving is None else jax.tree.map(lambda m, x: jnp.where(m, x, jnp.zeros_like(x)), moving, tree)
 
 
 def summary_of(program: Program, world: World, lane: Lane, context: Context) -> Tree:
@@ -163,8 +63,9 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
 
     correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
     statistics, place = outcome.statistics, jobs.slot[job] if program.in_place else job
-    if program.local_statistics:
-        statistics = put(statistics, place, {k: lane.variables[k] for k in statistics})
+    if statistics:
+        new = {**lane.variables, OPTIMISER: lane.optimiser}
+        statistics = put(statistics, place, {k: new[k] for k in statistics})
     return Outcome(
         reduce(program, jobs, job, outcome.message, message),
         put(outcome.clients, place, client),

@@ -23,6 +23,9 @@ Tree = Any
 IN_PLACE = {"xla_cpu_copy_insertion_use_region_analysis": True}
 
 
+OPTIMISER = "optimiser"  # name of the optimiser's state beside running statistics
+
+
 @dataclass(frozen=True)
 class Program:
     """Everything static; two rounds with equal programs and array shapes share one executable."""
@@ -42,6 +45,7 @@ class Program:
     public_pipeline: Pipeline | None = None
     devices: int = 1
     split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
+    keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
     in_place: bool = False  # a job writes its client's state where it read it, which needs `IN_PLACE` to be fast
 
 
@@ -69,7 +73,7 @@ class State(NamedTuple):
 
     servers: Tree  # [E, ...]
     clients: Tree  # [R, ...], or [J, ...] within a round whose clients were fetched from the host
-    statistics: Tree  # running statistics of each client, () unless they are local
+    statistics: Tree  # what the engine keeps of each client: running statistics and, as `OPTIMISER`, that state; or ()
 
 
 def samples_of(images, labels, lists: Sequence[np.ndarray]) -> Samples:
@@ -87,6 +91,11 @@ def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
     test = samples_of(dataset.x_test, dataset.y_test, [x for p in partitions for x in p.test])
     counts = np.concatenate([f.class_counts for f in federations])
     return Data(train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public))
+
+
+def running(statistics: Tree) -> dict[str, Tree]:
+    """The running statistics among what the engine keeps of a client."""
+    return {name: tree for name, tree in dict(statistics).items() if name != OPTIMISER}
 
 
 def put(tree: Tree, row, value: Tree) -> Tree:

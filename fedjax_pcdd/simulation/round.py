@@ -26,16 +26,17 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
 from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
 from fedjax_pcdd.simulation.mesh import EVERYWHERE, here, place, sharding
+from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
 from fedjax_pcdd.simulation.planning import Planned, Planner
-from fedjax_pcdd.simulation.program import IN_PLACE, Program, State, Tree, facts_of, load_data
+from fedjax_pcdd.simulation.program import IN_PLACE, OPTIMISER, Program, State, Tree, facts_of, load_data
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.simulation.training_round import Evaluation as Evaluation
 from fedjax_pcdd.simulation.training_round import Launched as Launched
 from fedjax_pcdd.simulation.training_round import Report as Report
 from fedjax_pcdd.simulation.training_round import training_round
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import select, zeros_like
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
@@ -63,6 +64,7 @@ class Simulation(Planner):
         rounds: int = 1,
         weights: Literal["method", "uniform", "batches"] = "method",
         local_statistics: bool = False,
+        keeps_optimiser: bool = False,
         client_state: Literal["device", "host"] = "device",
         public: tuple[Any, Pipeline] | None = None,
         eval_batch: int = 500,
@@ -79,6 +81,7 @@ class Simulation(Planner):
           devices: D; each trains its share of a round's jobs, and has data and state in its memory.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
+          keeps_optimiser: keep the local optimiser's state with the client, too.
           client_state: where the clients' state lives between rounds.
           public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
@@ -116,7 +119,8 @@ class Simulation(Planner):
             model, setting, pipeline, max(1, min(lanes, most)), len(experiments), local.optimizer,
             any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
             self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
-            public and public[1], devices, self.storage.split, devices == 1 and jax.default_backend() == "cpu",
+            public and public[1], devices, self.storage.split, keeps_optimiser,
+            devices == 1 and jax.default_backend() == "cpu",
         )  # fmt: skip
         self.keys = place(jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments]), devices)
         self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes, devices)
@@ -182,16 +186,23 @@ class Simulation(Planner):
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
             clients.append(self.storage.initial(init_client, rows))
-        state = State(_stack(servers), self.storage.concatenate(clients), self._initial_statistics())
-        return self.storage.placed(state)
+        clients = self.storage.concatenate(clients)
+        return self.storage.placed(State(_stack(servers), clients, self._kept(servers[0], clients)))
 
-    def _initial_statistics(self) -> Tree:
-        if not self.program.local_statistics:
-            return ()
-        variables = dict(initialise(self.program.model, jax.random.key(0), self.experiments[0].federation.image_shape))
-        variables.pop("params")
-        variables = jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
-        return self.storage.initial(lambda row: variables, np.arange(self.sizes.size))
+    def _kept(self, server: Tree, clients: Tree) -> Tree:
+        """What the engine keeps of each client beside its method, before the first round."""
+        program, kept = self.program, {}
+        if program.local_statistics:
+            shape = self.experiments[0].federation.image_shape
+            variables = dict(initialise(program.model, jax.random.key(0), shape))
+            variables.pop("params")
+            kept |= jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+        if program.keeps_optimiser:
+            method, hyper = select((here(self.methods), here(self.hyper)), 0)
+            params = jax.eval_shape(method.download, server, select(clients, 0))["params"]
+            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip)
+            kept[OPTIMISER] = optimiser.init(zeros_like(params))
+        return self.storage.initial(lambda row: kept, np.arange(self.sizes.size)) if kept else ()
 
     def hyper_at(self, round: int) -> Hyper:
         """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""

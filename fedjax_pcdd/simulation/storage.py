@@ -125,9 +125,9 @@ class OnHost(OnDevice):
 
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
         if ahead is not None and ahead.kept is state.clients and np.array_equal(ahead.rows, rows):
-            clients, statistics = ahead.held
+            (clients, statistics), self._ahead = ahead.held, None
         else:
             clients, statistics = self._gather(state, rows)
         return State(place(state.servers, self.devices), clients, statistics)

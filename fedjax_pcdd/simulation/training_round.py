@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.methods.method import Message, ServerContext
-from fedjax_pcdd.simulation.lanes import World, run_lanes
+from fedjax_pcdd.simulation.jobs import World
+from fedjax_pcdd.simulation.lanes import run_lanes
 from fedjax_pcdd.simulation.program import Program, State, Tree, lift, unlabelled
 from fedjax_pcdd.trees import where
 
