@@ -95,7 +95,7 @@ def read_ambiguities(path: Path) -> list[Ambiguity]:
 
 
 def tags_of(ambiguities: Iterable[Ambiguity]) -> set[str]:
-    """The tags of all readings, which belong to no paper's table."""
+    """The tags of all readings."""
     return {tag for one in ambiguities if one.measured for tag in one.measured.tags}
 
 

@@ -31,7 +31,8 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
     claims = read_claims(experiments / "reproduce" / "claims.yaml")
     expected |= {c.table: read_expected(experiments / "expected", c.table) for c in claims}
     every = columns(found, expected)
-    tables = averages([one for one in every if one.tag not in tags_of(texts)], expected)
+    readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
+    tables = averages([one for one in every if one.tag not in readings], expected)
     return {
         "reproduction.md": reproduction_page(
             found, tables, expected, findings(claims, tables, expected), counts(tables, expected)
