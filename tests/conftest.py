@@ -1,12 +1,15 @@
 """Fixtures shared by all tests, and a cache of compiled programs shared by all test processes."""
 
+import functools
 import gc
 import os
+import sys
+import threading
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Tests compile much and compute little, so they do without optimisation; `XLA_FLAGS= pytest` compiles as for users.
 SHIPPED_FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault(
@@ -25,11 +28,25 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
 
+def pytest_configure(config):
+    """Where one process reads what another has not written to its end, JAX says so and compiles it itself."""
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
+
+
 @pytest.fixture
 def x64():
     """Run a test in float64, as the golden vectors ask."""
     with jax.enable_x64(True):
         yield
+
+
+# JAX makes a context for each program it lowers, a fifth of what a small program costs; a thread can keep one. Where a
+# version of JAX has no such function, which is private, the tests only take longer.
+_lowering = sys.modules.get("jax._src.interpreters.mlir")
+_make_context = getattr(_lowering, "make_ir_context", None)
+_context_of = functools.cache(lambda _: _make_context and _make_context())
+if _make_context:
+    vars(_lowering)["make_ir_context"] = lambda: _context_of(threading.get_ident())
 
 
 def _pieces_of_memory() -> int:
@@ -43,6 +60,18 @@ def _forget_compiled_programs():
     """Let a file's simulations go when it ends, and compiled programs where they have become many."""
     yield
     toy.forget()
+    _context_of.cache_clear()
     if not 0 < _pieces_of_memory() < 3_000:  # some 1.5 GB
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _pictures_are_empty(request):
+    """Pictures of runs take longer than their training: only files that set `DRAWS_PICTURES = True` have them drawn."""
+    runner = sys.modules.get("fedjax_pcdd.harness.runner")
+    with pytest.MonkeyPatch.context() as patch:
+        if runner and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
+            patch.setattr(runner, "heat_map", lambda _, path: path.touch())
+            patch.setattr(runner.records, "draw_curves", lambda _, path, __: path.touch())
+        yield

@@ -21,6 +21,7 @@ from fedjax_pcdd.harness.cli import main
 from fedjax_pcdd.harness.config import RUN, RunConfig
 
 mpl.use("agg")
+DRAWS_PICTURES = True
 
 
 def small(**given: Any) -> dict[str, Any]:

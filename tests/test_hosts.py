@@ -19,6 +19,8 @@ from fedjax_pcdd.harness.cli import parse
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py"), "--device=cpu"]
 SMALL = ["--local-epochs=1", "--batch-size=32", "--lanes=1", "--lr=0.001"]
+# Two processes in step would read cached programs while they are written, and say so: only the long ones are kept.
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05"}
 
 
 class Ended(NamedTuple):
@@ -30,7 +32,8 @@ class Ended(NamedTuple):
 def start(*options, temporary, **variables):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     temporary.mkdir(exist_ok=True)
-    return subprocess.Popen([*RUN, *options], env=os.environ | {"TMPDIR": str(temporary)} | variables, **pipes)
+    variables = os.environ | CACHE | {"TMPDIR": str(temporary)} | variables
+    return subprocess.Popen([*RUN, *options], env=variables, **pipes)
 
 
 def start_two(*options, temporary, patience=20):

@@ -32,6 +32,16 @@ def images(shape=SMALL, batch=2, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal((batch, *shape)), jnp.float32)
 
 
+def full(name, **options):
+    """The full model, and the shapes of its variables, which its kind of norm and its type of numbers do not change."""
+    shapes = jax.eval_shape(
+        lambda: initialise(build(name, num_classes=10, image_shape=IMAGE), jax.random.key(0), IMAGE)
+    )
+    if options.get("norm") == "group":
+        shapes = {"params": shapes["params"]}
+    return build(name, num_classes=10, image_shape=IMAGE, **options), shapes
+
+
 def narrow(name, norm="batch"):
     return Classifier(NARROW[name].clone(norm=norm), 3)
 
@@ -76,8 +86,7 @@ STAGES = {
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_have_the_documented_sizes(name):
     prefix, expected = STAGES[name]
-    model = build(name, num_classes=10, image_shape=IMAGE)
-    params = jax.eval_shape(lambda: initialise(model, jax.random.key(0), IMAGE))["params"]["backbone"]
+    params = full(name)[1]["params"]["backbone"]
     counts = [
         sum(math.prod(x.shape) for part, tree in params.items() if part.startswith(f"{prefix}{i}_")
             for x in jax.tree.leaves(tree))
@@ -89,11 +98,9 @@ def test_stages_have_the_documented_sizes(name):
 @pytest.mark.parametrize(("norm", "dtype"), [("batch", None), ("group", jnp.bfloat16)])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_and_logits_are_float32_in_each_norm_and_type(name, norm, dtype):
-    model = build(name, num_classes=7, image_shape=IMAGE, norm=norm, dtype=dtype)
-    outputs, state = jax.eval_shape(
-        lambda: forward(model, initialise(model, jax.random.key(0), IMAGE), images(IMAGE), train=True)
-    )
-    assert (outputs.features.shape, outputs.logits.shape) == ((2, FEATURES[name]), (2, 7))
+    model, variables = full(name, norm=norm, dtype=dtype)
+    outputs, state = jax.eval_shape(lambda v: forward(model, v, images(IMAGE), train=True), variables)
+    assert (outputs.features.shape, outputs.logits.shape) == ((2, FEATURES[name]), (2, 10))
     assert {x.dtype for x in jax.tree.leaves((outputs, state))} == {jnp.dtype(jnp.float32)}
 
 
@@ -118,10 +125,8 @@ def test_a_neck_without_head_gives_its_own_features(name):
     ],
 )
 def test_sides_are_halved_where_the_layer_lists_say(name, sides):
-    model = build(name, num_classes=3, image_shape=IMAGE)
-    given = jax.eval_shape(
-        lambda: layers(model, initialise(model, jax.random.key(0), IMAGE), images(IMAGE), train=False)[0]
-    )
+    model, variables = full(name)
+    given = jax.eval_shape(lambda v: layers(model, v, images(IMAGE), train=False)[0], variables)
     assert [layer.shape[1] for layer in given[:-2]] == sides
 
 

@@ -16,6 +16,8 @@ from fedjax_pcdd.harness import records
 from fedjax_pcdd.harness.records import RunFolder
 from fedjax_pcdd.harness.writers import TensorBoard, writers_for
 
+DRAWS_PICTURES = True
+
 
 @pytest.fixture
 def folder(tmp_path):

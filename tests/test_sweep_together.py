@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.harness import cli, joint, launch, runner, sharing
+from fedjax_pcdd.harness import cli, joint, launch, sharing
 from fedjax_pcdd.harness.config import build
 from fedjax_pcdd.harness.display import SweepBar, progress
 from fedjax_pcdd.harness.sweep import sweep_main
@@ -34,13 +34,6 @@ GRIDS = {
 }
 DIVERGES = {"lr": 1e30, "momentum": 0.0, **TUNED}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Pictures take longer than training here."""
-    monkeypatch.setattr(runner, "heat_map", lambda _, path: path.touch())
-    monkeypatch.setattr(runner.records, "draw_curves", lambda _, path, __: path.touch())
 
 
 def pairs(folder, method, grid, **options):

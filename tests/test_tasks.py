@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_end_to_end import call, kill_after, results, undisturbed
+from test_end_to_end import kill_after, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
 from fedjax_pcdd.harness import cli, launch
@@ -99,9 +99,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, models):
     options = [*TINY, "--method=fccl", f"--models={models}", "--rounds=8"]
     expected = undisturbed(tmp_path / "whole", *options)
     kill_after(2, tmp_path / "killed", *options)
-    code, _, err = call(f"--resume={tmp_path / 'killed'}")
-    assert code == 0, err
-    assert results(tmp_path / "killed") == expected
+    assert resumed(tmp_path / "killed") == expected
 
 
 BAD = {
