@@ -71,3 +71,25 @@ print(sorted({"jax", "fedjax_pcdd"} & set(sys.modules)))
 def test_batches_that_are_not_whole_are_refused():
     code = "from benchmarks.workloads import *; chosen(parser(None).parse_args(['--workload=w1', '--batch=7']))"
     assert "--batch=7 must divide --per-client=500" in run("-c", code).stderr
+
+
+def test_convolutions_of_a_model_are_found_measured_and_written_as_a_table():
+    code = """
+import json
+from benchmarks.convolutions import *
+first, second = layers([Workload("mcmahan_cnn", (4, 4, 1), clients=1, per_client=2, batch=2)])
+record = measure(first, "weight_gradient", lanes=2, repeats=1)
+text = markdown("here", 2, [row(first, record)])
+table = rewritten({"cpu": {"measured": None, "shapes": []}}, "gpu", "here", [entry(first, [record]), entry(second, [])])
+print(json.dumps([record, text, json.loads(table)]))
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    record, text, table = json.loads(done.stdout)
+    assert record["single"].keys() >= {"direct", "gemm", "rows", "pieces", "cut"}
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    assert table["cpu"]["shapes"] == []
+    assert [(s["inputs"], s["outputs"], s["image"]) for s in table["gpu"]["shapes"]] == [
+        (1, 32, [4, 4]),
+        (32, 64, [2, 2]),
+    ]

@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from fedjax_pcdd.models import convolution
-from fedjax_pcdd.models.convolution import Rule, client_conv, rule_for
+from fedjax_pcdd.models.convolution import client_conv
+from fedjax_pcdd.models.convolution_forms import Window, fits, weight_gradient
+from fedjax_pcdd.models.convolution_table import Rule, default_rule
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 CASES = {  # batch, image, in, out channels, kernel, strides, padding
@@ -29,7 +31,13 @@ CASES = {  # batch, image, in, out channels, kernel, strides, padding
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 FEW = [list(CASES)[i] for i in (0, 4, 9)]
 few_cases = pytest.mark.parametrize("case", [CASES[name] for name in FEW], ids=FEW)
-RULES = [Rule("rows", "loop"), Rule("gemm", "loop"), Rule("direct", "gemm"), Rule("direct", "grouped")]
+RULES = [
+    Rule("rows", "loop"),
+    Rule("pieces", "loop"),
+    Rule("gemm", "loop"),
+    Rule("direct", "gemm"),
+    Rule("direct", "grouped"),
+]
 
 
 def plain(x, w, case):
@@ -86,6 +94,22 @@ def test_every_form_gives_the_same(case, rule, monkeypatch):
     single = value_and_gradients(plain, case)
     expected = [jnp.stack(lanes) for lanes in zip(*(single(*lane) for lane in zip(*args, strict=True)), strict=True)]
     assert_same(value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))(*args), expected)
+
+
+@pytest.mark.parametrize("form", ["pieces", "blocked_pieces"])
+@pytest.mark.parametrize("batch", [10, 11])
+def test_the_weight_gradients_of_pieces_of_a_batch_add_up_to_the_whole(batch, form):
+    case = (batch, *CASES["5x5 valid, few channels"][1:])
+    x, _, dy = operands(case)
+    window = Window((12, 12), (5, 5), (1, 1), ((0, 0), (0, 0)))
+    assert fits(form, "weight_gradient", window, 3, 6)
+    assert_same([weight_gradient(form, x, dy, window)], [value_and_gradients(plain, case)(*operands(case))[2]])
+
+
+def test_pieces_of_a_batch_are_added_in_float32():
+    x, dy = jnp.ones((800, 4, 4, 1), jnp.bfloat16), jnp.ones((800, 4, 4, 1), jnp.bfloat16)
+    window = Window((4, 4), (1, 1), (1, 1), ((0, 0), (0, 0)))
+    assert weight_gradient("pieces", x, dy, window) == jnp.asarray(12800, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, 0, None), (0, None, None), (None, 0, None), (None, None, 0)])
@@ -164,8 +188,8 @@ def test_shared_weights_under_vmap_stay_one_ordinary_convolution():
     assert (text.count("conv_general_dilated["), text.count("scan["), text.count("while[")) == (1, 0, 0)
 
 
-def test_gpu_lanes_become_matrix_products(monkeypatch):
-    monkeypatch.setattr(convolution, "rule_for", lambda _, *rest: rule_for("gpu", *rest))
+def test_lanes_on_an_unmeasured_gpu_become_matrix_products(monkeypatch):
+    monkeypatch.setattr(convolution, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
     case = CASES["3x3 same, many channels"]
     run = value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))
     text = str(jax.make_jaxpr(run)(*operands(case, lanes=(3,))))

@@ -5,12 +5,12 @@ Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout i
 XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in
 the body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there.
 So the two gradients are written here as ordinary convolutions, and each of the three operations (forward,
-input gradient, weight gradient) says itself how it runs under vmap. `rule_for` holds the measured choices.
+input gradient, weight gradient) says itself how it runs under vmap; `convolution_table.rule_for` chooses its form.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,45 +20,12 @@ from fedjax_pcdd.models.convolution_forms import (
     LAYOUT,
     Pair,
     Window,
-    block_width,
     depthwise,
     forward,
     input_gradient,
     weight_gradient,
 )
-
-
-class Rule(NamedTuple):
-    """How an operation runs.
-
-    Attributes:
-      single: form of one convolution, "direct", "gemm", "blocked" or "rows"; see `convolution_forms`.
-      lanes: how a batch of convolutions runs, "loop" (one after another), "gemm" (batched matrix products) or
-        "grouped" (XLA's grouped convolution).
-    """
-
-    single: str
-    lanes: str
-
-
-def rule_for(backend: str, operation: str, window: Window, channels: int) -> Rule:
-    """The measured choice for one operation.
-
-    On one CPU core XLA's convolution is slow where it makes few channels (5x5, 3 to 6: four times slower than
-    in blocks), and its weight gradient is up to 2.5 times slower than matrix products by kernel row. For GPUs
-    nothing is measured yet.
-
-    Args:
-      backend: as `jax.default_backend()`.
-      operation: "forward", "input_gradient" or "weight_gradient".
-      window: geometry of the convolution that the operation is.
-      channels: number of channels that this convolution makes.
-    """
-    if backend != "cpu":
-        return Rule("direct", "gemm")
-    if block_width(window, channels) > 1:
-        return Rule("blocked", "loop")
-    return Rule("rows" if operation == "weight_gradient" and channels >= 32 else "direct", "loop")
+from fedjax_pcdd.models.convolution_table import Rule, rule_for
 
 
 def client_conv(
@@ -169,15 +136,15 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 @functools.cache
 def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """One of the three operations as a function of its two operands that knows what to do under vmap."""
-    compute, folds, channel_axis = _OPERATIONS[name]
+    compute, folds = _OPERATIONS[name]
 
-    def rule(b):
-        convolution = window.backward if name == "input_gradient" else window
-        return rule_for(jax.default_backend(), name, convolution, b.shape[channel_axis])
+    def rule(a, b) -> Rule:
+        inputs = a.shape[3] if name == "weight_gradient" else b.shape[2]
+        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3])
 
     @jax.custom_batching.custom_vmap
     def operation(a, b):
-        return compute(rule(b).single, a, b, window)
+        return compute(rule(a, b).single, a, b, window)
 
     @operation.def_vmap
     def over_lanes(lanes, batched, a, b):
@@ -186,7 +153,7 @@ def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], ja
             into, out_of = folds[operand]
             folded = operation(_fold(a, into), b) if operand == 0 else operation(a, _fold(b, into))
             return _unfold(folded, out_of, lanes), True
-        how = rule(b[0]).lanes
+        how = rule(a[0], b[0]).lanes
         if how == "loop":
             return lax.map(lambda operands: operation(*operands), (a, b)), True
         form = "gemm" if how == "gemm" else "direct"
@@ -206,10 +173,10 @@ def _unfold(array: jax.Array, axis: int, lanes: int) -> jax.Array:
     return jnp.moveaxis(split, axis, 0)
 
 
-# For each: the function; for each operand the axis into which lanes fold when the other operand is shared and
-# the axis out of which they come; the axis of the second operand that counts the channels made.
+# For each: the function, and for each operand the axis into which lanes fold when the other operand is shared and
+# the axis out of which they come.
 _OPERATIONS = {
-    "forward": (forward, ((0, 0), (3, 3)), 3),
-    "input_gradient": (input_gradient, ((0, 0), (2, 3)), 2),
-    "weight_gradient": (weight_gradient, ((3, 2), (3, 3)), 3),
+    "forward": (forward, ((0, 0), (3, 3))),
+    "input_gradient": (input_gradient, ((0, 0), (2, 3))),
+    "weight_gradient": (weight_gradient, ((3, 2), (3, 3))),
 }

@@ -2,12 +2,14 @@
 
 Each has several forms, which give the same: "direct" (an XLA convolution), "gemm" (im2col and one matrix
 product), "blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the
-weight gradient, "rows" (one matrix product per kernel row). A form that an operation lacks runs as "direct".
+weight gradient, "rows" (one matrix product per kernel row), "pieces" and "blocked_pieces" (the direct and the blocked
+one of a few images at a time, which stay in a CPU's cache). A form that an operation lacks runs as "direct".
 
 Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x HWIO.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +18,12 @@ import numpy as np
 from jax import lax
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
+FORMS = {
+    "forward": ("direct", "gemm", "blocked"),
+    "input_gradient": ("direct", "gemm", "blocked"),
+    "weight_gradient": ("direct", "gemm", "blocked", "rows", "pieces", "blocked_pieces"),
+}
+PIECE = 2**20  # bytes of both operands, at most
 Pair = tuple[int, int]
 
 
@@ -47,11 +55,23 @@ class Window(NamedTuple):
         return Window(self.out, self.kernel, (1, 1), (top, left), self.precision, self.strides)
 
 
+def made(operation: str, window: Window, inputs: int, outputs: int) -> tuple[Window, int]:
+    """The window of the convolution that an operation of a layer is, and the channels that it makes."""
+    return (window.backward, inputs) if operation == "input_gradient" else (window, outputs)
+
+
+def fits(form: str, operation: str, window: Window, inputs: int, outputs: int) -> bool:
+    """Whether an operation of a layer, from I = inputs to O = outputs channels, can take a form."""
+    if form in ("blocked", "blocked_pieces"):
+        return block_width(*made(operation, window, inputs, outputs)) > 1
+    return form in FORMS[operation]
+
+
 def forward(form: str, x, w, window: Window):
     """[B, H, W, I] and [kh, kw, I, O] to [B, h, w, O]."""
     if form == "blocked":
         width = block_width(window, w.shape[3])
-        out = _direct(_in_blocks(x, window, width), _spread(w, width))
+        out = _direct(_in_blocks(x, window, width), _spread(w, width), window.precision)
         return out.reshape(x.shape[0], *window.out, w.shape[3])
     if form == "gemm":
         return jnp.matmul(_patches(x, window), w.reshape(-1, w.shape[3]), precision=window.precision)
@@ -78,18 +98,54 @@ def input_gradient(form: str, dy, w, window: Window):
 def weight_gradient(form: str, x, dy, window: Window):
     """[B, H, W, I] and [B, h, w, O] to [kh, kw, I, O]."""
     shape = (*window.kernel, x.shape[3], dy.shape[3])
-    if form == "blocked":
+    total = _in_pieces if form.endswith("pieces") else _at_once
+    if form.startswith("blocked"):
         width = block_width(window, dy.shape[3])
         dy = dy.reshape(*dy.shape[:2], -1, width * dy.shape[3])
-        return _gather(_direct_weight_gradient(_in_blocks(x, window, width), dy), width, shape)
+        blocks = functools.partial(_in_blocks, window=window, width=width)
+        return _gather(total(blocks, x, dy, (1, 1), window.precision), width, shape)
     if form == "gemm":
         return _inner(_patches(x, window), dy, window.precision).reshape(shape)
-    x = _padded(x, window)
     if form == "rows":
-        columns = jnp.concatenate(_shifts(x, window, 2), axis=-1)
+        columns = jnp.concatenate(_shifts(_padded(x, window), window, 2), axis=-1)
         rows = [_inner(row, dy, window.precision) for row in _shifts(columns, window, 1)]
         return jnp.stack(rows).reshape(shape)
-    return _direct_weight_gradient(x, dy, window.strides, window.precision)
+    return total(functools.partial(_padded, window=window), x, dy, window.strides, window.precision)
+
+
+def _at_once(prepare, x, dy, strides, precision):
+    """The weight gradient, as a convolution of the prepared and transposed input with the cotangent."""
+    gradient = lax.conv_general_dilated(
+        prepare(x).transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), "VALID", rhs_dilation=strides,
+        dimension_numbers=LAYOUT, precision=precision,
+    )  # fmt: skip
+    return gradient.transpose(1, 2, 0, 3)
+
+
+def _in_pieces(prepare, x, dy, strides, precision):
+    """The same as a sum, in at least float32, over pieces of the batch that are as large as each other."""
+    size = _piece(x.shape[0], (x.nbytes + dy.nbytes) // x.shape[0])
+    pieces = [array.reshape(-1, size, *array.shape[1:]) for array in (x, dy)]
+    compute = functools.partial(_at_once, prepare, strides=strides, precision=precision)
+    total = jax.eval_shape(compute, *(piece[0] for piece in pieces))
+
+    def add(total, piece):
+        return total + compute(*piece), None
+
+    zero = jnp.zeros(total.shape, jnp.promote_types(total.dtype, jnp.float32))
+    return lax.scan(add, zero, pieces)[0].astype(total.dtype)
+
+
+def _piece(batch: int, image: int) -> int:
+    """Images in a piece: of the divisors of the batch that fit, the largest multiple of 4, of 2, or of 1.
+
+    The images of a piece are the channels of its convolution, and odd numbers of channels are slow.
+
+    >>> _piece(100, 30_000), _piece(50, 262_144), _piece(7, 2**20)
+    (20, 2, 1)
+    """
+    divisors = [n for n in range(1, batch + 1) if batch % n == 0 and (n == 1 or n * image <= PIECE)]
+    return max(divisors, key=lambda n: (math.gcd(n, 4), n))
 
 
 def depthwise(x, w, window: Window):
@@ -102,17 +158,8 @@ def depthwise(x, w, window: Window):
     return functools.reduce(jnp.add, products).astype(x.dtype)
 
 
-def _direct(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=LAYOUT)
-
-
-def _direct_weight_gradient(x, dy, strides=(1, 1), precision=None):
-    """The weight gradient, as a convolution of the transposed input, padded before, with the cotangent."""
-    gradient = lax.conv_general_dilated(
-        x.transpose(3, 1, 2, 0), dy.transpose(1, 2, 0, 3), (1, 1), "VALID", rhs_dilation=strides,
-        dimension_numbers=LAYOUT, precision=precision,
-    )  # fmt: skip
-    return gradient.transpose(1, 2, 0, 3)
+def _direct(x, w, precision):
+    return lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=LAYOUT, precision=precision)
 
 
 def _inner(a, b, precision):

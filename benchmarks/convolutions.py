@@ -1,0 +1,341 @@
+"""Every form of every convolution of our models, measured on this backend; with --update, the table that models read.
+
+python -m benchmarks.convolutions [--out=benchmarks/results/convolutions] [--update]
+
+Forward, input gradient and weight gradient of each distinct layer run in a loop, as in a training step, alone and in
+lanes. The forms of an operation are timed in turn in this process; of each the least and the median of its repeats
+count. A form enters `fedjax_pcdd/models/convolution_table.json` in place of the default rule's where it is faster by a
+tenth or more by both. Beside the forms stand trials that models do not offer: another layout, the batch cut in
+four or five parts, and options of XLA.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.table import hardware, pin, save
+from benchmarks.workloads import CLASSES, WORKLOADS, Workload
+from fedjax_pcdd.models import build, convolution
+from fedjax_pcdd.models.convolution_forms import FORMS, Window, fits, forward, input_gradient, weight_gradient
+from fedjax_pcdd.models.convolution_table import LANES, TABLE, Rule, default_rule
+
+CASES = {name: WORKLOADS[name] for name in ("w1", "w2", "w3")} | {
+    "digits": Workload("mcmahan_cnn", (8, 8, 1), clients=10, per_client=100, batch=50)
+}
+COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "512-bit": {"xla_cpu_prefer_vector_width": 512},
+        "YNNPACK": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"},
+    }
+}
+MARGIN = 1.1
+HOPELESS = 5.0
+SAMPLE = 0.04
+TRIALS = ("NCHW", "cut", "512-bit", "YNNPACK")
+
+
+class Layer(NamedTuple):
+    """A convolution of a model: its window, B and the channels in and out."""
+
+    window: Window
+    batch: int
+    inputs: int
+    outputs: int
+
+    @property
+    def gflop(self) -> float:
+        """Multiplications and additions of one of its operations, in 10^9; padding counts as image."""
+        height, width = self.window.kernel
+        places = self.batch * self.window.out[0] * self.window.out[1]
+        return 2e-9 * places * height * width * self.inputs * self.outputs
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the table knows it by."""
+        kernel, strides, image = (list(pair) for pair in (self.window.kernel, self.window.strides, self.window.image))
+        return {"kernel": kernel, "strides": strides, "inputs": self.inputs, "outputs": self.outputs, "image": image}
+
+    def __str__(self):
+        sides = ["x".join(map(str, pair)) for pair in (self.window.kernel, self.window.image)]
+        stride = "" if self.window.strides == (1, 1) else f" / {self.window.strides[0]}"
+        return f"{sides[0]}{stride}, {self.inputs} to {self.outputs}, {sides[1]}, batch {self.batch}"
+
+    def operands(self, operation: str, lanes: tuple[int, ...] = ()) -> tuple[jax.Array, jax.Array]:
+        """Random operands of one of the three operations, with leading lane axes."""
+        x = (self.batch, *self.window.image, self.inputs)
+        w = (*self.window.kernel, self.inputs, self.outputs)
+        dy = (self.batch, *self.window.out, self.outputs)
+        one, two = {"forward": (x, w), "input_gradient": (dy, w), "weight_gradient": (x, dy)}[operation]
+        keys = jax.random.split(jax.random.key(0))
+        return jax.random.normal(keys[0], lanes + one), jax.random.normal(keys[1], lanes + two)
+
+
+def layers(workloads: Iterable[Workload]) -> list[Layer]:
+    """The convolutions that `client_conv` computes for these models, each shape once, found by tracing them."""
+    found: dict[str, Layer] = {}
+
+    def record(x, w, window):
+        layer = Layer(window, x.shape[0], x.shape[3], w.shape[3])
+        found.setdefault(json.dumps(layer.shape), layer)
+        return forward("direct", x, w, window)
+
+    with mock.patch.object(convolution, "_convolve", record):
+        for workload in workloads:
+            model = build(workload.model, num_classes=CLASSES, image_shape=workload.shape)
+            images = jax.ShapeDtypeStruct((workload.batch, *workload.shape), jnp.float32)
+            jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
+    return list(found.values())
+
+
+class Runner(NamedTuple):
+    """Something to time: a function, its operands, XLA's options."""
+
+    compute: Callable[..., jax.Array]
+    operands: tuple[jax.Array, ...]
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def singles(layer: Layer, operation: str, single: str) -> dict[str, Runner]:
+    """The forms of an operation, and the trials, of which the one with a cut batch takes the given form."""
+    operands = layer.operands(operation)
+
+    def of(form, *options):
+        return Runner(_computed(operation, form, layer.window), operands, *options)
+
+    shape = (operation, layer.window, layer.inputs, layer.outputs)
+    runners = {form: of(form) for form in FORMS[operation] if fits(form, *shape)}
+    if operation == "forward":
+        runners["NCHW"] = _channels_first(layer, *operands)
+    pieces = next((n for n in (4, 5, 2) if layer.batch % n == 0), 1)
+    if pieces > 1:
+        compute = functools.partial(_cut, operation, single, layer.window, pieces)
+        runners["cut"] = Runner(compute, operands)
+    return runners | {name: of("direct", options) for name, options in OPTIONS.get(jax.default_backend(), {}).items()}
+
+
+def laned(layer: Layer, operation: str, single: str, lanes: int) -> dict[str, Runner]:
+    """The ways to run a batch of convolutions, as the models do."""
+    one = _computed(operation, single, layer.window)
+    ways: dict[str, Callable[..., jax.Array]] = {
+        "loop": lambda a, b: lax.map(lambda pair: one(*pair), (a, b)),
+        "gemm": jax.vmap(_computed(operation, "gemm", layer.window)),
+        "grouped": jax.vmap(_computed(operation, "direct", layer.window)),
+    }
+    operands = layer.operands(operation, (lanes,))
+    return {name: Runner(ways[name], operands) for name in LANES}
+
+
+def _computed(operation: str, form: str, window: Window) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda a, b: COMPUTE[operation](form, a, b, window)
+
+
+def _channels_first(layer: Layer, x, w) -> Runner:
+    """The forward convolution of operands that lie in NCHW and OIHW already."""
+    window, numbers = layer.window, ("NCHW", "OIHW", "NCHW")
+    compute = functools.partial(
+        lax.conv_general_dilated, window_strides=window.strides, padding=window.pads, dimension_numbers=numbers
+    )
+    return Runner(compute, (x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)))
+
+
+def _cut(operation: str, form: str, window: Window, pieces: int, a, b):
+    """The operation on pieces of the batch, one after another."""
+    one = _computed(operation, form, window)
+
+    def cut(array):
+        return array.reshape(pieces, -1, *array.shape[1:])
+
+    if operation == "weight_gradient":
+        return lax.map(lambda pair: one(*pair), (cut(a), cut(b))).sum(0)
+    parts = lax.map(lambda piece: one(piece, b), cut(a))
+    return parts.reshape(-1, *parts.shape[2:])
+
+
+def looped(runner: Runner) -> Callable[[int], float]:
+    """Compiled: a function of n that computes n times in a loop and returns seconds.
+
+    Each time takes one of two copies of both operands, as a training step takes its batch: what does not change would
+    be computed before the loop (XLA drops barriers first).
+    """
+
+    def run(n, *pairs):
+        def body(i, _):
+            return runner.compute(*(lax.dynamic_index_in_dim(pair, i % 2, keepdims=False) for pair in pairs))
+
+        out = jax.eval_shape(runner.compute, *runner.operands)
+        return lax.fori_loop(0, n, body, jnp.zeros(out.shape, out.dtype))
+
+    pairs = [jnp.stack([operand, -operand]) for operand in runner.operands]
+    compiled = jax.jit(run).lower(1, *pairs).compile(compiler_options=runner.options)
+
+    def timed(n: int) -> float:
+        start = clock()
+        jax.block_until_ready(compiled(n, *pairs))
+        return clock() - start
+
+    return timed
+
+
+def clock() -> float:
+    """Seconds: on one core of a CPU those of the processor, which other work on the machine disturbs less."""
+    alone = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
+    return time.process_time() if alone and jax.default_backend() == "cpu" else time.perf_counter()
+
+
+def race(runners: dict[str, Runner], repeats: int) -> dict[str, list[float]]:
+    """Seconds of one computation by each, timed in turn; those far behind the best have one time only."""
+    timers = {name: looped(runner) for name, runner in runners.items()}
+    times = {name: [pilot(timed)] for name, timed in timers.items()}
+    least = min(first for (first,) in times.values())
+    counts = {name: -int(-SAMPLE // t[0]) for name, t in times.items() if t[0] <= HOPELESS * least}
+    found: dict[str, list[float]] = times | {name: [] for name in counts}
+    for _ in range(repeats):
+        for name, n in counts.items():
+            found[name].append(timers[name](n) / n)
+    return found
+
+
+def pilot(timed: Callable[[int], float]) -> float:
+    """A first estimate, warmed up but where one computation takes a tenth of a second."""
+    n, seconds = 1, timed(1)
+    while seconds < SAMPLE / 4 or (n == 1 and seconds < 0.1):
+        n *= 4
+        seconds = timed(n)
+    return seconds / n
+
+
+def best(times: dict[str, list[float]], names: Iterable[str], default: str) -> str:
+    """The fastest of these, where it beats the default by the margin in its least and in its median time.
+
+    >>> best({"direct": [1.2, 1.3], "gemm": [1.0, 1.4], "rows": [1.15, 1.1]}, ("direct", "gemm", "rows"), "direct")
+    'direct'
+    """
+    first = min((name for name in names if name in times), key=lambda name: min(times[name]))
+    wins = all(middle(times[default]) >= MARGIN * middle(times[first]) for middle in (min, statistics.median))
+    return first if wins else default
+
+
+def measure(layer: Layer, operation: str, lanes: int, repeats: int) -> dict[str, Any]:
+    """All about one operation of a layer; "chosen" is a rule."""
+    default = default_rule(jax.default_backend(), operation, layer.window, layer.inputs, layer.outputs)
+    alone = race(singles(layer, operation, default.single), repeats)
+    single = best(alone, FORMS[operation], default.single)
+    together = race(laned(layer, operation, single, lanes), repeats)
+    return {
+        "operation": operation,
+        "default": default,
+        "chosen": Rule(single, best(together, LANES, default.lanes)),
+        "single": _summary(alone),
+        "lanes": _summary(together),
+    }
+
+
+def _summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {"min_s": min(each), "median_s": statistics.median(each), "repeats": len(each)}
+        for name, each in times.items()
+    }
+
+
+def entry(layer: Layer, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """A line of the table: the shape, and what differs from the default rule."""
+    return layer.shape | {r["operation"]: list(r["chosen"]) for r in records if r["chosen"] != r["default"]}
+
+
+def rewritten(table: dict[str, Any], backend: str, measured: str, shapes: list[dict[str, Any]]) -> str:
+    """The table's text, one shape a line, with a backend replaced."""
+    parts = []
+    for name, known in (table | {backend: {"measured": measured, "shapes": shapes}}).items():
+        lines = ",".join(f"\n   {json.dumps(shape)}" for shape in known["shapes"])
+        parts.append(f' "{name}": {{\n  "measured": {json.dumps(known["measured"])},\n  "shapes": [{lines}]\n }}')
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def row(layer: Layer, record: dict[str, Any]) -> str:
+    """A line of the Markdown: milliseconds of the default rule, and how many times as fast the others are."""
+    default, alone, together = Rule(*record["default"]), record["single"], record["lanes"]
+
+    def ratios(times, against, names):
+        return [f"{times[against]['min_s'] / times[n]['min_s']:.2f}" if n in times else "–" for n in names]
+
+    chosen = " ".join(new for old, new in zip(default, record["chosen"], strict=True) if old != new)
+    cells = [str(layer), record["operation"].replace("_", " "), default.single]
+    least = alone[default.single]["min_s"]
+    cells += [f"{least * 1e3:.2f}", f"{layer.gflop / least:.0f}"]
+    cells += ratios(alone, default.single, (*FORMS["weight_gradient"], *TRIALS))
+    cells += [default.lanes, f"{together[default.lanes]['min_s'] * 1e3:.2f}"]
+    cells += [*ratios(together, default.lanes, LANES), chosen or "default"]
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown(measured: str, lanes: int, rows: list[str]) -> str:
+    """The table with what it was measured on."""
+    names = ["layer", "operation", "default", "ms", "GFLOP/s", *FORMS["weight_gradient"], *TRIALS]
+    names += ["lanes' default", f"ms, {lanes} lanes", *LANES, "chosen"]
+    head = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    return "\n".join([f"Convolutions in a loop, float32. {measured}.", "", *head, *rows, "", NOTE])
+
+
+NOTE = """A layer is kernel, channels in and out, image, batch. Milliseconds and GFLOP/s are the default rule's; the
+other numbers are ratios to it, above 1 where the form is faster: the least of the repeats of each, on one core of a CPU
+by processor time. NCHW to YNNPACK are trials that the models do not offer: operands that lie in NCHW from the start
+(forward only), the default form on the batch cut in four or five parts, and the direct form under XLA's options for
+512-bit vectors and YNNPACK kernels. Lanes run one after another (loop, in the chosen form), as batched matrix products,
+or as XLA's grouped convolution. Chosen: what the models' table takes in the default's place, because it is faster by a
+tenth or more by the least and by the median. The input gradient of a model's first layer is seldom needed.
+"""
+
+
+def measure_all(models: Iterable[str], lanes: int, repeats: int) -> list[tuple[Layer, list[dict[str, Any]]]]:
+    """Each layer of these models with its operations; prints what is done."""
+    found = []
+    for layer in layers(CASES[name] for name in models):
+        found.append((layer, [measure(layer, operation, lanes, repeats) for operation in FORMS]))
+        print(*(row(layer, record) for record in found[-1][1]), sep="\n", file=sys.stderr, flush=True)
+    return found
+
+
+def here(cores: int) -> dict[str, Any]:
+    """The machine, the versions, and what else it is doing."""
+    machine = hardware(pin(cores))
+    load = " ".join(f"{x:.1f}" for x in os.getloadavg())
+    return machine | {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "load": load}
+
+
+def main(argv: list[str] | None = None) -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), help="whose layers are measured")
+    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=9, help="timings of each form")
+    parser.add_argument("--cores", type=int, default=1, help="cores on which everything runs")
+    parser.add_argument("--out", help="path of the files to write, without their ending")
+    parser.add_argument("--update", action="store_true", help=f"rewrite this backend's part of {TABLE.name}")
+    args = parser.parse_args(argv)
+    if args.update and set(args.models) != set(CASES):
+        parser.error("--update writes the shapes of all models: leave out --models.")
+    machine = here(args.cores)
+    where = "{cpu}, {cores_used} of {cores} cores, jax {jax} ({device}), load {load}, {date}".format(**machine)
+    found = measure_all(args.models, args.lanes, args.repeats)
+    results = [layer._asdict() | {"operations": records} for layer, records in found]
+    rows = [row(layer, record) for layer, records in found for record in records]
+    save(args.out, {"machine": machine, "lanes": args.lanes, "results": results}, markdown(where, args.lanes, rows))
+    if args.update:
+        shapes = [entry(layer, records) for layer, records in found]
+        TABLE.write_text(rewritten(json.loads(TABLE.read_text()), jax.default_backend(), where, shapes))
+
+
+if __name__ == "__main__":
+    main()
