@@ -15,7 +15,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.racing import Runner, race
 from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS, Workload
 from fedjax_pcdd.models import build, convolution
@@ -41,8 +41,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     }
 }
 MARGIN = 1.1
-HOPELESS = 5.0
-SAMPLE = 0.04
 TRIALS = ("NCHW", "cut", "512-bit", "YNNPACK")
 
 
@@ -99,14 +97,6 @@ def layers(workloads: Iterable[Workload]) -> list[Layer]:
     return list(found.values())
 
 
-class Runner(NamedTuple):
-    """Something to time: a function, its operands, XLA's options."""
-
-    compute: Callable[..., jax.Array]
-    operands: tuple[jax.Array, ...]
-    options: dict[str, Any] = {}  # noqa: RUF012
-
-
 def singles(layer: Layer, operation: str, single: str) -> dict[str, Runner]:
     """The forms of an operation, and the trials, of which the one with a cut batch takes the given form."""
     operands = layer.operands(operation)
@@ -161,59 +151,6 @@ def _cut(operation: str, form: str, window: Window, pieces: int, a, b):
         return lax.map(lambda pair: one(*pair), (cut(a), cut(b))).sum(0)
     parts = lax.map(lambda piece: one(piece, b), cut(a))
     return parts.reshape(-1, *parts.shape[2:])
-
-
-def looped(runner: Runner) -> Callable[[int], float]:
-    """Compiled: a function of n that computes n times in a loop and returns seconds.
-
-    Each time takes one of two copies of both operands, as a training step takes its batch: what does not change would
-    be computed before the loop (XLA drops barriers first).
-    """
-
-    def run(n, *pairs):
-        def body(i, _):
-            return runner.compute(*(lax.dynamic_index_in_dim(pair, i % 2, keepdims=False) for pair in pairs))
-
-        out = jax.eval_shape(runner.compute, *runner.operands)
-        return lax.fori_loop(0, n, body, jnp.zeros(out.shape, out.dtype))
-
-    pairs = [jnp.stack([operand, -operand]) for operand in runner.operands]
-    compiled = jax.jit(run).lower(1, *pairs).compile(compiler_options=runner.options)
-
-    def timed(n: int) -> float:
-        start = clock()
-        jax.block_until_ready(compiled(n, *pairs))
-        return clock() - start
-
-    return timed
-
-
-def clock() -> float:
-    """Seconds: on one core of a CPU those of the processor, which other work on the machine disturbs less."""
-    alone = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
-    return time.process_time() if alone and jax.default_backend() == "cpu" else time.perf_counter()
-
-
-def race(runners: dict[str, Runner], repeats: int) -> dict[str, list[float]]:
-    """Seconds of one computation by each, timed in turn; those far behind the best have one time only."""
-    timers = {name: looped(runner) for name, runner in runners.items()}
-    times = {name: [pilot(timed)] for name, timed in timers.items()}
-    least = min(first for (first,) in times.values())
-    counts = {name: -int(-SAMPLE // t[0]) for name, t in times.items() if t[0] <= HOPELESS * least}
-    found: dict[str, list[float]] = times | {name: [] for name in counts}
-    for _ in range(repeats):
-        for name, n in counts.items():
-            found[name].append(timers[name](n) / n)
-    return found
-
-
-def pilot(timed: Callable[[int], float]) -> float:
-    """A first estimate, warmed up but where one computation takes a tenth of a second."""
-    n, seconds = 1, timed(1)
-    while seconds < SAMPLE / 4 or (n == 1 and seconds < 0.1):
-        n *= 4
-        seconds = timed(n)
-    return seconds / n
 
 
 def best(times: dict[str, list[float]], names: Iterable[str], default: str) -> str:

@@ -39,6 +39,7 @@ def test_round_time_prints_one_json_line():
     found = record("round_time")
     assert found.keys() >= SHARED | {"lanes", "clients", "backend", "device", "device_peak_memory_mb", "jax"}
     assert (found["params"], found["clients"], found["rounds"]) == (7850, 3, 2)
+    assert min(found["bare_s"], found["matrix_s"], found["matrix_gflops"]) > 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is optional")
@@ -54,6 +55,19 @@ def test_without_pytorch_torch_loop_says_what_to_install():
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "install torch" in done.stderr
+
+
+def test_round_time_needs_neither_the_command_line_library_nor_data_sets():
+    missing = ("tyro", "tensorflow_datasets", "tensorflow", "array_record")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({missing}))
+from benchmarks.round_time import main
+main({[*SMALL]})
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["params"] == 7850
 
 
 def test_torch_loop_and_table_do_not_import_jax():

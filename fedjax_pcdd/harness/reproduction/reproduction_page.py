@@ -29,6 +29,8 @@ How to read it:
 - ± is the standard deviation over seeds beside a mean, the standard error beside a difference. Differences are paired
   by seed. A claim *held* or *did not hold* where the difference is at least two standard errors from zero (with two or
   three seeds that is a weak test), otherwise it is *not distinguishable*; with one seed only the sign is said.
+- A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
+  Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
 """
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
