@@ -11,7 +11,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import jax
@@ -20,6 +19,7 @@ from benchmarks.round_time import build, device_peak_mb, federation
 from benchmarks.table import ROOT, hardware, save
 from benchmarks.workloads import LR, WEIGHT_DECAY, WORKLOADS, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.harness.training import train
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import sizes
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
@@ -38,12 +38,7 @@ def measure(method: str, where: str, clients: int, rounds: int) -> dict:
         chosen.build(model), [Experiment(federation(workload), chosen, local, 0)], pipeline=Pipeline(), cohort=COHORT,
         client_state="host" if where == "host" else "device",
     )  # fmt: skip
-    state, seconds = simulated.start(), []
-    for r in range(rounds + 1):
-        begun = time.perf_counter()
-        state, report = simulated.step(state, r)
-        jax.block_until_ready((state, report))
-        seconds.append(time.perf_counter() - begun)
+    seconds = [trained.seconds for trained in train(simulated, simulated.start(), 0, rounds + 1)]
     kept = clients * sizes(model, workload.shape).params * 4 / 2**20 if method != "fedavg" else 0.0
     return {
         "method": method, "state": where, "clients": clients, "median_s": statistics.median(seconds[1:]),
