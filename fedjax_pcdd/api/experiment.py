@@ -73,9 +73,10 @@ def simulate(
       label: what curves and tables call this experiment; None for the method's name.
       progress: whether a bar is shown.
       options: further options of `experiments/run.py`, with its defaults: cohort, momentum, weight_decay, optimizer,
-        last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision, client_state, eval_every,
-        fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for methods that need public
-        images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
+        optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision,
+        client_state, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
+        methods that need public images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have
+        models of their own.
 
     Returns:
       Accuracies and losses of all rounds, and the final state.

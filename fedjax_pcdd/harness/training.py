@@ -44,7 +44,8 @@ def train(simulation: Any, state: State, done: int, rounds: int, recorder: Recor
         begun = perf_counter()
         launched = simulation.launch(state, r, plan)
         jobs, plan = plan[1], simulation.plan(min(r + 1, rounds - 1))  # while the device computes
-        simulation.prefetch(launched, plan)
+        if r + 1 < rounds:
+            simulation.prefetch(launched, plan)
         state, report = simulation.settle(launched)
         report = jax.tree.map(np.array, report)
         yield Trained(r + 1, state, report, jobs, perf_counter() - begun, seen)

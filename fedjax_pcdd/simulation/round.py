@@ -49,6 +49,20 @@ def _hyper(local: Local) -> Hyper:
     return Hyper(*(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, momentum, local.weight_decay, clip)))
 
 
+def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int) -> Setting:
+    federation, local = experiments[0].federation, experiments[0].local
+    return Setting(
+        num_classes=model.num_classes,
+        feature_dim=feature_dim(model, federation.image_shape),
+        num_clients=federation.num_clients,
+        rounds=rounds,
+        epochs=int(np.max(local.epochs)),
+        batch_size=local.batch_size,
+        normalised=normalises(model),
+        one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
+    )
+
+
 class Simulation(Planner):
     """Compiled rounds over fixed federations; all state is passed in and out, the arguments of `step` are donated."""
 
@@ -92,17 +106,7 @@ class Simulation(Planner):
             raise UserError("this method needs unlabelled public images: name a data set with --public.")
         everybody = tuple(range(federation.num_clients))
         self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
-        shape = federation.image_shape
-        setting = Setting(
-            num_classes=model.num_classes,
-            feature_dim=feature_dim(model, shape),
-            num_clients=federation.num_clients,
-            rounds=rounds,
-            epochs=int(np.max(local.epochs)),
-            batch_size=local.batch_size,
-            normalised=normalises(model),
-            one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
-        )
+        setting = _setting(model, experiments, rounds)
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.local = local
         self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
