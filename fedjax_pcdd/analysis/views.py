@@ -69,7 +69,7 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
         return class_sums(l2_normalise(found) if headless else found, samples.labels[index], classes, mask=mask)
 
     if view.row is not None:
-        total, counts = client_batches(sums, program, samples, view.row)
+        total, counts = client_batches(sums, samples, view.row, program.train_batch)
     else:
         everybody = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
         batch = program.eval_batch

@@ -162,7 +162,9 @@ class RunConfig:
     fine_tune_epochs: int = run_option(
         10, "evaluation", "epochs of fine-tuning for PA, for methods without a personal model", low=0
     )
-    eval_batch: int = run_option(500, "evaluation", "batch size of evaluation", low=1)
+    eval_batch: int | None = run_option(
+        None, "evaluation", "batch size of evaluation; by default 100 on a CPU, else 500", low=1
+    )
     track: str | None = run_option(
         None, "evaluation", "what to follow beside accuracy, as angles,features,spectrum,intra; docs/analyses.md"
     )

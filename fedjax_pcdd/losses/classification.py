@@ -1,7 +1,9 @@
-"""Softmax cross-entropy, class memberships and per-class counts of correct predictions."""
+"""Softmax cross-entropy and per-class counts of correct predictions."""
 
 import jax
 import jax.numpy as jnp
+
+from fedjax_pcdd.losses.membership import membership
 
 
 def cross_entropy(
@@ -39,12 +41,6 @@ def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def memberships(labels: jax.Array, num_classes: int, mask: jax.Array | None = None, dtype=jnp.float32) -> jax.Array:
-    """One-hot classes [B, C] of `dtype`; the rows of masked samples are 0."""
-    members = jax.nn.one_hot(labels, num_classes, dtype=dtype)
-    return members if mask is None else members * mask.astype(dtype)[:, None]
-
-
 def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | None, num_classes: int) -> jax.Array:
     """Number of correct top-1 predictions of each class; of equal logits the lowest index is predicted.
 
@@ -58,5 +54,5 @@ def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | No
       [C] int32 counts.
     """
     correct = jnp.argmax(logits, axis=-1) == labels
-    members = memberships(labels, num_classes, mask, dtype=jnp.int32)
+    members = membership(labels, num_classes, mask, dtype=jnp.int32).of_samples
     return jnp.sum(members * correct[:, None], axis=0)

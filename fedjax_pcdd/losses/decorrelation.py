@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.losses.classification import memberships
+from fedjax_pcdd.losses.membership import membership
 
 FORMS = ("offdiag", "frobenius")
 
@@ -45,9 +45,9 @@ def intra_class(
     if form not in FORMS:
         raise UserError(f"Unknown form '{form}' of the intra-class loss: {nearest(form, FORMS)}")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
-    members = memberships(labels, num_classes, mask, dtype)
+    members = membership(labels, num_classes, mask, dtype)
     # Classes with fewer than two samples leave here, and from then on nothing divides by n_c - 1 = 0.
-    members = members * (jnp.sum(members, axis=0) >= 2)
+    members = members.only(members.counts >= 2)
     standard = _standardise(features.astype(dtype), members, unbiased=form == "offdiag", epsilon=epsilon)
     loss = _off_diagonal if form == "offdiag" else _frobenius
     return loss(standard, members)
@@ -55,13 +55,12 @@ def intra_class(
 
 def _standardise(features, members, *, unbiased, epsilon):
     """Features [B, D] standardised inside each sample's own class; 0 for samples of no class in `members`."""
-    features = jnp.where(jnp.any(members > 0, axis=1)[:, None], features, 0)
-    counts = jnp.maximum(jnp.sum(members, axis=0), 1)[:, None]
-    means = _per_class(members, features) / counts
-    centred = features - _per_sample(members, means)
+    features = jnp.where(members.any[:, None], features, 0)
+    counts = jnp.maximum(members.counts, 1)[:, None]
+    centred = features - members.per_sample(members.per_class(features) / counts)
     divisors = jnp.maximum(counts - 1, 1) if unbiased else counts
-    variances = _per_class(members, jnp.square(centred)) / divisors
-    return centred * _per_sample(members, 1 / jnp.sqrt(epsilon + variances))
+    variances = members.per_class(jnp.square(centred)) / divisors
+    return centred * members.per_sample(1 / jnp.sqrt(epsilon + variances))
 
 
 def _off_diagonal(standard, members):
@@ -69,31 +68,34 @@ def _off_diagonal(standard, members):
     dimensions = standard.shape[1]
     if dimensions == 1:
         return jnp.zeros((), standard.dtype)
-    energy = _per_class(members, _pair_energy(standard, members)[:, None])[:, 0]
-    diagonal = jnp.sum(jnp.square(_per_class(members, jnp.square(standard))), axis=1)
+    energy = members.per_class(_pair_energy(standard, members)[:, None])[:, 0]
+    diagonal = jnp.sum(jnp.square(members.per_class(jnp.square(standard))), axis=1)
     off_diagonal = jnp.sum(jnp.maximum(energy - diagonal, 0))
-    return off_diagonal / (dimensions * (dimensions - 1)) / jnp.maximum(jnp.sum(members), 1)
+    return off_diagonal / (dimensions * (dimensions - 1)) / jnp.maximum(jnp.sum(members.counts), 1)
 
 
 def _frobenius(standard, members):
     """Mean over the classes of ||G_c||_F^2 / (n_c - 1)^2."""
-    counts = jnp.sum(members, axis=0)
-    energy = _per_class(members, _pair_energy(standard, members)[:, None])[:, 0]
+    counts = members.counts
+    energy = members.per_class(_pair_energy(standard, members)[:, None])[:, 0]
     return jnp.sum(energy / jnp.square(jnp.maximum(counts - 1, 1))) / jnp.maximum(jnp.sum(counts > 0), 1)
 
 
 def _pair_energy(standard, members):
     """[B]: sum over the b' in the class of b of (x_b . x_b')^2."""
-    gram = jnp.matmul(standard, standard.T, precision="highest")
-    same_class = jnp.matmul(members, members.T, precision="highest")
+    gram = _gram(standard)
+    same_class = jnp.matmul(members.of_samples, members.of_classes, precision="highest")
     return jnp.sum(same_class * jnp.square(gram), axis=1)
 
 
-def _per_class(members, values):
-    """Sums of values [B, D] over the samples of each class, [C, D]."""
-    return jnp.matmul(members.T, values, precision="highest")
+@jax.custom_vjp
+def _gram(values):
+    """values @ values.T, with one product in its gradient instead of two."""
+    return jnp.matmul(values, values.T, precision="highest")
 
 
-def _per_sample(members, values):
-    """The row of values [C, D] that belongs to each sample, [B, D]."""
-    return jnp.matmul(members, values, precision="highest")
+def _gram_backward(values, cotangent):
+    return (jnp.matmul(cotangent + cotangent.T, values, precision="highest"),)
+
+
+_gram.defvjp(lambda values: (_gram(values), values), _gram_backward)

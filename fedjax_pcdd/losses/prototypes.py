@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.losses.classification import masked_mean, memberships
+from fedjax_pcdd.losses.classification import masked_mean
+from fedjax_pcdd.losses.membership import membership
 
 STALE = ("carry", "drop")
 
@@ -28,9 +29,8 @@ def class_sums(
       (sums [C, D], counts [C]) in float32 or better; zeros for absent classes.
     """
     dtype = jnp.promote_types(features.dtype, jnp.float32)
-    members = memberships(labels, num_classes, mask, dtype)
-    present = jnp.where(jnp.any(members > 0, axis=1)[:, None], features.astype(dtype), 0)
-    return jnp.matmul(members.T, present, precision="highest"), jnp.sum(members, axis=0)
+    members = membership(labels, num_classes, mask, dtype)
+    return members.per_class(jnp.where(members.any[:, None], features.astype(dtype), 0)), members.counts
 
 
 def merge_prototypes(
@@ -101,7 +101,7 @@ def inter_class(
     """
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     valid = valid.astype(bool)
-    anchors = memberships(labels, valid.shape[0], mask, dtype) * valid
+    anchors = membership(labels, valid.shape[0], mask, dtype).of_samples * valid
     counts = jnp.sum(anchors, axis=0)
     different = ~jnp.eye(valid.shape[0], dtype=bool)
     pairs = ((counts > 0)[:, None] & (candidates.astype(bool) & valid) & different).astype(dtype)

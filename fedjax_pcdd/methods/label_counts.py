@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.losses.classification import memberships
+from fedjax_pcdd.losses.membership import membership
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.parts import SEEN, unobserved
 
@@ -29,7 +29,7 @@ class LabelCounts(Method):
         """The labels seen so far [C], where they count."""
         if self.label_counts == "owned":
             return {}
-        members = memberships(batch.labels, context.setting.num_classes, batch.mask)
+        members = membership(batch.labels, context.setting.num_classes, batch.mask).of_samples
         return {SEEN: {"labels": variables[SEEN]["labels"] + jnp.sum(members, axis=0)}}
 
     def split(self, variables: Tree, context: Context) -> tuple[Tree, jax.Array]:

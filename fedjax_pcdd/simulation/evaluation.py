@@ -27,13 +27,8 @@ from fedjax_pcdd.simulation.program import (
 from fedjax_pcdd.trees import select
 
 
-def client_batches(function: Callable, program: Program, samples: Samples, row, *, batch: int | None = None) -> Tree:
-    """Sum of function(index, mask) over the samples of one row; no work for a row without samples.
-
-    Args:
-      batch: samples at a time, where the sum depends on it; None for what runs well.
-    """
-    batch = batch or program.client_batch
+def client_batches(function: Callable, samples: Samples, row, batch: int) -> Tree:
+    """Sum of function(index, mask) over the samples of one row, so many at a time; no work for a row without any."""
     index = jax.ShapeDtypeStruct((batch,), jnp.int32)
     template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((batch,), bool))
     return sum_over_samples(function, samples, samples.start[row], samples.size[row], batch, template)
@@ -68,7 +63,7 @@ def domain_correct(program: Program, methods, state: State, data: Data, tests: S
 
         def domain(entry):
             start, size = entry
-            return sum_over_samples(count, tests, start, size, program.client_batch, shape)
+            return sum_over_samples(count, tests, start, size, program.test_batch, shape)
 
         return jax.lax.map(domain, (tests.start, tests.size))
 
@@ -172,7 +167,7 @@ def _personal_correct(program: Program, own: bool, methods, state: State, data: 
             return logits(program.model, server, client, facts, variables, images)
 
         if own:
-            return client_batches(count_correct(predict, program, data.test), program, data.test, row)
+            return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_batch)
         return on_whole_test(predict, program, data.test)
 
     return jax.lax.map(one, (rows, state.clients, state.statistics))

@@ -45,8 +45,8 @@ def summary_of(program: Program, world: World, lane: Lane, context: Context) -> 
         batch = Batch(images, train.labels[index], mask.astype(jnp.result_type(float)))
         return method.summarise(lane.variables, batch, context._replace(key=key))
 
-    batch = program.setting.batch_size if method.summary_train else None
-    return client_batches(summarise, program, train, row, batch=batch)
+    batch = program.setting.batch_size if method.summary_train else program.train_batch
+    return client_batches(summarise, train, row, batch)
 
 
 def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outcome:
@@ -61,7 +61,8 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     def predict(images):
         return method.predict_personal(program.model, server, client, context.facts, lane.variables, images)
 
-    correct = client_batches(count_correct(predict, program, world.data.test), program, world.data.test, row)
+    tests = world.data.test
+    correct = client_batches(count_correct(predict, program, tests), tests, row, program.test_batch)
     statistics, place = outcome.statistics, jobs.slot[job] if program.in_place else job
     if statistics:
         new = {**lane.variables, OPTIMISER: lane.optimiser}

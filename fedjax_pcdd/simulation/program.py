@@ -40,13 +40,19 @@ class Program:
     local_statistics: bool = False  # batch-norm statistics stay with the client (--bn=local)
     masked: bool = True  # False where every batch is full
     eval_batch: int = 500
-    client_batch: int = 500  # batch of passes over one client's data
+    train_batch: int = 500  # batch of passes over one client's training data
+    test_batch: int = 500  # and over its test data
     dtype: Any = jnp.float32  # of the images that enter the model
     public_pipeline: Pipeline | None = None
     devices: int = 1
     split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
     keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
     in_place: bool = False  # a job writes its client's state where it read it, which needs `IN_PLACE` to be fast
+
+
+def evaluation_batch() -> int:
+    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations."""
+    return 100 if jax.default_backend() == "cpu" else 500
 
 
 class Samples(NamedTuple):

@@ -30,7 +30,16 @@ from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
 from fedjax_pcdd.simulation.planning import Planned, Planner
-from fedjax_pcdd.simulation.program import IN_PLACE, OPTIMISER, Program, State, Tree, facts_of, load_data
+from fedjax_pcdd.simulation.program import (
+    IN_PLACE,
+    OPTIMISER,
+    Program,
+    State,
+    Tree,
+    evaluation_batch,
+    facts_of,
+    load_data,
+)
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.simulation.training_round import Evaluation as Evaluation
 from fedjax_pcdd.simulation.training_round import Launched as Launched
@@ -81,7 +90,7 @@ class Simulation(Planner):
         keeps_optimiser: bool = False,
         client_state: Literal["device", "host"] = "device",
         public: tuple[Any, Pipeline] | None = None,
-        eval_batch: int = 500,
+        eval_batch: int | None = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
     ):
@@ -97,6 +106,7 @@ class Simulation(Planner):
           local_statistics: keep batch-norm statistics with the client.
           keeps_optimiser: keep the local optimiser's state with the client, too.
           client_state: where the clients' state lives between rounds.
+          eval_batch: samples at a time in passes that train nothing; by default what runs well on the device.
           public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
         """
@@ -116,13 +126,14 @@ class Simulation(Planner):
         self.hyper = place(_stack([_hyper(e.local) for e in experiments]), devices)
         self.data = place(load_data([e.federation for e in experiments], public and public[0]), devices)
         self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
+        eval_batch = eval_batch or evaluation_batch()
         most = schedule.most_jobs(len(experiments) * cohort, devices)
         rows = self.sizes.size
         self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
         self.program = Program(
             model, setting, pipeline, max(1, min(lanes, most)), len(experiments), local.optimizer,
             any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
-            self._has_padding(), eval_batch, self._client_batch(eval_batch), dtype,
+            self._has_padding(), eval_batch, *self._client_batches(eval_batch), dtype,
             public and public[1], devices, self.storage.split, keeps_optimiser,
             devices == 1 and jax.default_backend() == "cpu",
         )  # fmt: skip
@@ -143,10 +154,11 @@ class Simulation(Planner):
         everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, self.storage.spec))
         return State(everywhere, clients, clients), everywhere
 
-    def _client_batch(self, most: int) -> int:
-        """Batch of passes over one client's data: no larger than the largest client needs, in steps of 8."""
-        tests = max(int(e.federation.test_sizes.max(initial=1)) for e in self.experiments)
-        return int(min(most, -(-max(tests, 1) // 8) * 8))
+    def _client_batches(self, most: int) -> tuple[int, int]:
+        """Batches of passes over one client's training and test data: no larger than the largest client needs."""
+        largest = (max(int(e.federation.test_sizes.max(initial=1)) for e in self.experiments), int(self.sizes.max()))
+        test, train = (min(most, max(size, 1)) for size in largest)
+        return train, test
 
     def _raw_weights(self, rule: str) -> np.ndarray:
         """Aggregation weights [E, K] before normalisation; UserError where an experiment has none."""

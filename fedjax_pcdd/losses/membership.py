@@ -1,0 +1,64 @@
+"""Who belongs to which class: sums over the samples of a class, and values of a class handed to its samples."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Membership(NamedTuple):
+    """One-hot classes in both orientations: a CPU multiplies slowly by a matrix that is transposed on the way."""
+
+    of_samples: jax.Array  # [B, C]
+    of_classes: jax.Array  # [C, B]
+
+    @property
+    def counts(self) -> jax.Array:
+        """Samples of each class [C]."""
+        return jnp.sum(self.of_samples, axis=0)
+
+    @property
+    def any(self) -> jax.Array:
+        """Which samples count [B], bool."""
+        return jnp.any(self.of_samples > 0, axis=1)
+
+    def only(self, classes: jax.Array) -> "Membership":
+        """Without the samples of classes that are False in `classes` [C]."""
+        return Membership(self.of_samples * classes, self.of_classes * classes[:, None])
+
+    def per_class(self, values: jax.Array) -> jax.Array:
+        """Sums of values [B, D] over the samples of each class, [C, D]."""
+        return _product(self.of_classes, self.of_samples, values)
+
+    def per_sample(self, values: jax.Array) -> jax.Array:
+        """The row of values [C, D] that belongs to each sample, [B, D]; 0 for samples that do not count."""
+        return _product(self.of_samples, self.of_classes, values)
+
+
+def membership(labels: jax.Array, num_classes: int, mask: jax.Array | None = None, dtype=jnp.float32) -> Membership:
+    """Classes of labels [B] in [0, C); masked samples (mask [B]) belong to none.
+
+    >>> of = membership(jnp.array([2, 0, 2]), 3, mask=jnp.array([1, 1, 0]))
+    >>> of.counts.tolist(), of.per_class(jnp.array([[1.0], [2.0], [4.0]])).ravel().tolist()
+    ([1.0, 0.0, 1.0], [2.0, 0.0, 1.0])
+    """
+    kept = 1 if mask is None else mask.astype(dtype)
+    samples = jax.nn.one_hot(labels, num_classes, dtype=dtype, axis=-1)
+    classes = jax.nn.one_hot(labels, num_classes, dtype=dtype, axis=0)
+    return Membership(samples if mask is None else samples * kept[:, None], classes * kept)
+
+
+@jax.custom_vjp
+def _product(matrix, transposed, values):
+    return jnp.matmul(matrix, values, precision="highest")
+
+
+def _product_forward(matrix, transposed, values):
+    return _product(matrix, transposed, values), (matrix, transposed)
+
+
+def _product_backward(matrices, cotangent):
+    return None, None, _product(*reversed(matrices), cotangent)  # memberships are constants
+
+
+_product.defvjp(_product_forward, _product_backward)
