@@ -4,15 +4,15 @@ python -m benchmarks.overhead --workloads w1 w4 --rounds 8 --out benchmarks/resu
 
 A method's rounds and FedAvg's are timed in turn, so that a machine that becomes slower meanwhile slows both. Beside the
 ratio stands what it would be if nothing but this cost more, each part measured by itself in the same process: the
-method's passes (further forward passes, epochs, layers, generated features), then also its server, and reading and
-writing what its clients keep between rounds once.
+method's passes (further forward passes, epochs, layers, generated features), then also its server, reading and
+writing what its clients keep between rounds once, and arithmetic on arrays as large as the parameters.
 """
 
 import argparse
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +37,16 @@ from fedjax_pcdd.trees import select
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
 EXTRA_FORWARDS = {"moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1}
 
+# Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (the value of its penalty,
+# then the gradient) and in an upload (what is sent and summed), each once; what clients keep is counted by itself.
+PARAMETER_ARRAYS = {
+    "fedprox": (2 + 1, 0),  # w, w^t; w^t
+    "fednova": (2 + 1, 1),  # as FedProx, whose term it may have; w^t in what is sent
+    "feddyn": (3 + 2, 4),  # w, w^t, v_k; w^t, v_k; w^t, v_k, a sum read and written
+    "feddc": (5 + 4, 8),  # w, w^t, h_k, Delta, Delta_k; all but w; all but w, and two sums read and written
+    "scaffold": (2, 5),  # c, c_k; w^t, c, c_k, a sum read and written
+}
+
 UNLIKE = ("fml",)  # its second model, ResNet10, is what one would time
 
 
@@ -48,7 +58,7 @@ class Cost(NamedTuple):
     ratio: float
     cpu_ratio: float  # of processor time
     passes: float  # the ratio that its passes explain
-    everything: float  # the ratio that they, its server and its clients' state explain
+    everything: float  # the ratio that they, its server, its clients' state and its arithmetic explain
     held: str
 
 
@@ -90,6 +100,7 @@ def fastest(function: Callable[[Any, Any], Any], argument: Any, times: int) -> f
     return min(found) / times
 
 
+@cache
 def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
     """Seconds of a training step and of a forward pass on one batch."""
     images = jax.random.normal(jax.random.key(1), (workload.batch, *workload.shape))
@@ -143,6 +154,13 @@ def state_seconds(simulated: Simulation) -> float:
     return fastest(touch, state, clients) * clients
 
 
+def array_seconds(simulated: Simulation) -> float:
+    """Seconds of reading or writing one array as large as the parameters in arithmetic on several of them."""
+    params = select(simulated.start().servers, 0).variables["params"]
+    other = jax.tree.map(lambda x: x + 1, params)  # read, as the first, which is also written
+    return fastest(lambda i, x: jax.tree.map(lambda a, b: 0.9 * a + b, x, other), params, 200) / 3
+
+
 def server_seconds(simulated: Simulation) -> float:
     """Seconds of an aggregation."""
     state, (plan, jobs) = simulated.start(), simulated.plan(0)
@@ -160,6 +178,7 @@ class Parts(NamedTuple):
     passes: float
     server: float
     state: float
+    arithmetic: float
 
 
 def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
@@ -168,7 +187,9 @@ def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
     step = training + generated_seconds(name, simulated, workload)
     each = float(simulated.epochs[0]) * step + EXTRA_FORWARDS.get(name, 0) * looking
     steps = workload.samples // workload.batch
-    return Parts(each * steps, server_seconds(simulated), state_seconds(simulated))
+    a_step, an_upload = PARAMETER_ARRAYS.get(name, (0, 0))
+    arithmetic = (steps * a_step + workload.clients * an_upload) * array_seconds(simulated)
+    return Parts(each * steps, server_seconds(simulated), state_seconds(simulated), arithmetic)
 
 
 def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
@@ -193,7 +214,7 @@ def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
     """One table for each workload."""
     where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
     text = [f"One lane. {where}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
-    header = "| method | s a round | times FedAvg | by processor time | passes explain | with server and state | held |"
+    header = "| method | s a round | times FedAvg | by processor time | passes explain | with all parts | held |"
     for workload, costs in results.items():
         text += ["", f"## {workload.upper()}", "", header, "|---" * 7 + "|"]
         for c in costs:

@@ -72,9 +72,9 @@ class FedDC(Drifting):
     def upload(self, variables, summary, context):
         """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""
         client, message = super().upload(variables, summary, context)
-        rate = self._steps(context) * context.hyper.lr
+        rate = 1 / (self._steps(context) * context.hyper.lr)
         ratio, moved = self._ratio(context), self.moved(variables, context)
-        change = jax.tree.map(lambda everyone, d: -everyone / ratio - d / rate, context.server.state, moved)
+        change = jax.tree.map(lambda everyone, d: -(1 / ratio) * everyone - rate * d, context.server.state, moved)
         state = optax.tree.add(context.client.state, change)
         total = message.total._replace(state=optax.tree.scale(ratio / context.setting.num_clients, change))
         return client._replace(state=state), message._replace(total=total)

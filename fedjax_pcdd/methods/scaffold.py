@@ -103,13 +103,14 @@ class Scaffold(Method):
         """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t."""
         if self.control == "I":
             control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
+            change = optax.tree.sub(control, context.client)
         else:
             plain = self.step_normaliser == "steps"
             steps = context.step if plain else effective_steps(context.step, context.hyper.momentum)
             moved = optax.tree.sub(context.start["params"], variables["params"])
             scaled = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
-            control = optax.tree.sub(scaled, self._correction(context))
-        change = optax.tree.sub(control, context.client)
+            change = optax.tree.sub(scaled, context.server.control)
+            control = optax.tree.add(context.client, change)
         return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, change))
 
     def aggregate(self, server, message, weights):
