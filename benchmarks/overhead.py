@@ -47,6 +47,13 @@ PARAMETER_ARRAYS = {
     "scaffold": (2, 5),  # c, c_k; w^t, c, c_k, a sum read and written
 }
 
+# What a client holds while it trains, as the papers count it.
+PUBLISHED = {
+    "fedavg": "P", "fedprox": "2P", "fedproc": "P + C D", "fedmr": "P + C D", "moon": "3P", "fedproto": "P + C D",
+    "fednova": "P", "feddyn": "3P", "feddc": "5P", "scaffold": "4P", "fedrs": "P", "fedlc": "P", "fedrl": "2P",
+    "fedgen": "P + generator", "fedrod": "P + head",
+}  # fmt: skip
+
 UNLIKE = ("fml",)  # its second model, ResNet10, is what one would time
 
 
@@ -220,7 +227,19 @@ def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
         for c in costs:
             ratios = " | ".join(f"{x:.2f}" for x in (c.ratio, c.cpu_ratio, c.passes, c.everything))
             text.append(f"| {c.method} | {c.seconds:.4f} | {ratios} | {c.held} |")
-    return "\n".join(text) + "\n"
+    return "\n".join([*text, "", "## In short", "", *summary(results)]) + "\n"
+
+
+def summary(results: dict[str, list[Cost]]) -> list[str]:
+    """Lines of a table: of every method the ratios on all workloads, measured and explained, and what it holds."""
+    columns = [f"{workload.upper()} | by passes | with all parts" for workload in results]
+    rule = "|---" + "|---:" * 3 * len(results) + "|---|---|"
+    lines = [f"| method | {' | '.join(columns)} | held | published |", rule]
+    for costs in zip(*results.values(), strict=True):
+        ratios = [f"{x:.2f}" for c in costs for x in (c.ratio, c.passes, c.everything)]
+        held, published = costs[0].held, PUBLISHED.get(costs[0].method, "–")
+        lines.append(f"| {costs[0].method} | {' | '.join(ratios)} | {held} | {published} |")
+    return lines
 
 
 def _plain(method: Any) -> bool:

@@ -1,6 +1,6 @@
 """Seconds a round of this simulator: host scheduling, training and aggregation; no evaluation.
 
-python -m benchmarks.round_time --workload=w1 --rounds=8 --lanes=auto
+python -m benchmarks.round_time --workload=w1 --rounds=8 --lanes=auto --devices=1
 """
 
 import argparse
@@ -20,7 +20,7 @@ from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier, sizes
-from fedjax_pcdd.simulation.devices import choose_lanes
+from fedjax_pcdd.simulation.devices import choose_lanes, select_device
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 
@@ -58,24 +58,26 @@ def federation(workload: Workload) -> Federation:
     return Federation(dataset, Partition(owned, (np.arange(2), *[nothing] * (workload.clients - 1))))
 
 
-def simulation(workload: Workload, parts: Federation, lanes: int) -> Simulation:
+def simulation(workload: Workload, parts: Federation, lanes: int, devices: int = 1) -> Simulation:
     """FedAvg as the workload describes it."""
     local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     method = METHODS["fedavg"]()
     return Simulation(
         method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, lanes=lanes,
+        cohort=workload.clients, lanes=lanes, devices=devices,
     )  # fmt: skip
 
 
-def prepare(workload: Workload, lanes: str, rounds: int) -> Simulation:
+def prepare(workload: Workload, lanes: str, devices: int, rounds: int) -> Simulation:
     """The simulation with the lanes asked for; "auto" chooses as a real run does."""
     parts = federation(workload)
+
+    def make(lanes: int) -> Simulation:
+        return simulation(workload, parts, lanes, devices)
+
     if lanes != "auto":
-        return simulation(workload, parts, int(lanes))
-    state = simulation(workload, parts, 1).start()
-    number = choose_lanes(lambda n: simulation(workload, parts, n), state, workload.clients, rounds)
-    return simulation(workload, parts, number)
+        return make(int(lanes))
+    return make(choose_lanes(make, make(1).start(), workload.clients, rounds))
 
 
 def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:
@@ -95,9 +97,10 @@ def device_peak_mb(device) -> float | None:
     return round(stats["peak_bytes_in_use"] / 2**20, 1) if "peak_bytes_in_use" in stats else None
 
 
-def measure(name: str, workload: Workload, lanes: str, rounds: int) -> dict:
+def measure(name: str, workload: Workload, lanes: str, devices: int, rounds: int) -> dict:
     """The record that is printed."""
-    simulated = prepare(workload, lanes, rounds)
+    select_device("auto", devices)
+    simulated = prepare(workload, lanes, devices, rounds)
     timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
     device = jax.devices()[0]
     return {
@@ -108,6 +111,7 @@ def measure(name: str, workload: Workload, lanes: str, rounds: int) -> dict:
         "device_peak_memory_mb": device_peak_mb(device),
         "data_mb": round(workload.data_bytes / 2**20, 1),
         "lanes": simulated.program.lanes,
+        "devices": devices,
         "clients": workload.clients,
         **limits(simulated.program.model, workload),
         "params": sizes(simulated.program.model, workload.shape).params,
@@ -126,9 +130,10 @@ def _lanes(text: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = workloads.parser(__doc__)
     parser.add_argument("--lanes", type=_lanes, default="auto", help="auto or a number")
+    parser.add_argument("--devices", type=int, default=1, help="that divide the clients; a CPU is made into so many")
     args = parser.parse_args(argv)
     try:
-        record = measure(args.workload, workloads.chosen(args), args.lanes, args.rounds)
+        record = measure(args.workload, workloads.chosen(args), args.lanes, args.devices, args.rounds)
     except UserError as error:
         sys.exit(str(error))
     workloads.report(record, quiet=args.json)

@@ -1,6 +1,8 @@
 """Our engine beside a plain and a tuned PyTorch loop, in alternating fresh processes on the same cores.
 
 python -m benchmarks.table --workloads=w1,w4 --cores=1 --torch-python=PATH --out=benchmarks/results/NAME
+
+With --devices=N ours divides its clients over N devices, as `run.py --devices=N` does.
 """
 
 import argparse
@@ -59,16 +61,16 @@ def hardware(cores: int | None) -> dict:
     }
 
 
-def compare(name: str, rounds: int, threads: int, repeats: int, torch_python: str) -> dict[str, dict]:
+def compare(name: str, args: argparse.Namespace) -> dict[str, dict]:
     """Of each of the three contestants the run with the best median; their runs alternate."""
-    options = (f"--workload={name}", f"--rounds={rounds}")
-    torch_options = (*options, f"--threads={threads}")
+    options, torch = (f"--workload={name}", f"--rounds={args.rounds}"), args.torch_python
+    torch_options = (*options, f"--threads={args.cores}")
     best: dict[str, dict] = {}
-    for _ in range(repeats):
+    for _ in range(args.repeats):
         records = {
-            "ours": run(sys.executable, "round_time", *options),
-            "plain": run(torch_python, "torch_loop", *torch_options),
-            "tuned": run(torch_python, "torch_loop", *torch_options, "--tuned"),
+            "ours": run(sys.executable, "round_time", *options, f"--devices={args.devices}"),
+            "plain": run(torch, "torch_loop", *torch_options),
+            "tuned": run(torch, "torch_loop", *torch_options, "--tuned"),
         }
         best = {k: min(best.get(k, new), new, key=lambda r: r["median_s"]) for k, new in records.items()}
     return best
@@ -82,7 +84,8 @@ def row(name: str, records: dict[str, dict]) -> str:
     by_cpu = ", ".join(f"{r['cpu_s'] / ours['cpu_s']:.2f}" for r in (plain, tuned))
     limits = " | ".join(f"{ours[k] / ours['median_s']:.2f}" for k in ("bare_s", "matrix_s"))
     memory = ", ".join(f"{r['peak_memory_mb']:.0f}" for r in (ours, plain, tuned))
-    cells = (name, seconds, ratios, by_cpu, limits, ours["lanes"], memory, f"{ours['compile_s']:.1f}")
+    workers = str(ours["lanes"]) + (f" on each of {ours['devices']} devices" if ours["devices"] > 1 else "")
+    cells = (name, seconds, ratios, by_cpu, limits, workers, memory, f"{ours['compile_s']:.1f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -128,12 +131,13 @@ def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--workloads", type=_names, default="w1,w2,w4,w4lr")
     options.add_argument("--repeats", type=int, default=2, help="processes of each kind; the best counts")
+    options.add_argument("--devices", type=int, default=1, help="devices of ours; a CPU is made into so many")
     options.add_argument("--torch-python", default=sys.executable, help="interpreter with torch and numpy")
     args = options.parse_args(argv)
     machine = hardware(pin(args.cores))
     results = {}
     for name in args.workloads:
-        results[name] = compare(name, args.rounds, args.cores, args.repeats, args.torch_python)
+        results[name] = compare(name, args)
         print(row(name, results[name]), file=sys.stderr, flush=True)
     save(args.out, {"machine": machine, "results": results}, markdown(machine, results))
 

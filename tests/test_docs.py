@@ -169,3 +169,9 @@ def test_the_command_on_the_page_of_a_method_parses(name):
 def test_links_out_of_the_folder_become_pages_of_the_site_or_names():
     text = "[a](../benchmarks/README.md), [b](../fedjax_pcdd/trees.py), [c](https://example.org), ![d](images/x.png)"
     assert relinked(text, "results.md") == "[a](benchmarks/index.md), b, [c](https://example.org), ![d](images/x.png)"
+
+
+def test_the_table_of_overheads_in_the_documentation_is_the_measured_one():
+    measured = (ROOT / "benchmarks/results/overhead.md").read_text().partition("## In short")[2].split("\n\n")[1]
+    assert measured.startswith("| method |")
+    assert measured.strip() in (ROOT / "docs/results.md").read_text()

@@ -21,8 +21,8 @@ class Options:
     """
 
     scale: str = "cpu"
-    """the plan: cpu (small), gpu (the papers' settings, most wanted first), paper (every cell of every preset), or a
-    YAML file"""
+    """the plan: cpu (small), full (the papers' settings for the small networks), gpu (those, most wanted first), paper
+    (every cell of every preset), or a YAML file"""
     only: str | None = None
     """only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"""
     budget_minutes: float | None = None

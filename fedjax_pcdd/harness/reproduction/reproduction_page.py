@@ -21,8 +21,8 @@ folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` 
 How to read it:
 
 - The scale `cpu` is a small network on a few thousand images for a few rounds: its numbers are no reproduction of the
-  printed ones, and a claim that does not hold there is not refuted. The claims are about ResNet18 at full size; only
-  the scale `gpu`, the papers' own settings, can confirm or refute them.
+  printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or refute
+  them: the scale `full`, of the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18.
 - Accuracies in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on the
   test data as in the papers, which flatters every number; the mean of the last ten rounds does not. PA of a method
   without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
