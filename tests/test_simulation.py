@@ -1,6 +1,7 @@
 """The engine on the toy federation: aggregation, batch norm, precision, sweeps, lanes, compilation."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.simulation import devices, schedule
 from fedjax_pcdd.simulation.round import Experiment, Simulation
+from fedjax_pcdd.simulation.training_round import training_round
 
 
 def params(state):
@@ -239,6 +241,22 @@ def test_auto_lanes_are_among_the_candidates():
         return toy.simulation(lanes=lanes)
 
     assert devices.choose_lanes(make, base.start(), 3, 10) in devices.candidates(3)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
+    simulated = toy.simulation(name, lanes=lanes, epochs=1, batch_size=64, last_batch="keep")
+    assert simulated.program.one_step
+    assert not toy.simulation(name, lanes=lanes).program.one_step
+    looped = jax.jit(partial(training_round, dataclasses.replace(simulated.program, one_step=False)))
+    plan, jobs = simulated.plan(0)
+    expected, told = looped(
+        simulated.methods, simulated.hyper_at(0), simulated.data, simulated.keys, simulated.start(), plan, jobs, 0
+    )
+    state, report = simulated.step(simulated.start(), 0)
+    close(state, expected)
+    np.testing.assert_allclose(report.loss, told.loss, 1e-5)
 
 
 def test_learning_rate_falls_at_the_given_rounds():

@@ -42,10 +42,11 @@ def membership(labels: jax.Array, num_classes: int, mask: jax.Array | None = Non
     >>> of.counts.tolist(), of.per_class(jnp.array([[1.0], [2.0], [4.0]])).ravel().tolist()
     ([1.0, 0.0, 1.0], [2.0, 0.0, 1.0])
     """
-    kept = 1 if mask is None else mask.astype(dtype)
-    samples = jax.nn.one_hot(labels, num_classes, dtype=dtype, axis=-1)
-    classes = jax.nn.one_hot(labels, num_classes, dtype=dtype, axis=0)
-    return Membership(samples if mask is None else samples * kept[:, None], classes * kept)
+    samples, classes = (jax.nn.one_hot(labels, num_classes, dtype=dtype, axis=axis) for axis in (-1, 0))
+    if mask is None:
+        return Membership(samples, classes)
+    kept = mask.astype(dtype)
+    return Membership(samples * kept[:, None], classes * kept)
 
 
 @jax.custom_vjp

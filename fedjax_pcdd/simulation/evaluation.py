@@ -27,6 +27,11 @@ from fedjax_pcdd.simulation.program import (
 from fedjax_pcdd.trees import select
 
 
+def evaluation_batch() -> int:
+    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations."""
+    return 100 if jax.default_backend() == "cpu" else 500
+
+
 def client_batches(function: Callable, samples: Samples, row, batch: int) -> Tree:
     """Sum of function(index, mask) over the samples of one row, so many at a time; no work for a row without any."""
     index = jax.ShapeDtypeStruct((batch,), jnp.int32)

@@ -5,6 +5,7 @@ message is reduced on the fly, so memory is O(lanes), not O(cohort). A lane that
 Several devices do so with their own jobs, and speak to each other only when all are done.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -172,23 +173,28 @@ def _run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outc
 
         loop = jax.lax.fori_loop
         lanes = loop(plan.load_stop[g], plan.load_stop[g + 1], load_one, lanes)
-        lanes = loop(plan.step_stop[g], plan.step_stop[g + 1], train, lanes)
+        lanes = _steps(program, plan, g, train, lanes)
         outcome = loop(plan.finish_stop[g], plan.finish_stop[g + 1], finish_one, outcome)
         return lanes, outcome
 
     return jax.lax.fori_loop(0, plan.num_segments, segment, _empty(program, world, state))[1]
 
 
+def _steps(program: Program, plan: Plan, segment, train: Callable, lanes: Lane) -> Lane:
+    """The steps of a segment; where there is but one, XLA need not store what a loop would carry."""
+    start, stop = plan.step_stop[segment], plan.step_stop[segment + 1]
+    return train(start, lanes) if program.one_step else jax.lax.fori_loop(start, stop, train, lanes)
+
+
 def _run_one_lane(program: Program, world: World, state: State, plan: Plan) -> Outcome:
     """One job after another, each a segment; a lane without an axis is one that XLA updates in place on a CPU."""
 
     def run(g, outcome):
-        start, stop = plan.step_stop[g], plan.step_stop[g + 1]
-        lane = load(program, world, *_read(program, state, outcome), plan.load_job[g], start)
+        lane = load(program, world, *_read(program, state, outcome), plan.load_job[g], plan.step_stop[g])
 
         def train(step, lane):
             return train_step(program, world, lane, plan.indices[step, 0], step)
 
-        return finish(program, world, jax.lax.fori_loop(start, stop, train, lane), outcome)
+        return finish(program, world, _steps(program, plan, g, train, lane), outcome)
 
     return jax.lax.fori_loop(0, plan.num_segments, run, _empty(program, world, state)[1])

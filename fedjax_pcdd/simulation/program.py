@@ -47,12 +47,8 @@ class Program:
     devices: int = 1
     split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
     keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
+    one_step: bool = False  # no job has more than one local step
     in_place: bool = False  # a job writes its client's state where it read it, which needs `IN_PLACE` to be fast
-
-
-def evaluation_batch() -> int:
-    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations."""
-    return 100 if jax.default_backend() == "cpu" else 500
 
 
 class Samples(NamedTuple):

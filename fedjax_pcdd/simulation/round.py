@@ -24,22 +24,13 @@ from fedjax_pcdd.methods.method import Hyper, Server, Setting
 from fedjax_pcdd.models import normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.simulation import schedule
-from fedjax_pcdd.simulation.evaluation import generic_correct, personal_correct
+from fedjax_pcdd.simulation.evaluation import evaluation_batch, generic_correct, personal_correct
 from fedjax_pcdd.simulation.mesh import EVERYWHERE, here, place, sharding
 from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
 from fedjax_pcdd.simulation.planning import Planned, Planner
-from fedjax_pcdd.simulation.program import (
-    IN_PLACE,
-    OPTIMISER,
-    Program,
-    State,
-    Tree,
-    evaluation_batch,
-    facts_of,
-    load_data,
-)
+from fedjax_pcdd.simulation.program import IN_PLACE, OPTIMISER, Program, State, Tree, facts_of, load_data
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.simulation.training_round import Evaluation as Evaluation
 from fedjax_pcdd.simulation.training_round import Launched as Launched
@@ -135,7 +126,7 @@ class Simulation(Planner):
             any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
             self._has_padding(), eval_batch, *self._client_batches(eval_batch), dtype,
             public and public[1], devices, self.storage.split, keeps_optimiser,
-            devices == 1 and jax.default_backend() == "cpu",
+            int((self.steps * self.epochs).max()) <= 1, devices == 1 and jax.default_backend() == "cpu",
         )  # fmt: skip
         self.keys = place(jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments]), devices)
         self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes, devices)
