@@ -190,7 +190,7 @@ class Parts(NamedTuple):
 
 def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
     """What a round of the method is made of."""
-    training, looking = pass_seconds(simulated.program.model, workload)
+    training, looking = pass_seconds(simulated.program.model, workload)  # pyright: ignore[reportArgumentType]
     step = training + generated_seconds(name, simulated, workload)
     each = float(simulated.epochs[0]) * step + EXTRA_FORWARDS.get(name, 0) * looking
     steps = workload.samples // workload.batch

@@ -1,4 +1,6 @@
-"""ReLU and max-pool together."""
+"""ReLU and max-pool together, alone and behind a convolution."""
+
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -6,6 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pcdd.models import pooled_convolution
+from fedjax_pcdd.models.convolution import plain_window
+from fedjax_pcdd.models.layers import Conv
+from fedjax_pcdd.models.pooled_convolution import PooledConv
 from fedjax_pcdd.models.pooling import FEW_CHANNELS, relu_max_pool
 
 
@@ -44,3 +50,67 @@ def test_lanes_are_images_one_after_another(channels):
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 4, channels))
     weighted = jax.grad(lambda x: jnp.sum(relu_max_pool(x) ** 2))
     np.testing.assert_array_equal(jax.vmap(weighted)(x), jnp.stack([weighted(one) for one in x]))
+
+
+def blocked(kernel, side):
+    """Whether a layer that maps 3 to 6 channels is computed in blocks here."""
+    window = plain_window(jnp.zeros((1, side, side, 3)), jnp.zeros((kernel, kernel, 3, 6)), (1, 1), "VALID")
+    return pooled_convolution._fits(window, 3, 6)
+
+
+def layers(bias=True, padding: Any = "VALID", kernel=5, features=6):
+    """A convolution with pooling in one, and its variables' owner, the convolution alone."""
+    settings = {"features": features, "kernel_size": kernel, "padding": padding, "use_bias": bias}
+    return PooledConv(**settings), Conv(**settings)
+
+
+@pytest.mark.parametrize(
+    ("side", "options"),
+    [
+        (32, {}), (32, {"bias": False}), (28, {"padding": 2}), (28, {"padding": "SAME"}), (31, {}), (30, {"kernel": 3}),
+        (14, {"features": 16}), (9, {"kernel": 2}),
+    ],
+)  # fmt: skip
+def test_a_pooled_convolution_is_the_convolution_then_the_pooling(side, options):
+    pooled, alone = layers(**options)
+    x = jax.random.normal(jax.random.key(0), (4, side, side, 3))
+    variables = alone.init(jax.random.key(1), x)
+    assert jax.tree.structure(variables) == jax.tree.structure(pooled.init(jax.random.key(1), x))
+    value, pull = jax.vjp(pooled.apply, variables, x)
+    expected, expected_pull = jax.vjp(lambda v, x: relu_max_pool(alone.apply(v, x)), variables, x)
+    np.testing.assert_allclose(value, expected, 1e-5, 1e-5)
+    dy = jax.random.normal(jax.random.key(2), value.shape)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), pull(dy), expected_pull(dy))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="convolutions run in blocks on a CPU alone")
+def test_small_networks_take_the_path_in_blocks():
+    assert blocked(5, 32)
+    assert not blocked(5, 31)
+
+
+def test_lanes_of_a_pooled_convolution_are_clients_one_after_another():
+    pooled, _ = layers()
+    x = jax.random.normal(jax.random.key(0), (2, 4, 32, 32, 3))
+    variables = jax.vmap(pooled.init)(jax.random.split(jax.random.key(1), 2), x)
+    weighted = jax.grad(lambda v, x: jnp.sum(pooled.apply(v, x) ** 2))
+    each = [weighted(jax.tree.map(lambda v, i=i: v[i], variables), x[i]) for i in range(2)]
+    together = jax.vmap(weighted)(variables, x)
+    jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, np.stack(b), 1e-4, 1e-4), together, *each)
+    shared = jax.vmap(weighted, (None, 0))(jax.tree.map(lambda v: v[0], variables), x)
+    np.testing.assert_allclose(shared["params"]["bias"][0], each[0]["params"]["bias"], 1e-4, 1e-4)
+
+
+def test_the_first_of_equal_outputs_of_a_convolution_has_the_gradient():
+    pooled, _ = layers(bias=False)
+    x = jnp.ones((1, 32, 32, 3)).at[0, 0, 0].set(0.5)  # all windows but the first see equal values
+    variables = {"params": {"kernel": jnp.ones((5, 5, 3, 6))}}
+    gradient = jax.grad(lambda x: pooled.apply(variables, x).sum())(x)
+    _, alone = layers(bias=False)
+
+    def first(x):  # the upper left place of every window, but of the first the one beside it
+        z = alone.apply(variables, x)
+        return z[:, ::2, ::2].sum() - z[0, 0, 0].sum() + z[0, 0, 1].sum()
+
+    if blocked(5, 32):
+        np.testing.assert_allclose(gradient, jax.grad(first)(x), 1e-5)

@@ -5,8 +5,8 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from fedjax_pcdd.models.layers import Conv, Linear
-from fedjax_pcdd.models.pooling import relu_max_pool
+from fedjax_pcdd.models.layers import Linear
+from fedjax_pcdd.models.pooled_convolution import PooledConv
 
 
 class CNN(nn.Module):
@@ -32,7 +32,7 @@ class CNN(nn.Module):
         del train, mask
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         for i, width in enumerate(self.channels, 1):
-            x = relu_max_pool(Conv(width, 5, padding=self.padding, name=f"conv{i}", **types)(x))
+            x = PooledConv(width, 5, padding=self.padding, name=f"conv{i}", **types)(x)
             self.sow("intermediates", "layers", x)
         x = x.transpose(0, 3, 1, 2).reshape(x.shape[0], -1)  # channels first, as published weights are ordered
         for i, width in enumerate(self.hidden, 1):

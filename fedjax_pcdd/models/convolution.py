@@ -70,17 +70,16 @@ def client_conv(
     dilated = {*(lhs_dilation or ()), *(rhs_dilation or ())} - {1}
     xla = feature_group_count != 1 and jax.default_backend() != "cpu"
     other = dilated or xla or unusual or not _is_nhwc(lhs, rhs, dimension_numbers)
-    pads = None if other else _pads(lhs, rhs, window_strides, padding)
-    if pads is None:
+    window = None if other else plain_window(lhs, rhs, window_strides, padding, precision)
+    if window is None:
         return lax.conv_general_dilated(
             lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
             feature_group_count=feature_group_count, precision=precision, **unusual,
         )  # fmt: skip
-    height, width = window_strides
-    window = Window(_plane(lhs, 1), _plane(rhs, 0), (height, width), pads, precision)
     if feature_group_count != 1:
         return _in_groups(lhs, rhs, window, feature_group_count)
-    if rhs.shape[:2] == (1, 1) and pads == ((0, 0), (0, 0)):
+    if rhs.shape[:2] == (1, 1) and window.pads == ((0, 0), (0, 0)):
+        height, width = window.strides
         return jnp.matmul(lhs[:, ::height, ::width], rhs[0, 0], precision=precision)
     return _convolve(lhs, rhs, window)
 
@@ -100,13 +99,14 @@ def _is_nhwc(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
     return given == lax.conv_dimension_numbers(lhs.shape, rhs.shape, LAYOUT)
 
 
-def _pads(lhs, rhs, strides, padding) -> tuple[Pair, Pair] | None:
-    """Explicit padding; None where it is negative."""
+def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | None:
+    """The geometry of an ordinary convolution; None where padding is negative."""
+    image, kernel, (height, width) = _plane(lhs, 1), _plane(rhs, 0), strides
     if isinstance(padding, str):
-        padding = lax.padtype_to_pads(_plane(lhs, 1), _plane(rhs, 0), strides, padding)
+        padding = lax.padtype_to_pads(image, kernel, strides, padding)
     (top, bottom), (left, right) = padding
     pads = ((int(top), int(bottom)), (int(left), int(right)))
-    return pads if min(*pads[0], *pads[1]) >= 0 else None
+    return Window(image, kernel, (height, width), pads, precision) if min(*pads[0], *pads[1]) >= 0 else None
 
 
 def _plane(array: jax.Array, axis: int) -> Pair:

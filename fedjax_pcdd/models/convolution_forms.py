@@ -10,6 +10,7 @@ Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x 
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,8 +71,7 @@ def fits(form: str, operation: str, window: Window, inputs: int, outputs: int) -
 def forward(form: str, x, w, window: Window):
     """[B, H, W, I] and [kh, kw, I, O] to [B, h, w, O]."""
     if form == "blocked":
-        width = block_width(window, w.shape[3])
-        out = _direct(_in_blocks(x, window, width), _spread(w, width), window.precision)
+        out = forward_in_blocks(x, w, window, range(block_width(window, w.shape[3])))
         return out.reshape(x.shape[0], *window.out, w.shape[3])
     if form == "gemm":
         return jnp.matmul(_patches(x, window), w.reshape(-1, w.shape[3]), precision=window.precision)
@@ -98,19 +98,21 @@ def input_gradient(form: str, dy, w, window: Window):
 def weight_gradient(form: str, x, dy, window: Window):
     """[B, H, W, I] and [B, h, w, O] to [kh, kw, I, O]."""
     shape = (*window.kernel, x.shape[3], dy.shape[3])
-    total = _in_pieces if form.endswith("pieces") else _at_once
     if form.startswith("blocked"):
-        width = block_width(window, dy.shape[3])
-        dy = dy.reshape(*dy.shape[:2], -1, width * dy.shape[3])
-        blocks = functools.partial(_in_blocks, window=window, width=width)
-        return _gather(total(blocks, x, dy, (1, 1), window.precision), width, shape)
+        columns = range(block_width(window, dy.shape[3]))
+        dy = dy.reshape(*dy.shape[:2], -1, len(columns) * shape[3])
+        return weight_gradient_in_blocks(form, x, dy, window, columns)
     if form == "gemm":
         return _inner(_patches(x, window), dy, window.precision).reshape(shape)
     if form == "rows":
         columns = jnp.concatenate(_shifts(_padded(x, window), window, 2), axis=-1)
         rows = [_inner(row, dy, window.precision) for row in _shifts(columns, window, 1)]
         return jnp.stack(rows).reshape(shape)
-    return total(functools.partial(_padded, window=window), x, dy, window.strides, window.precision)
+    return _total(form)(functools.partial(_padded, window=window), x, dy, window.strides, window.precision)
+
+
+def _total(form: str) -> Callable:
+    return _in_pieces if form.endswith("pieces") else _at_once
 
 
 def _at_once(prepare, x, dy, strides, precision):
@@ -191,6 +193,18 @@ def _patches(x, window: Window):
 # banded one from n * I to n * O channels. The reshapes cost nothing.
 
 
+def forward_in_blocks(x, w, window: Window, columns: Sequence[int]):
+    """[B, H, W, I] and [kh, kw, I, O] to [B, h, w / n, n * O], a block's n columns in the order of `columns`."""
+    return _direct(_in_blocks(x, window, len(columns)), _spread(w, columns), window.precision)
+
+
+def weight_gradient_in_blocks(form: str, x, dy, window: Window, columns: Sequence[int]):
+    """[B, H, W, I] and [B, h, w / n, n * O], ordered like that, to [kh, kw, I, O]; "blocked" or "blocked_pieces"."""
+    blocks = functools.partial(_in_blocks, window=window, width=len(columns))
+    shape = (*window.kernel, x.shape[3], dy.shape[3] // len(columns))
+    return _gather(_total(form)(blocks, x, dy, (1, 1), window.precision), columns, shape)
+
+
 def block_width(window: Window, channels: int) -> int:
     """Columns in a block: up to 4 for at most 32 channels and twice the arithmetic; 1 where none fit."""
     if window.strides != (1, 1) or window.dilation != (1, 1):
@@ -220,16 +234,18 @@ def _in_blocks(x, window: Window, width: int):
     return x.reshape(*x.shape[:2], columns // width, width * x.shape[3])
 
 
-def _spread(w, width: int):
-    """[kh, kw, I, O] to the banded [kh, reach, n * I, n * O]."""
-    band = _band(w.shape[1], width).astype(w.dtype)
+def _spread(w, columns: Sequence[int]):
+    """[kh, kw, I, O] to the banded [kh, reach, n * I, n * O], its output columns ordered."""
+    width = len(columns)
+    band = _band(w.shape[1], width)[:, :, list(columns)].astype(w.dtype)
     spread = jnp.einsum("qrtk,hkio->hqrito", band, w, precision="highest")
     return spread.reshape(w.shape[0], band.shape[0], width * w.shape[2], width * w.shape[3])
 
 
-def _gather(gradient, width: int, shape: tuple[int, int, int, int]):
+def _gather(gradient, columns: Sequence[int], shape: tuple[int, int, int, int]):
     """The adjoint of `_spread`."""
     kh, kw, inputs, outputs = shape
-    band = _band(kw, width).astype(gradient.dtype)
+    width = len(columns)
+    band = _band(kw, width)[:, :, list(columns)].astype(gradient.dtype)
     gradient = gradient.reshape(kh, band.shape[0], width, inputs, width, outputs)
     return jnp.einsum("qrtk,hqrito->hkio", band, gradient, precision="highest")

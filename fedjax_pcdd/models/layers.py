@@ -92,9 +92,18 @@ class Conv(nn.Module):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias_init = linear_bias_init(math.prod(shape[:-1]))
         bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        return self.convolve(*promote_dtype(x, kernel, bias, dtype=self.dtype))
+
+    @property
+    def geometry(self) -> tuple[tuple[int, int], Any]:
+        """Strides and padding, as `client_conv` takes them."""
         padding = self.padding if isinstance(self.padding, str) else ((self.padding, self.padding),) * 2
-        out = client_conv(x, kernel, (self.stride, self.stride), padding, feature_group_count=self.groups)
+        return (self.stride, self.stride), padding
+
+    def convolve(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The layer as a function of its parameters."""
+        strides, padding = self.geometry
+        out = client_conv(x, kernel, strides, padding, feature_group_count=self.groups)
         return out if bias is None else out + bias
 
 

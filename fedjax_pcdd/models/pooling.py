@@ -21,31 +21,31 @@ def relu_max_pool(x: jax.Array) -> jax.Array:
     Array([[[[1.]]]], dtype=float32)
     """
     x = jax.nn.relu(x)
-    return (
-        max_pool(x, 2) if x.shape[3] < FEW_CHANNELS else _by_places(x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2])
-    )
+    if x.shape[3] < FEW_CHANNELS:
+        return max_pool(x, 2)
+    height, width = x.shape[1] // 2, x.shape[2] // 2
+    return largest(x[:, : 2 * height, : 2 * width].reshape(x.shape[0], height, 2, width, 2, x.shape[3]))
 
 
-def _largest(x):
-    """The largest of each window [B, h, w, C], and its place there, counted row by row."""
-    best, *others = (x[:, i::2, j::2] for i in range(2) for j in range(2))
-    place = jnp.zeros(best.shape, jnp.uint8)
+@jax.custom_vjp
+def largest(windows: jax.Array) -> jax.Array:
+    """The largest of each window of two by two: [B, h, 2, w, 2, C] to [B, h, w, C]; the first has the gradient."""
+    return _largest_and_place(windows)[0]
+
+
+def _largest_and_place(windows):
+    """The largest, and its place, counted row by row, as numbers of the same type: vectors of two types are slow."""
+    best, *others = (windows[:, :, i, :, j] for i in range(2) for j in range(2))
+    place = jnp.zeros_like(best)
     for number, other in enumerate(others, 1):
-        place = jnp.where(other > best, jnp.uint8(number), place)
+        place = jnp.where(other > best, jnp.asarray(number, place.dtype), place)
         best = jnp.maximum(best, other)
     return best, place
 
 
-@jax.custom_vjp
-def _by_places(x):
-    return _largest(x)[0]
+def _largest_backward(place, dy):
+    places = jnp.arange(4, dtype=place.dtype).reshape(1, 1, 2, 1, 2, 1)
+    return (jnp.where(place[:, :, None, :, None] == places, dy[:, :, None, :, None], 0),)
 
 
-def _by_places_backward(place, dy):
-    batch, height, width, channels = dy.shape
-    places = jnp.arange(4, dtype=jnp.uint8).reshape(1, 1, 2, 1, 2, 1)
-    dx = jnp.where(place[:, :, None, :, None] == places, dy[:, :, None, :, None], 0)
-    return (dx.reshape(batch, 2 * height, 2 * width, channels),)
-
-
-_by_places.defvjp(_largest, _by_places_backward)
+largest.defvjp(_largest_and_place, _largest_backward)

@@ -1,0 +1,102 @@
+"""A convolution, ReLU and max-pool of two by two in one, for few channels on a CPU.
+
+Where a convolution runs in blocks of columns (`convolution_forms`), the columns are put in such an order that the two
+of a window lie half a block apart. The maximum and its gradient then work on half blocks, not on the few channels of a
+single column, which no vector instruction fits.
+
+Letters: B batch, H x W image, h x w output of the convolution, I and O channels, n columns in a block.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fedjax_pcdd.models.convolution import plain_window
+from fedjax_pcdd.models.convolution_forms import (
+    Window,
+    block_width,
+    forward_in_blocks,
+    input_gradient,
+    weight_gradient,
+    weight_gradient_in_blocks,
+)
+from fedjax_pcdd.models.convolution_table import rule_for
+from fedjax_pcdd.models.layers import Conv
+from fedjax_pcdd.models.pooling import largest, relu_max_pool
+
+
+class PooledConv(Conv):
+    """`Conv`, then `relu_max_pool`: [B, H, W, in] to [B, h // 2, w // 2, features]."""
+
+    def convolve(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The layer as a function of its parameters."""
+        window = plain_window(x, kernel, *self.geometry) if self.groups == 1 else None
+        if window is None or not _fits(window, *kernel.shape[2:]):
+            return relu_max_pool(super().convolve(x, kernel, bias))
+        blocks = jnp.asarray(_in_blocks(x, kernel, window))
+        batch, height, width, channels = blocks.shape
+        best = largest(blocks.reshape(batch, height // 2, 2, width, 2, channels // 2))
+        best = best.reshape(batch, height // 2, -1, self.features)
+        return jax.nn.relu(best if bias is None else best + bias)  # the bias is no matter of which one is largest
+
+
+def _fits(window: Window, inputs: int, outputs: int) -> bool:
+    """Whether the convolution runs in blocks here, and windows of two by two divide its output."""
+    if rule_for(jax.default_backend(), "forward", window, inputs, outputs).single != "blocked":
+        return False
+    return window.out[0] % 2 == 0 and block_width(window, outputs) % 2 == 0
+
+
+def _order(window: Window, outputs: int) -> tuple[int, ...]:
+    """Columns of a block, the left ones of their windows first: (0, 2, 1, 3)."""
+    width = block_width(window, outputs)
+    return (*range(0, width, 2), *range(1, width, 2))
+
+
+def _one_after_another(function: Callable) -> Callable:
+    """The function, which under vmap runs for one lane after another."""
+    alone = jax.custom_batching.custom_vmap(function)
+
+    @alone.def_vmap
+    def over_lanes(lanes, batched, *arguments):
+        del lanes
+
+        def one(own):
+            own = iter(own)
+            return alone(*(next(own) if b else a for a, b in zip(arguments, batched, strict=True)))
+
+        found = lax.map(one, [a for a, b in zip(arguments, batched, strict=True) if b])
+        return found, jax.tree.map(lambda _: True, found)
+
+    return alone
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _in_blocks(x, w, window: Window):
+    """[B, H, W, I] and [kh, kw, I, O] to [B, h, w / n, n * O]."""
+    columns = _order(window, w.shape[3])
+    return _one_after_another(lambda x, w: forward_in_blocks(x, w, window, columns))(x, w)
+
+
+def _in_blocks_backward(window: Window, operands, dz):
+    return _one_after_another(functools.partial(_gradients, window))(*operands, dz)
+
+
+def _gradients(window: Window, x, w, dz):
+    """Cotangents of x and w."""
+    columns = _order(window, w.shape[3])
+    blocks = dz.reshape(*dz.shape[:3], len(columns), w.shape[3])
+    dy = blocks[..., jnp.argsort(jnp.array(columns)), :].reshape(dz.shape[0], *window.out, w.shape[3])
+    names = "input_gradient", "weight_gradient"
+    into, onto = (rule_for(jax.default_backend(), name, window, *w.shape[2:]).single for name in names)
+    if onto.startswith("blocked"):
+        dw = weight_gradient_in_blocks(onto, x, dz, window, columns)
+    else:
+        dw = weight_gradient(onto, x, dy, window)
+    return input_gradient(into, dy, w, window), dw
+
+
+_in_blocks.defvjp(lambda x, w, window: (_in_blocks(x, w, window), (x, w)), _in_blocks_backward)
