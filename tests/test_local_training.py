@@ -97,7 +97,7 @@ class Drawing(Method):
 
 
 def test_every_batch_of_a_pass_over_the_data_draws_anew():
-    state, _ = toy.train(toy.simulation(method=Drawing(), cohort=5), (0,))
+    state, _ = toy.train(toy.simulation(method=Drawing(), cohort=5, eval_batch=8), (0,))
     total, squares, batches = np.array(state.clients).T
     several = batches > 1
     assert several.sum() == 4
