@@ -62,9 +62,8 @@ def _extent(results: Sequence[Result]) -> str:
         hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
         shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
         devices = ", ".join(dict.fromkeys(str(one["machine"]["device"]) for one in own))
-        notes = [f"{shared} more cells share a run with another table"] * (shared > 0) + [f"{failed} failed"] * (
-            failed > 0
-        )
+        said = (shared, "more cells share a run with another table"), (failed, "failed")
+        notes = [f"{number} {text}" for number, text in said if number]
         cells = f"; {', '.join(notes)}" if notes else ""
         parts.append(f"Scale `{scale}`: {runs} run{'s' * (runs != 1)}, {hours:.1f} hours on {devices}{cells}.")
     return " ".join(parts)
