@@ -30,20 +30,20 @@ from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.simulation.jobs import World
 from fedjax_pcdd.simulation.lanes import run_lanes
-from fedjax_pcdd.simulation.program import IN_PLACE
+from fedjax_pcdd.simulation.program import compiler_options
 from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
 EXTRA_FORWARDS = {"moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1}
 
-# Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (the value of its penalty,
-# then the gradient) and in an upload (what is sent and summed), each once; what clients keep is counted by itself.
+# Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (its gradient) and in an
+# upload (what is sent and summed), each once; that the client's state comes and goes is counted by itself.
 PARAMETER_ARRAYS = {
-    "fedprox": (2 + 1, 0),  # w, w^t; w^t
-    "fednova": (2 + 1, 1),  # as FedProx, whose term it may have; w^t in what is sent
-    "feddyn": (3 + 2, 4),  # w, w^t, v_k; w^t, v_k; w^t, v_k, a sum read and written
-    "feddc": (5 + 4, 8),  # w, w^t, h_k, Delta, Delta_k; all but w; all but w, and two sums read and written
+    "fedprox": (1, 0),  # w^t
+    "fednova": (1, 1),  # as FedProx, whose term it may have; w^t in what is sent
+    "feddyn": (2, 2),  # w^t, v_k; the same
+    "feddc": (4, 6),  # w^t, h_k, Delta, Delta_k; the same, and a sum read and written
     "scaffold": (2, 5),  # c, c_k; w^t, c, c_k, a sum read and written
 }
 
@@ -95,7 +95,7 @@ def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
 def fastest(function: Callable[[Any, Any], Any], argument: Any, times: int) -> float:
     """Seconds of one of `times` repetitions within a program of function(i, argument), which carries its argument."""
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=IN_PLACE if jax.default_backend() == "cpu" else None)
+    @partial(jax.jit, donate_argnums=0, compiler_options=compiler_options())
     def repeat(argument):
         return jax.lax.fori_loop(0, times, lambda i, x: function(i, x), argument)
 

@@ -4,7 +4,6 @@ A tree here is any pytree whose leaves are arrays: parameters, gradients, a clie
 carries one leading axis S on every leaf, a row per client. Trees that meet in a call have the same structure.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,48 +18,8 @@ def squared_distance(a: Tree, b: Tree) -> jax.Array:
     Returns:
       Scalar; 0 for trees without leaves.
     """
-    return 2 * tilted_distance(a, b, None)
-
-
-def tilted_distance(a: Tree, b: Tree, tilt: Tree | None, weight: jax.Array | float = 1.0) -> jax.Array:
-    """(weight / 2) * ||a - b||^2 + <tilt, a> over all leaves; without a tilt the first term alone.
-
-    In a loop that changes neither b nor tilt, value and gradient leave no arrays of the trees' size in memory.
-
-    Returns:
-      Scalar; 0 for trees without leaves.
-    """
-    trees = (a, b) if tilt is None else (a, b, tilt)
-    leaves = jax.tree.leaves(jax.tree.map(partial(_tilted, weight), *trees))
+    leaves = jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(jnp.square(x - y)), a, b))
     return sum(leaves, start=jnp.zeros(()))
-
-
-@jax.custom_vjp
-def _tilted(weight, a, b, tilt=None):
-    if tilt is None:
-        return 0.5 * weight * jnp.sum(jnp.square(a - b))
-    return _sum((0.5 * weight) * jnp.square(a - b) + tilt * a)
-
-
-def _sum(values: jax.Array) -> jax.Array:
-    """Sum over all entries, two halves first: on a CPU XLA sums stored arrays faster than what it computes then."""
-    rows = values.reshape(-1, *values.shape[-1:])  # sums of vectors are slower still
-    half = rows.shape[0] // 2
-    return jnp.sum(rows[:half] + rows[half : 2 * half]) + jnp.sum(rows[2 * half :])
-
-
-def _tilted_backward(arrays, cotangent):
-    # XLA would keep what value and gradient have in common, and what a loop does not change, such as a multiple of the
-    # tilt. With the barrier and this order of operations there is neither.
-    weight, a, b, tilt = arrays
-    moved = jax.lax.optimization_barrier(a) - b
-    slope = weight * moved
-    towards = cotangent * (slope if tilt is None else slope + tilt)
-    of_weight = jnp.reshape(0.5 * cotangent * jnp.sum(jnp.square(moved)), jnp.shape(weight))
-    return of_weight, towards, -cotangent * slope, None if tilt is None else cotangent * a
-
-
-_tilted.defvjp(lambda weight, a, b, tilt=None: (_tilted(weight, a, b, tilt), (weight, a, b, tilt)), _tilted_backward)
 
 
 def add_scaled(total: Tree, tree: Tree, scale: jax.Array | float) -> Tree:

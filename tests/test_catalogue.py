@@ -25,7 +25,7 @@ def counted(name, **hyper) -> Traffic:
     [
         ("fedavg", P, P, 0),
         ("fedmr", P + C * D + C, P + C * D + C, 0),
-        ("scaffold", 2 * P, 2 * P, P),
+        ("scaffold", 2 * P, 2 * P + 1, P),  # 1 / N, how often c is in the sum
         ("fedrep", P - HEAD, P - HEAD, HEAD),
         ("fedproto", C * D + C, C * D + C, P),
         ("solo", 0, 0, P),

@@ -41,15 +41,15 @@ def uploaded(method, *, sizes=(1,), k=0, move=1.0, **at):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("g", cases("feddc"))
-def test_penalty_and_states_agree_with_the_vectors(g):
+def test_regulariser_and_states_agree_with_the_vectors(g):
     method = FedDC(alpha=float(g["par_alpha"]))
     server, clients = start(method, g["in_w_global"], (1,))
     server = server._replace(state=state(g["in_global_last"]))
     client = clients[0]._replace(drift=state(g["in_drift"]), state=state(g["in_local_last"]))
     at = context(method, server, client, epochs=int(g["par_n_steps"]), lr=float(g["par_lr"]))
-    value, gradient = jax.value_and_grad(lambda v: method.penalty(v, None, None, at))(params(g["in_w"]))
+    value, gradient = jax.value_and_grad(method.regulariser)(params(g["in_w"])["params"], at)
     np.testing.assert_allclose(value, g["out_reg"], **EXACT)
-    np.testing.assert_allclose(w(gradient), g["out_grad"], **EXACT)
+    np.testing.assert_allclose(gradient["w"], g["out_grad"], **EXACT)
     kept, _ = method.upload(params(g["in_w"]), (), at)
     np.testing.assert_allclose(kept.drift["w"], g["out_new_drift"], **EXACT)
     np.testing.assert_allclose(kept.state["w"], g["out_new_local_state"], **EXACT)
@@ -60,8 +60,8 @@ def test_the_sheets_example():
     method = FedDC(alpha=0.1)
     server, clients = start(method, np.zeros(1), (1,))
     at = context(method, server, clients[0]._replace(drift=state(np.full(1, 0.5))))
-    value, gradient = jax.value_and_grad(lambda v: method.penalty(v, None, None, at))(params(np.ones(1)))
-    np.testing.assert_allclose([value, w(gradient)[0]], [0.1125, 0.15], **EXACT)
+    value, gradient = jax.value_and_grad(method.regulariser)(params(np.ones(1))["params"], at)
+    np.testing.assert_allclose([value, gradient["w"][0]], [0.1125, 0.15], **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
@@ -97,7 +97,7 @@ def test_the_size_factor_divides_alpha_and_the_global_state(scaling, factor):
     method, sizes = FedDC(alpha=0.1, alpha_scaling=scaling), (10, 30)
     server, clients = start(method, np.zeros(1), sizes)
     at = context(method, server._replace(state=state(np.ones(1))), clients[0], sizes=sizes)
-    value = method.penalty(params(np.full(1, 2.0)), None, None, at)
+    value = method.regulariser(params(np.full(1, 2.0))["params"], at)
     np.testing.assert_allclose(value, (0.05 * 4 + 2) / factor, **EXACT)
 
 

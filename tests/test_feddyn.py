@@ -44,9 +44,9 @@ def test_regulariser_agrees_with_the_vectors(g):
     server, clients = start(method, g["in_w_global"], (1,))
     client = clients[0]._replace(drift={"w": jnp.asarray(-g["in_grad_state"] / g["par_alpha"])})
     at = context(method, server, client)
-    value, gradient = jax.value_and_grad(lambda v: method.penalty(v, None, None, at))(params(g["in_w"]))
+    value, gradient = jax.value_and_grad(method.regulariser)(params(g["in_w"])["params"], at)
     np.testing.assert_allclose(value, g["out_reg"], **EXACT)
-    np.testing.assert_allclose(w(gradient), g["out_grad"], **EXACT)
+    np.testing.assert_allclose(gradient["w"], g["out_grad"], **EXACT)
 
 
 @pytest.mark.usefixtures("x64")
@@ -92,6 +92,16 @@ def test_the_server_holds_the_mean_of_all_drifts():
     np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
 
 
+@pytest.mark.parametrize("weights", ["method", "batches"])
+@pytest.mark.parametrize("name", ["feddyn", "feddc"])
+def test_the_servers_drift_is_that_mean_however_the_models_are_weighted(name, weights):
+    state, _ = toy.train(toy.simulation(name, weights=weights, momentum=0.0))
+    means = jax.tree.map(lambda x: x.mean(0), state.clients.drift)
+    for found, mean in zip(jax.tree.leaves(state.servers.drift), jax.tree.leaves(means), strict=True):
+        assert np.abs(mean).max() > 1e-4
+        np.testing.assert_allclose(found[0], mean, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.usefixtures("x64")
 def test_nothing_moves_where_no_client_moved():
     method, start_at = FedDyn(alpha=0.1), np.array([1.0, -2.0])
@@ -125,7 +135,7 @@ def test_alpha_may_fall_with_the_clients_size(scaling, factor):
     method = FedDyn(alpha=0.1, alpha_scaling=scaling)
     server, clients = start(method, np.zeros(1), (10, 30))
     at = context(method, server, clients[0], sizes=(10, 30))
-    value = method.penalty(params(np.array([2.0])), None, None, at)
+    value = method.regulariser(params(np.array([2.0]))["params"], at)
     np.testing.assert_allclose(value, 0.5 * 0.1 * factor * 4, **EXACT)
 
 

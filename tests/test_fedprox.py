@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.fedprox import FedProx
@@ -18,7 +19,7 @@ def trained(mu, steps=400, lr=0.05):
     context = toy.context(start={"params": jnp.asarray(START)})
 
     def objective(w):
-        return A / 2 * (w - BEST) ** 2 + FedProx(mu=mu).penalty({"params": w}, None, None, context)
+        return A / 2 * (w - BEST) ** 2 + FedProx(mu=mu).regulariser(w, context)
 
     return jax.lax.fori_loop(0, steps, lambda _, w: w - lr * jax.grad(objective)(w), jnp.asarray(START))
 
@@ -30,10 +31,10 @@ def test_one_clients_fixed_point_is_between_its_optimum_and_the_received_weight(
 
 def test_term_has_the_sheets_value():
     context = toy.context(start={"params": {"w": jnp.zeros(2)}})
-    params = {"params": {"w": jnp.asarray([1.0, 2.0])}}
-    value, gradient = jax.value_and_grad(lambda v: FedProx(mu=0.1).penalty(v, None, None, context))(params)
+    params = {"w": jnp.asarray([1.0, 2.0])}
+    value, gradient = jax.value_and_grad(FedProx(mu=0.1).regulariser)(params, context)
     np.testing.assert_allclose(value, 0.25, rtol=1e-6)
-    np.testing.assert_allclose(gradient["params"]["w"], [0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(gradient["w"], [0.1, 0.2], rtol=1e-6)
 
 
 def distance(method):
@@ -48,3 +49,22 @@ def test_larger_mu_keeps_the_weights_nearer():
     found = [distance(FedProx(mu=mu)) for mu in STRENGTHS]
     assert np.all(np.diff(found) < 0)
     np.testing.assert_allclose(found[0], distance(Method()), rtol=1e-5)
+
+
+@struct.dataclass
+class Corrected(Method):
+    """FedProx whose term is added to the gradients by hand."""
+
+    mu: float
+
+    def correct(self, gradients, variables, context):
+        return jax.tree.map(
+            lambda g, w, start: g + self.mu * (w - start), gradients, variables["params"], context.start["params"]
+        )
+
+
+def test_recorded_losses_are_without_the_term():
+    (state, report), (expected, by_hand) = (toy.train(toy.simulation(method=m(mu=1.0))) for m in (FedProx, Corrected))
+    np.testing.assert_allclose(report.loss, by_hand.loss, rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (state.servers, expected.servers)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -30,20 +30,6 @@ def test_squared_distance_has_zero_gradient_at_zero():
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("tilted", [True, False])
-def test_tilted_distance_and_its_gradients_are_those_of_the_formula(tilted):
-    tilt = model(2) if tilted else None
-
-    def formula(a, b, tilt, weight):
-        squares = 0.5 * weight * sum(jnp.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-        return squares + sum(jnp.sum(x * y) for x, y in zip(*map(jax.tree.leaves, (a, tilt or {})), strict=bool(tilt)))
-
-    arguments = model(0), model(1), tilt, jnp.asarray(0.7)
-    which = (0, 1, 2, 3) if tilted else (0, 1, 3)
-    found = jax.value_and_grad(lambda *x: 3 * trees.tilted_distance(*x), which)(*arguments)
-    assert_trees_close(found, jax.value_and_grad(lambda *x: 3 * formula(*x), which)(*arguments), rtol=1e-5)
-
-
 def test_squared_distance_of_empty_trees_is_zero():
     assert trees.squared_distance({}, {}) == 0
 

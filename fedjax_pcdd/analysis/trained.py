@@ -40,6 +40,10 @@ class Watched(Method):
         """The other method's."""
         return self.inner.loss(variables, batch, context)
 
+    def regulariser(self, params, context):
+        """The other method's."""
+        return self.inner.regulariser(params, context)
+
     def correct(self, gradients, variables, context):
         """The other method's."""
         return self.inner.correct(gradients, variables, context)

@@ -32,9 +32,10 @@ class Client(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Changes of the server's fields."""
+    """Changes of the server's fields, of which the model's mean tells that of the drift but for the share S / N."""
 
-    drift: Tree
+    share: jax.Array  # 1 / N
+    drift: Tree  # () unless the models' mean is weighted
     latest: Tree
     state: Tree
 
@@ -69,23 +70,34 @@ class Drifting(Method):
         """No drift yet."""
         return Client(zeros_like(server.drift), server.latest, ())
 
+    def pace(self) -> jax.Array | float:
+        """A drift grows by this times w_k - w^t."""
+        return 1.0
+
+    def _moved(self, new: Tree, old: Tree) -> Tree:
+        return jax.tree.map(lambda x, y: self.pace() * (x - y), new, old)
+
     def moved(self, variables: Tree, context: Context) -> Tree:
-        """w_k - w^t, what a client's drift grows by."""
-        return optax.tree.sub(variables["params"], context.start["params"])
+        """What a client's drift grows by, as the parameters."""
+        return self._moved(variables["params"], context.start["params"])
 
     def upload(self, variables, summary, context):
-        """The model, and this client's share of the changes."""
+        """The model; this client's share of changes that the mean of the models does not tell."""
         client, share = context.client, 1 / context.setting.num_clients
         moved = self.moved(variables, context)
+        told = () if context.setting.own_weights else optax.tree.scale(share, moved)
         latest = variables if self.eval == "all_mean" else ()
         newer = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
         kept = client._replace(drift=optax.tree.add(client.drift, moved), latest=latest)
-        return kept, Message(mean=variables, total=Sent(optax.tree.scale(share, moved), newer, ()))
+        return kept, Message(mean=variables, total=Sent(jnp.asarray(share), told, newer, ()))
 
     def aggregate(self, server, message, weights):
         """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
-        drift = optax.tree.add(server.drift, message.total.drift)
-        params = optax.tree.add(message.mean["params"], drift)
+        mean, change = message.mean["params"], message.total.drift
+        if change == ():
+            change = optax.tree.scale(message.total.share, self._moved(mean, server.variables["params"]))
+        drift = optax.tree.add(server.drift, change)
+        params = optax.tree.add(mean, drift)
         latest = optax.tree.add(server.latest, message.total.latest)
         return server._replace(variables={**message.mean, "params": params}, drift=drift, latest=latest)
 

@@ -16,7 +16,7 @@ from flax import struct
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
-from fedjax_pcdd.trees import tilted_distance, zeros_like
+from fedjax_pcdd.trees import squared_distance, zeros_like
 
 
 @struct.dataclass
@@ -57,10 +57,11 @@ class FedDC(Drifting):
         inverse = 1 / self._ratio(context)
         return jax.tree.map(lambda everyone, own: inverse * everyone - own, context.server.state, context.client.state)
 
-    def penalty(self, variables, outputs, batch, context):
+    def regulariser(self, params, context):
         """Penalised drift and gradient correction, a scalar."""
-        params, centre = variables["params"], optax.tree.sub(context.start["params"], context.client.drift)
-        return tilted_distance(params, centre, self._correction(context), self.alpha / self._ratio(context))
+        centre = optax.tree.sub(context.start["params"], context.client.drift)
+        tied = 0.5 * self.alpha / self._ratio(context) * squared_distance(params, centre)
+        return tied + optax.tree.vdot(self._correction(context), params)
 
     def _steps(self, context: Context):
         """K_s, a scalar."""
@@ -74,12 +75,11 @@ class FedDC(Drifting):
         client, message = super().upload(variables, summary, context)
         rate = 1 / (self._steps(context) * context.hyper.lr)
         ratio, moved = self._ratio(context), self.moved(variables, context)
-        change = jax.tree.map(lambda everyone, d: -(1 / ratio) * everyone - rate * d, context.server.state, moved)
-        state = optax.tree.add(context.client.state, change)
-        total = message.total._replace(state=optax.tree.scale(ratio / context.setting.num_clients, change))
+        state = jax.tree.map(lambda correction, d: -correction - rate * d, self._correction(context), moved)
+        total = message.total._replace(state=optax.tree.scale(-rate * ratio / context.setting.num_clients, moved))
         return client._replace(state=state), message._replace(total=total)
 
     def aggregate(self, server, message, weights):
         """Delta grows by the mean over all N clients of their changes."""
-        server = super().aggregate(server, message, weights)
-        return server._replace(state=optax.tree.add(server.state, message.total.state))
+        server, sent = super().aggregate(server, message, weights), message.total
+        return server._replace(state=optax.tree.add_scale(sent.state, 1 - sent.share, server.state))

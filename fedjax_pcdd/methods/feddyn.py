@@ -16,7 +16,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import hyperparameter
-from fedjax_pcdd.trees import tilted_distance
+from fedjax_pcdd.trees import squared_distance
 
 
 @struct.dataclass
@@ -39,14 +39,15 @@ class FedDyn(Drifting):
             return []
         return ["FedDyn with --alpha=0 is FedAvg with uniform weights: choose --alpha above 0 for FedDyn itself."]
 
-    def penalty(self, variables, outputs, batch, context):
+    def regulariser(self, params, context):
         """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""
         alpha = self.alpha / size_factor(context) if self.alpha_scaling == "inverse_size" else self.alpha
-        return alpha * tilted_distance(variables["params"], context.start["params"], context.client.drift)
+        tied = 0.5 * squared_distance(params, context.start["params"])
+        return alpha * (optax.tree.vdot(context.client.drift, params) + tied)
 
-    def moved(self, variables, context):
-        """w_k - w^t; nothing accumulates at alpha = 0."""
-        return jax.tree.map(lambda x: jnp.where(self.alpha > 0, x, 0), super().moved(variables, context))
+    def pace(self):
+        """Nothing accumulates at alpha = 0."""
+        return jnp.where(jnp.asarray(self.alpha) > 0, 1.0, 0.0)
 
     def upload(self, variables, summary, context):
         """As with every drift, and the statistics times n_k where they are weighted."""

@@ -44,9 +44,9 @@ class FedNova(Method):
         False, help="treat running statistics like parameters, as the benchmark code does", static=True
     )
 
-    def penalty(self, variables, outputs, batch, context):
+    def regulariser(self, params, context):
         """(mu / 2) * ||w - w^t||^2, a scalar."""
-        return 0.5 * self.mu * squared_distance(variables["params"], context.start["params"])
+        return 0.5 * self.mu * squared_distance(params, context.start["params"])
 
     def upload(self, variables, summary, context):
         """d_k, a_k and the statistics; a client without steps sends nothing and has no weight."""

@@ -21,6 +21,6 @@ class FedProx(Method):
 
     mu: float = hyperparameter(0.01, symbol="mu", help="weight of the proximal term", low=0.0)
 
-    def penalty(self, variables, outputs, batch, context):
+    def regulariser(self, params, context):
         """Proximal term, a scalar; its gradient is mu * (w - w^t) (eq. 2)."""
-        return 0.5 * self.mu * squared_distance(variables["params"], context.start["params"])
+        return 0.5 * self.mu * squared_distance(params, context.start["params"])

@@ -4,7 +4,7 @@ Every default is FedAvg's, so a method's file overrides only what distinguishes 
 pytrees, written for ONE experiment and, where they take a client, for ONE client; the simulation lifts them over lanes,
 clients and experiments. A round calls them in this order:
 
-    download -> [ loss (classification + penalty) -> correct -> optimiser -> adjust ] x steps
+    download -> [ loss (classification + penalty) + regulariser -> correct -> optimiser -> adjust ] x steps
              -> summarise -> upload -> aggregate
 
 Letters: B batch, C classes, D features, K clients, S clients of the round (cohort).
@@ -33,6 +33,7 @@ class Setting(NamedTuple):
     batch_size: int  # B
     normalised: bool  # whether the backbone has normalisation layers, over batches or groups
     one_class_clients: int = 0  # clients with samples of a single class
+    own_weights: bool = True  # whether clients weigh in a mean as `Method.weight` says
 
 
 class Facts(NamedTuple):
@@ -198,12 +199,19 @@ class Method:
         return 0.0
 
     def loss(self, variables: Tree, batch: Batch, context: Context) -> tuple[jax.Array, Tree]:
-        """Local objective and the model state after this batch (running statistics, {} without any)."""
+        """Local objective but for `regulariser`, and the model state after this batch (running statistics or {})."""
         key = jax.random.fold_in(context.key, 1)
         outputs, state = forward(context.model, variables, batch.images, train=True, mask=batch.mask, key=key)
         value = self.classification(outputs, batch, context)
         seen = jax.lax.stop_gradient(self.observe(variables, outputs, batch, context))
         return value + self.penalty(variables, outputs, batch, context), {**state, **seen}
+
+    def regulariser(self, params: Tree, context: Context) -> jax.Array | float:
+        """A term on the trainable parameters alone, a scalar, already weighted.
+
+        Only its gradient is computed: recorded losses are without it, and so are alike for all methods.
+        """
+        return 0.0
 
     def observe(self, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> dict[str, Tree]:
         """Collections of the variables that a step updates without gradient, as sums over what was seen.

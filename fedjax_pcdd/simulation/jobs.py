@@ -105,11 +105,12 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     context = context_of(program, world, lane, step - lane.start)
     batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
 
-    def loss(params):
-        return method.loss({**lane.variables, "params": params}, batch, context)
+    def objective(params):
+        value, state = method.loss({**lane.variables, "params": params}, batch, context)
+        return value + method.regulariser(params, context), (value, state)
 
     params = lane.variables["params"]
-    (value, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    gradients, (value, state) = jax.grad(objective, has_aux=True)(params)
     gradients = method.correct(gradients, lane.variables, context)
     moving = method.trainable(params, context)
     update = _optimiser(program, world, lane.job).update

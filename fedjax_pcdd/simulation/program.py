@@ -19,10 +19,6 @@ from fedjax_pcdd.trees import select, zeros_like
 
 Tree = Any
 
-# With XLA's default analysis, state that is read and written in one loop is copied for every job.
-IN_PLACE = {"xla_cpu_copy_insertion_use_region_analysis": True}
-
-
 OPTIMISER = "optimiser"  # name of the optimiser's state beside running statistics
 
 
@@ -48,7 +44,17 @@ class Program:
     split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
     keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
     one_step: bool = False  # no job has more than one local step
-    in_place: bool = False  # a job writes its client's state where it read it, which needs `IN_PLACE` to be fast
+    in_place: bool = False  # a job writes its client's state where it read it, which see `compiler_options`
+
+
+def compiler_options(devices: int = 1) -> dict[str, Any] | None:
+    """What XLA is told about a round on so many devices; None for its defaults, off a CPU."""
+    if jax.default_backend() != "cpu":
+        return None
+    # An order of operations for most concurrency needs more memory and gains nothing here.
+    ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    # With the default analysis, state that is read and written in one loop is copied for every job.
+    return ordered | ({"xla_cpu_copy_insertion_use_region_analysis": True} if devices == 1 else {})
 
 
 class Samples(NamedTuple):

@@ -30,7 +30,15 @@ from fedjax_pcdd.simulation.optimiser import make_optimiser
 from fedjax_pcdd.simulation.planning import Experiment as Experiment
 from fedjax_pcdd.simulation.planning import Local as Local
 from fedjax_pcdd.simulation.planning import Planned, Planner
-from fedjax_pcdd.simulation.program import IN_PLACE, OPTIMISER, Program, State, Tree, facts_of, load_data
+from fedjax_pcdd.simulation.program import (
+    OPTIMISER,
+    Program,
+    State,
+    Tree,
+    compiler_options,
+    facts_of,
+    load_data,
+)
 from fedjax_pcdd.simulation.storage import OnDevice, OnHost
 from fedjax_pcdd.simulation.training_round import Evaluation as Evaluation
 from fedjax_pcdd.simulation.training_round import Launched as Launched
@@ -49,7 +57,7 @@ def _hyper(local: Local) -> Hyper:
     return Hyper(*(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, momentum, local.weight_decay, clip)))
 
 
-def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int) -> Setting:
+def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int, weights: str) -> Setting:
     federation, local = experiments[0].federation, experiments[0].local
     return Setting(
         num_classes=model.num_classes,
@@ -60,6 +68,7 @@ def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int) 
         batch_size=local.batch_size,
         normalised=normalises(model),
         one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
+        own_weights=weights == "method",
     )
 
 
@@ -107,7 +116,7 @@ class Simulation(Planner):
             raise UserError("this method needs unlabelled public images: name a data set with --public.")
         everybody = tuple(range(federation.num_clients))
         self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
-        setting = _setting(model, experiments, rounds)
+        setting = _setting(model, experiments, rounds, weights)
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.local = local
         self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
@@ -133,7 +142,7 @@ class Simulation(Planner):
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(
             partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
-            compiler_options=IN_PLACE if self.program.in_place else None,
+            compiler_options=compiler_options(devices),
         )  # fmt: skip
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
