@@ -31,7 +31,7 @@ def context(method, server, client, *, sizes=(1,), k=0, steps=1, epochs=1, batch
     start = method.download(server, client)
     fixed = setting(len(sizes), epochs=epochs, batch=batch)
     key = jax.random.key(0)
-    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, steps, 0, key)
+    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, epochs, steps, 0, key)
 
 
 def reduce(messages, weights):

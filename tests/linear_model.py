@@ -31,9 +31,9 @@ def context(method, counts, *, features, epochs=2, epoch=0, everyone=None):
     setting = Setting(len(counts), features, 1, 3, epochs, 4, False)
     facts = Facts(jnp.zeros((), int), counts, counts.sum(), everyone)
     scalars = jnp.asarray(0.1), jnp.asarray(0.9), jnp.asarray(0.0), jnp.asarray(jnp.inf)
-    step = jnp.zeros((), int)
-    key = jax.random.key(0)
-    return Context(model, setting, Hyper(*scalars), (), (), (), facts, jnp.asarray(epoch), step, step, key)
+    step, key = jnp.zeros((), int), jax.random.key(0)
+    epoch, epochs = jnp.asarray(epoch), jnp.asarray(epochs)
+    return Context(model, setting, Hyper(*scalars), (), (), (), facts, epoch, epochs, step, step, key)
 
 
 def loss(method, layers, features, labels, counts, **facts):

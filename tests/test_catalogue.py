@@ -14,6 +14,7 @@ README = Path(__file__).parents[1] / "README.md"
 SHAPE = (8, 8, 1)
 P, C, D = 64 * 200 + 200 + 200 * 10 + 10, 10, 200
 HEAD = C * D + C
+GENERATOR = (32 + C) * 256 + 256 + 4 * 256 + 256 * D + D  # two layers, batch norm with statistics
 
 
 def counted(name, **hyper) -> Traffic:
@@ -25,7 +26,10 @@ def counted(name, **hyper) -> Traffic:
     [
         ("fedavg", P, P, 0),
         ("fedmr", P + C * D + C, P + C * D + C, 0),
-        ("scaffold", 2 * P, 2 * P + 1, P),  # 1 / N, how often c is in the sum
+        ("feddyn", P, P, P),
+        ("feddc", 2 * P, 2 * P, 2 * P),
+        ("scaffold", 2 * P, 2 * P, P),
+        ("fedgen", P + GENERATOR + C, P + C, 0),
         ("fedrep", P - HEAD, P - HEAD, HEAD),
         ("fedproto", C * D + C, C * D + C, P),
         ("solo", 0, 0, P),

@@ -9,12 +9,18 @@ from golden_vectors import cases
 from hooks import context, hyper, params, reduce, setting, start
 from trajectories import train
 
+from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.harness.config import build
 from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -100,6 +106,47 @@ def test_the_servers_drift_is_that_mean_however_the_models_are_weighted(name, we
     for found, mean in zip(jax.tree.leaves(state.servers.drift), jax.tree.leaves(means), strict=True):
         assert np.abs(mean).max() > 1e-4
         np.testing.assert_allclose(found[0], mean, rtol=1e-4, atol=1e-7)
+
+
+def crowd(method, weights, clients=100):
+    """Many clients of four samples, all of which take part with one step."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (4 * clients, 2, 2, 1)).astype(np.uint8), rng.integers(0, 4, 4 * clients)
+    own = tuple(np.split(np.arange(4 * clients), clients))
+    parts = Federation(Dataset("made up", images, labels, images, labels, 4), Partition(own, own))
+    model = models.build("mlp", num_classes=4, image_shape=(2, 2, 1))
+    local = Local(1, 4, "drop", "sgd", 0.01, 0.0, 0.0, None)
+    experiment = [Experiment(parts, method, local, 0)]
+    return Simulation(model, experiment, pipeline=Pipeline(), cohort=clients, rounds=30, weights=weights)
+
+
+@pytest.mark.parametrize("weights", ["method", "batches"])
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (FedDyn(alpha=0.1), lambda s: (s.servers.drift, s.clients.drift)),
+        (FedDC(alpha=0.1), lambda s: ((s.servers.drift, s.servers.state), (s.clients.drift, s.clients.state))),
+        (Scaffold(), lambda s: (s.servers.control, s.clients)),
+    ],
+    ids=["feddyn", "feddc", "scaffold"],
+)
+def test_what_the_server_holds_stays_the_mean_of_many_clients_in_single_precision(method, kept, weights):
+    state, _ = toy.train(crowd(method, weights), range(30))
+    held, clients = kept(state)
+    for found, all_clients in zip(jax.tree.leaves(held), jax.tree.leaves(clients), strict=True):
+        mean = np.asarray(all_clients, float).mean(0)
+        assert np.linalg.norm(found[0] - mean) < 3e-6 * np.linalg.norm(mean)
+
+
+def test_the_term_on_the_parameters_is_clipped_with_the_loss():
+    simulated = toy.simulation("feddyn", alpha=100.0, clip=0.01, epochs=1, momentum=0.0, cohort=1, batch_size=30)
+    chosen = simulated.clients_of(0)[0]
+    state, _ = toy.train(simulated, (0,))
+    before = jax.tree.map(lambda x: np.array(x[chosen]), state.clients.drift)
+    after, _ = simulated.step(state, 1, simulated.plan(1, [chosen]))
+    moved = jax.tree.map(lambda a, b: a[chosen] - b, after.clients.drift, before)
+    norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(moved)))
+    assert norm <= 0.05 * (0.01 + 1e-4) * 1.001  # learning rate times the clipped gradient and the decay
 
 
 @pytest.mark.usefixtures("x64")

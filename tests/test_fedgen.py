@@ -118,7 +118,7 @@ def fresh(method, **changed):
 
 
 def message(counts=COUNTS):
-    return Message(mean={"params": {"head": head()}}, each=(heads(), counts))
+    return Message(mean={"params": {}}, each=(heads(), counts))
 
 
 @jax.jit

@@ -10,6 +10,7 @@ from linear_model import dense, loss_and_gradients
 from fedjax_pcdd.losses.logit_adjustment import calibration_margins, pairwise_cross_entropy
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.method import Setting
 
 LOGITS = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 LABELS, COUNTS = np.array([0, 0, 1, 1, 0, 1]), [40, 2, 0]
@@ -91,3 +92,10 @@ def test_global_counts_are_those_of_all_clients():
     pooled = value_and_gradient(FedLC(counted="global"), everyone=everyone)
     expected = value_and_gradient(FedLC(), counts=np.sum(everyone, 0))
     jax.tree.map(np.testing.assert_array_equal, pooled, expected)
+
+
+def test_advice_is_given_where_something_is_masked_or_unbounded():
+    few = Setting(3, 2, 5, 1, 1, 4, False, one_class_clients=2)
+    assert len(FedLC().advise(few, None)) == 1
+    assert FedLC(tau=0.0).advise(few, None) == FedLC(missing="constant").advise(few, None) == []
+    assert "unstable" in FedLC(form="pairwise", missing="constant").advise(few, None)[0]

@@ -164,7 +164,7 @@ def test_only_the_last_epochs_features_are_collected(epoch):
     method = FedProc(prototype_features="last_epoch")
     server = Server({"params": ()}, jnp.zeros((C, D)), VALID)
     setting = Setting(C, D, 1, 3, 2, B, False)
-    context = toy.context(setting=setting, epoch=jnp.int32(epoch))
+    context = toy.context(setting=setting, epoch=jnp.int32(epoch), epochs=jnp.int32(2))
     batch, variables = Batch(jnp.zeros(B), LABELS, jnp.ones(B).at[0].set(0)), method.download(server, ())
     for _ in range(2):
         variables = variables | method.observe(variables, Outputs(FEATURES, None), batch, context)

@@ -88,6 +88,20 @@ def test_features_of_the_last_epoch_give_other_prototypes_of_the_same_models():
     assert distance(final[0].servers.prototypes, seen[0].servers.prototypes) > 1e-3
 
 
+def test_the_last_epoch_is_the_clients_own():
+    simulated = toy.simulation("fedproto", epochs=(3, 1, 2, 2, 2), prototype_features="last_epoch")
+    state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([1])]))
+    np.testing.assert_array_equal(state.servers.valid[0], np.isin(np.arange(toy.CLASSES), toy.OWNED[1]))
+
+
+def test_without_a_prototype_of_its_classes_a_client_knows_nothing():
+    simulated = toy.simulation("fedproto", predict="prototype", cohort=1)
+    state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0])]))
+    found = np.array(simulated.evaluate(state, personal=True).personal)
+    assert not found[1].any()  # it owns classes 0 and 1, and only 2 has a prototype
+    assert found[0].any()
+
+
 def test_class_that_nobody_sends_is_dropped_where_asked_for():
     simulated, found = states("fedproto", 2, cohort=1, seed=5, stale="drop")
     owned = simulated.experiments[0].federation.class_counts[simulated.clients_of(1)[0][0]] > 0

@@ -35,6 +35,25 @@ def test_default_is_e_epochs_on_the_head_and_one_on_the_body():
     assert FedRep().local_epochs(7) == 8
 
 
+def test_those_epochs_come_in_that_order():
+    default, _ = toy.train(toy.simulation("fedrep"))
+    explicit, _ = toy.train(toy.simulation("fedrep", head_epochs=2, body_epochs=1))
+    assert not np.allclose(body(default)[0], body(toy.simulation("fedrep").start())[0], atol=1e-4)
+    jax.tree.map(
+        np.testing.assert_array_equal, (default.servers, default.clients), (explicit.servers, explicit.clients)
+    )
+
+
+def test_the_body_is_trained_in_the_clients_own_last_epoch():
+    simulated = toy.simulation("fedrep", epochs=(6, 2, 2, 2, 2))
+    alone, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([1])]))
+    equal = toy.simulation("fedrep", epochs=2)
+    expected, _ = equal.step(equal.start(), 0, equal.plan(0, [np.array([1])]))
+    assert np.abs(body(alone)[0] - body(simulated.start())[0]).max() > 1e-4
+    for a, b in zip(body(alone), body(expected), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
 def test_body_stands_still_in_the_epochs_of_the_head():
     simulated = toy.simulation("fedrep", head_epochs=2, body_epochs=0)
     before, heads = body(simulated.start()), np.array(simulated.start().clients["kernel"])

@@ -41,7 +41,11 @@ def test_of_fedavg_it_is_fedproc():
     np.testing.assert_array_equal(ours.valid[0], [True, True, True, False])
 
 
-@pytest.mark.parametrize("name", ["moon", "fednova"])
+ALIKE = ("fedavg", "fedprox", "fedgela", "feddyn", "feddc", "fedrs", "fedlc", "fedbabu", "fedrod")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALIKE]
+
+
+@pytest.mark.parametrize("name", ["moon", "fednova", "fedrl", "fedgen", *SLOW])
 def test_the_contrast_acts_from_the_second_round_on(name):
     first, weak = (trained(of(f"{name}+prototypes", prototype_mu=mu), rounds=1) for mu in (1.0, 0.0))
     np.testing.assert_array_equal(flat(first.servers.variables), flat(weak.servers.variables))
@@ -52,6 +56,16 @@ def test_the_contrast_acts_from_the_second_round_on(name):
 def test_lanes_do_not_change_results():
     one, several = (trained(of("feddyn+prototypes", prototype_mu=0.3), lanes=lanes) for lanes in (1, 3))
     np.testing.assert_allclose(flat(several.servers.variables), flat(one.servers.variables), rtol=1e-5, atol=1e-6)
+
+
+def test_those_are_all_methods_that_can_have_one():
+    able = {"moon", "fednova", "fedrl", "fedgen", *ALIKE}
+    for name in methods.METHODS:
+        if name in able:
+            assert methods.get(f"{name}+prototypes")
+        else:
+            with pytest.raises(UserError, match="does not exist"):
+                methods.get(f"{name}+prototypes")
 
 
 @pytest.mark.parametrize("name", ["fedmr", "solo", "fccl", "fedproto"])

@@ -149,7 +149,7 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
         first = jnp.zeros((), jnp.int32)
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, method.model_of(client),
-            facts_of(program, simulated.data, 0), first, first, first, jax.random.key(0),
+            facts_of(program, simulated.data, 0), first, first, first, first, jax.random.key(0),
         )  # fmt: skip
         said = method.say(method.model_of(client), PublicBatch(images, images, ()), context)
         everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)

@@ -60,6 +60,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[np.ndarray,
     pa = accuracy(correct.sum(1), np.concatenate([f.test_sizes for f in federations])).reshape(shape)
     if tuner.methods.global_model:
         return pa, None
+    state = state._replace(servers=servers)  # not that of the last portion
     correct = np.array(tuner.evaluate(state).local).sum(1)
     return pa, accuracy(correct, np.full(correct.shape, len(federations[0].dataset.y_test))).reshape(shape)
 

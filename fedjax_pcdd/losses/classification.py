@@ -44,6 +44,8 @@ def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> jax.Array:
 def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | None, num_classes: int) -> jax.Array:
     """Number of correct top-1 predictions of each class; of equal logits the lowest index is predicted.
 
+    A class whose logit is -inf, or NaN, is never predicted, even if there is no other.
+
     Args:
       logits: [B, C].
       labels: [B] integers in [0, C).
@@ -53,6 +55,7 @@ def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | No
     Returns:
       [C] int32 counts.
     """
-    correct = jnp.argmax(logits, axis=-1) == labels
+    own = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    correct = (jnp.argmax(logits, axis=-1) == labels) & (own > -jnp.inf)
     members = membership(labels, num_classes, mask, dtype=jnp.int32).of_samples
     return jnp.sum(members * correct[:, None], axis=0)

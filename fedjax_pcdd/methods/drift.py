@@ -21,6 +21,7 @@ class Server(NamedTuple):
     drift: Tree  # as the parameters
     latest: Tree  # mean of the latest models of all clients, where that is evaluated
     state: Tree
+    clients: jax.Array  # N, a constant
 
 
 class Client(NamedTuple):
@@ -32,10 +33,9 @@ class Client(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Changes of the server's fields, of which the model's mean tells that of the drift but for the share S / N."""
+    """Changes of the server's fields."""
 
-    share: jax.Array  # 1 / N
-    drift: Tree  # () unless the models' mean is weighted
+    drift: Tree  # () where clients weigh as `Method.weight` says: the mean of their steps tells it
     latest: Tree
     state: Tree
 
@@ -64,7 +64,8 @@ class Drifting(Method):
     def init_server(self, setting, variables, class_counts, key):
         """Nobody has drifted; clients that never took part count with w^0."""
         latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
-        return Server(variables, zeros_like(variables["params"]), latest, ())
+        clients = jnp.asarray(setting.num_clients, jnp.result_type(float))
+        return Server(variables, zeros_like(variables["params"]), latest, (), clients)
 
     def init_client(self, setting, server, facts, key):
         """No drift yet."""
@@ -74,30 +75,24 @@ class Drifting(Method):
         """A drift grows by this times w_k - w^t."""
         return 1.0
 
-    def _moved(self, new: Tree, old: Tree) -> Tree:
-        return jax.tree.map(lambda x, y: self.pace() * (x - y), new, old)
-
-    def moved(self, variables: Tree, context: Context) -> Tree:
-        """What a client's drift grows by, as the parameters."""
-        return self._moved(variables["params"], context.start["params"])
-
     def upload(self, variables, summary, context):
-        """The model; this client's share of changes that the mean of the models does not tell."""
+        """The model as its distance from w^t, and this client's share of changes that their mean does not tell."""
         client, share = context.client, 1 / context.setting.num_clients
-        moved = self.moved(variables, context)
-        told = () if context.setting.own_weights else optax.tree.scale(share, moved)
+        moved = optax.tree.sub(variables["params"], context.start["params"])
+        grown = optax.tree.scale(self.pace(), moved)
+        told = () if context.setting.own_weights else optax.tree.scale(share, grown)
         latest = variables if self.eval == "all_mean" else ()
         newer = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
-        kept = client._replace(drift=optax.tree.add(client.drift, moved), latest=latest)
-        return kept, Message(mean=variables, total=Sent(jnp.asarray(share), told, newer, ()))
+        kept = client._replace(drift=optax.tree.add(client.drift, grown), latest=latest)
+        return kept, Message(mean={**variables, "params": moved}, total=Sent(told, newer, ()))
 
     def aggregate(self, server, message, weights):
         """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
-        mean, change = message.mean["params"], message.total.drift
+        step, change = message.mean["params"], message.total.drift
         if change == ():
-            change = optax.tree.scale(message.total.share, self._moved(mean, server.variables["params"]))
+            change = optax.tree.scale(self.pace() * (weights > 0).sum() / server.clients, step)
         drift = optax.tree.add(server.drift, change)
-        params = optax.tree.add(mean, drift)
+        params = optax.tree.add(server.variables["params"], optax.tree.add(step, drift))
         latest = optax.tree.add(server.latest, message.total.latest)
         return server._replace(variables={**message.mean, "params": params}, drift=drift, latest=latest)
 

@@ -74,12 +74,13 @@ class FedDC(Drifting):
         """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""
         client, message = super().upload(variables, summary, context)
         rate = 1 / (self._steps(context) * context.hyper.lr)
-        ratio, moved = self._ratio(context), self.moved(variables, context)
+        ratio, moved = self._ratio(context), message.mean["params"]
         state = jax.tree.map(lambda correction, d: -correction - rate * d, self._correction(context), moved)
-        total = message.total._replace(state=optax.tree.scale(-rate * ratio / context.setting.num_clients, moved))
-        return client._replace(state=state), message._replace(total=total)
+        share, scale = 1 / context.setting.num_clients, rate * ratio
+        change = jax.tree.map(lambda everyone, d: -share * (everyone + scale * d), context.server.state, moved)
+        return client._replace(state=state), message._replace(total=message.total._replace(state=change))
 
     def aggregate(self, server, message, weights):
         """Delta grows by the mean over all N clients of their changes."""
-        server, sent = super().aggregate(server, message, weights), message.total
-        return server._replace(state=optax.tree.add_scale(sent.state, 1 - sent.share, server.state))
+        server = super().aggregate(server, message, weights)
+        return server._replace(state=optax.tree.add(server.state, message.total.state))

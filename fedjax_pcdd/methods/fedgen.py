@@ -18,6 +18,7 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
 from fedjax_pcdd.methods.label_counts import LabelCounts
 from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
+from fedjax_pcdd.methods.parts import joined, without
 from fedjax_pcdd.models.classifier import apply_head
 from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator, train_generator
 
@@ -99,9 +100,9 @@ class FedGen(LabelCounts):
         return jnp.where(active, alpha * teaching + beta * divergence, 0.0)
 
     def upload(self, variables, summary, context):
-        """The model; its head once more, as a teacher, with the label counts [C]."""
+        """The model, whose head is also a teacher by itself, and the label counts [C]."""
         model, counts = self.split(variables, context)
-        return context.client, Message(mean=model, each=(variables["params"]["head"], counts))
+        return context.client, Message(mean=without(model, "head"), each=(model["params"]["head"], counts))
 
     def aggregate(self, server, message, weights):
         """Train the generator on the participants' heads, then average the models."""
@@ -119,4 +120,8 @@ class FedGen(LabelCounts):
         size, steps = self._size, self.generator_steps
         new = train_generator(*old, optimiser, objective, key, owned, size=size, steps=steps, noise=self.noise)
         known = owned | server.known if self.stale == "carry" else owned
-        return Server(message.mean, *new, known, server.seed, server.trained + jnp.any(owned))
+        head = jax.tree.map(lambda x: jnp.tensordot(weights.astype(x.dtype), x, 1), heads)
+        return server._replace(
+            variables=joined(message.mean, "head", head), generator=new[0], optimiser=new[1], known=known,
+            trained=server.trained + jnp.any(owned),
+        )  # fmt: skip

@@ -23,7 +23,7 @@ class FedLC(Method):
 
     paper: ClassVar[str] = "Zhang et al., ICML 2022"
 
-    tau: float = hyperparameter(1.0, symbol="tau", help="strength of the calibration; 0 is FedAvg", low=0.0)
+    tau: float = hyperparameter(1.0, symbol="tau", help="strength of the calibration; 0 (softmax) is FedAvg", low=0.0)
     form: Literal["softmax", "pairwise"] = hyperparameter(
         "softmax", help="denominator with the label, or without it as printed", static=True
     )
@@ -35,11 +35,14 @@ class FedLC(Method):
     )
 
     def advise(self, setting, hyper):
-        """A masked softmax over one class is constant."""
-        if not setting.one_class_clients or (self.missing, self.counted) != ("masked", "local"):
-            return []
-        said = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
-        return [f"{said}: --missing=constant keeps the other classes in it."]
+        """A masked softmax over one class is constant; the pairwise form has no lower bound."""
+        said = []
+        if self.form == "pairwise":
+            said += ["FedLC with --form=pairwise is known to be unstable: --form=softmax has a lower bound."]
+        if self.tau > 0 and setting.one_class_clients and (self.missing, self.counted) == ("masked", "local"):
+            few = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
+            said += [f"{few}: --missing=constant keeps the other classes in it."]
+        return said
 
     def classification(self, outputs, batch, context):
         """The calibrated cross-entropy, a scalar."""

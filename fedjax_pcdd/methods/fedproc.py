@@ -1,7 +1,8 @@
 """FedProc: features are drawn to the global prototype of their class and away from those of the others.
 
 Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 143, 2023.
-Sent: as FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up. Clients keep nothing.
+Sent: as FedAvg, and the prototypes [C, D] and which exist [C] down, per-class feature sums [C, D] and counts [C] up.
+Clients keep nothing.
 No official code is public. By default one weight mu for all rounds and the common model, as in the comparison of the
 FedMR paper (Tables 9 and 10); options: the paper's schedule (`convex`) and its projection head. The temperature of the
 paper is not confirmed; a public re-implementation has tau = 1, equal weights and the features of the last epoch.

@@ -1,7 +1,7 @@
 """FedProto: clients share class prototypes instead of models, and keep their features near them.
 
 Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
-Sent: the prototypes [C, D] down, the local ones and which classes they are of [C] up. A client keeps its whole model.
+Sent: the prototypes [C, D] and which exist [C] down, the local ones and their counts [C] up. A client keeps its model.
 Prototypes are averaged with equal weights, as in the published code (option: n_kc, the weights of the printed formula),
 but taken under the final weights in eval mode (option: the last epoch's features, as the code has it). The published
 evaluation by prototypes adds up two countings; ours counts once. Server and clients begin with the same model.

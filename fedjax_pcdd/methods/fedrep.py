@@ -34,7 +34,7 @@ class FedRep(Method):
     )
     fine_tune_heads: bool = hyperparameter(
         False,
-        help="after the last round every client trains its head for E_h epochs, at least --fine-tune-epochs",
+        help="after the last round every client trains its head for E_h epochs, at least --fine-tune-epochs (0: none)",
         static=True,
     )
 
@@ -65,8 +65,8 @@ class FedRep(Method):
         return joined(server.variables, "head", client)
 
     def trainable(self, params, context):
-        """The head in the first E_h epochs, then the body."""
-        first = context.epoch < self._head_epochs(context.setting.epochs)
+        """The head in the first E_h epochs, then the body in the last E_theta."""
+        first = context.epoch < context.epochs - self.body_epochs
         return moving(params, head=first, body=~first)
 
     def upload(self, variables, summary, context):

@@ -48,4 +48,5 @@ class FedRL(Method):
         reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
         turn = context.step if self.cycle == "batch" else context.round
         review = jax.lax.switch(turn % len(reviews), reviews)
-        return self.classification(outputs, batch, context) + 0.5 * self.mu * review, state
+        value = self.classification(outputs, batch, context) + self.penalty(variables, outputs, batch, context)
+        return value + 0.5 * self.mu * review, state

@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     feature_dim: int  # D
     num_clients: int  # K
     rounds: int  # T
-    epochs: int  # E
+    epochs: int  # E, of the client with the most
     batch_size: int  # B
     normalised: bool  # whether the backbone has normalisation layers, over batches or groups
     one_class_clients: int = 0  # clients with samples of a single class
@@ -73,6 +73,7 @@ class Context(NamedTuple):
     start: Tree  # the variables that local training started from (w^t)
     facts: Facts
     epoch: jax.Array  # local epoch, from 0
+    epochs: jax.Array  # local epochs of this client, of which `Setting.epochs` is the most of any
     step: jax.Array  # local step, from 0
     round: jax.Array  # communication round, from 0
     key: jax.Array  # for this method's own draws in this step
@@ -209,7 +210,7 @@ class Method:
     def regulariser(self, params: Tree, context: Context) -> jax.Array | float:
         """A term on the trainable parameters alone, a scalar, already weighted.
 
-        Only its gradient is computed: recorded losses are without it, and so are alike for all methods.
+        Only its gradient is computed: recorded losses are without it (and with `penalty`).
         """
         return 0.0
 

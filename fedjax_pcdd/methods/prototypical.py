@@ -93,7 +93,7 @@ class Selective(Prototypical):
         """Class sums [C, D] and counts [C] of the features seen in the last local epoch."""
         if self.prototype_features == "final":
             return {}
-        last = context.epoch == context.setting.epochs - 1
+        last = context.epoch == context.epochs - 1
         sums = sums_of(outputs.features, batch, context.setting.num_classes)
         return {SEEN: add_scaled(variables[SEEN], sums, last)}
 

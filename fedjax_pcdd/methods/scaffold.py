@@ -1,7 +1,7 @@
 """SCAFFOLD: control variates take the client's own direction out of its gradients and put the federation's in.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, algorithm 1.
-Sent: the model and the control c down (2P), the model and c_k's change plus c up (2P). A client keeps c_k (P).
+Sent: the model and the control c down (2P), the model and the change of c_k up (2P). A client keeps c_k (P).
 Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
 corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
 algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
@@ -11,7 +11,6 @@ whose gradient is that of the training mode, in batches of B.
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import struct
 
@@ -101,23 +100,22 @@ class Scaffold(Method):
         return jax.grad(total)(context.start["params"])
 
     def upload(self, variables, summary, context):
-        """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t; sent is (c_k^+ - c_k + c) / N."""
-        correction, share = self._correction(context), 1 / context.setting.num_clients
+        """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t."""
         if self.control == "I":
             control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
-            sent = optax.tree.add(control, correction)
+            change = optax.tree.sub(control, context.client)
         else:
             plain = self.step_normaliser == "steps"
             steps = context.step if plain else effective_steps(context.step, context.hyper.momentum)
             moved = optax.tree.sub(context.start["params"], variables["params"])
-            sent = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
-            control = optax.tree.sub(sent, correction)
-        return control, Message(mean=variables, total=(jnp.asarray(share), optax.tree.scale(share, sent)))
+            scaled = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
+            change = optax.tree.sub(scaled, context.server.control)
+            control = optax.tree.add(context.client, change)
+        return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, change))
 
     def aggregate(self, server, message, weights):
         """w + eta_g * sum_k p_k (w_k - w), and c + (1 / N) * sum of the changes; statistics are a plain mean."""
         rest = 1 - self.eta_g
         params = jax.tree.map(lambda w, m: m + rest * (w - m), server.variables["params"], message.mean["params"])
-        share, sent = message.total
-        control = optax.tree.add_scale(sent, 1 - share, server.control)
+        control = optax.tree.add(server.control, message.total)
         return Server({**message.mean, "params": params}, control)

@@ -105,8 +105,9 @@ def _context(table: Table, talk: Talk, g: int, seat: Seat, public: Tree, step) -
     facts = facts_of(program, talk.data[g], seat.row)
     epoch = jnp.zeros((), jnp.int32)
     return Context(
-        program.model, program.setting, talk.hyper, public, seat.client, start, facts, epoch, step, talk.round, key
-    )
+        program.model, program.setting, talk.hyper, public, seat.client, start, facts, epoch, epoch + 1, step,
+        talk.round, key,
+    )  # fmt: skip
 
 
 def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tree:

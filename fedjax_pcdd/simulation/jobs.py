@@ -56,11 +56,11 @@ def context_of(program: Program, world: World, lane: Lane, step) -> Context:
     hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
     start = _start(method, server, client, lane.statistics)
     facts = facts_of(program, world.data, world.jobs.row[job])
-    epoch = step // jnp.maximum(world.jobs.epoch_steps[job], 1)
+    epoch, epochs = (n // jnp.maximum(world.jobs.epoch_steps[job], 1) for n in (step, world.jobs.steps[job]))
     key = jax.random.fold_in(world.keys[job], step)
     model, setting = program.model, program.setting
     public = unlabelled(program, world.data)
-    return Context(model, setting, hyper, server, client, start, facts, epoch, step, world.round, key, public)
+    return Context(model, setting, hyper, server, client, start, facts, epoch, epochs, step, world.round, key, public)
 
 
 def _optimiser(program: Program, world: World, job):
