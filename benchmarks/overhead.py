@@ -174,7 +174,7 @@ def server_seconds(simulated: Simulation) -> float:
     keys = jnp.repeat(simulated.keys[:1], len(jobs.row))
     world = World(simulated.methods, simulated.hyper, state.servers, simulated.data, jobs, keys, jnp.int32(0))
     sent = jax.eval_shape(partial(run_lanes, simulated.program), world, state, plan).message
-    message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)
+    message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)._replace(count=len(jobs.row))
     aggregate = jax.jit(select(simulated.methods, 0).aggregate)
     return seconds_of(lambda: aggregate(select(state.servers, 0), message, jnp.asarray(jobs.weight)), 5)
 

@@ -42,7 +42,7 @@ def reduce(messages, weights):
         return jax.tree.map(lambda *x: sum(s * v for s, v in zip(scale, x, strict=True)), *trees)
 
     mean = total(weights, [m.mean for m in messages])
-    return Message(mean=mean, total=total(np.ones(len(weights)), [m.total for m in messages]))
+    return Message(mean=mean, total=total(np.ones(len(weights)), [m.total for m in messages]), count=len(messages))
 
 
 def start(method, values, sizes, **collections):

@@ -13,7 +13,7 @@ from golden_vectors import cases
 from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
 from fedjax_pcdd.methods import Batch, Message, Setting
 from fedjax_pcdd.methods.fedgen import FedGen
-from fedjax_pcdd.models.generator import draw_labels, generate, initialise_generator
+from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator
 
 CLASSES, DIM, BATCH = 4, 5, 6
 SETTING = Setting(CLASSES, DIM, num_clients=3, rounds=3, epochs=2, batch_size=BATCH, normalised=False)
@@ -202,6 +202,20 @@ def test_without_any_label_the_generator_stays():
     parts = ("generator", "optimiser", "trained")
     for part in parts:
         jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(server, part))
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_the_learning_rate_of_the_generator_falls(trained):
+    options = {"generator_steps": 1, "generator_lr": 0.02, "generator_lr_decay": 0.5}
+    before = fresh(small(**options)).generator["params"]
+    moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), generator_after(trained=trained, **options), before)
+    np.testing.assert_allclose(max(jax.tree.leaves(moved)), 0.02 * 0.5**trained, rtol=1e-3)  # Adam's first step
+
+
+def test_decay_of_the_generator_is_part_of_the_gradient():
+    optimiser, params = adam(0.1, 0.01), jnp.ones(2)
+    updates, _ = optimiser.update(jnp.zeros(2), optimiser.init(params), params)
+    np.testing.assert_allclose(updates, -0.1, rtol=1e-4)  # beside it, it would be -0.1 * 0.01
 
 
 def test_every_training_of_the_generator_draws_anew():

@@ -4,9 +4,11 @@ import jax
 import numpy as np
 import pytest
 import toy
+from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
-from fedjax_pcdd.harness.fine_tuning import from_global
+from fedjax_pcdd.harness.fine_tuning import from_global, from_last
+from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.models import forward
 
 RESULT = {"ga_best_round": 1, "pa_best": 0.25, "pa_last": 0.5, "ga_best": 0.75}
@@ -64,3 +66,20 @@ def test_from_global_keeps_what_was_measured_during_training():
     assert (result["pa_local_best"], result["pa_local_last"], result["pa_best_round"]) == (0.25, 0.5, 1)
     assert result["pa_protocol"] == "global model fine-tuned for 2 epochs"
     assert "ga_best" not in result
+
+
+@struct.dataclass
+class Normed(FedRep):
+    """FedRep on a model with running statistics."""
+
+    def build(self, model):
+        return super().build(model).clone(feature_norm=True)
+
+
+def test_tuned_heads_have_the_same_ga_however_many_are_tuned_at_once():
+    results = []
+    for place in ("device", "host"):  # there as many at once as take part in a round
+        simulated = toy.simulation(method=Normed(fine_tune_heads=True), cohort=2, client_state=place, noise=120)
+        state, _ = toy.train(simulated)
+        results += from_last(simulated.tuner(2), state, 3)
+    assert results[0] == results[1]

@@ -184,6 +184,11 @@ def test_correct_per_class_counts_ties_for_the_lowest_index():
     np.testing.assert_array_equal(correct, [1, 0, 1])
 
 
+def test_a_class_that_cannot_be_predicted_is_never_right():
+    logits = jnp.asarray([[-jnp.inf, -jnp.inf], [jnp.nan, 0.0], [-jnp.inf, 1.0]])
+    np.testing.assert_array_equal(correct_per_class(logits, jnp.asarray([0, 0, 1]), None, 2), [0, 1])
+
+
 # FedMR, within classes
 
 intra = jax.jit(intra_class, static_argnames=("num_classes", "form"))

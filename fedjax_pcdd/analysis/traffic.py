@@ -172,7 +172,7 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
     """Which leaves of the server's state a round changes."""
     jobs = simulated.cohort_size
     each = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
-    message = Message(sent.mean, sent.total, each)
+    message = Message(sent.mean, sent.total, each, 1)
     weights = jax.ShapeDtypeStruct((jobs,), jnp.float32)
     jaxpr: Any = jax.make_jaxpr(method.aggregate)(server, message, weights).jaxpr
     before = jaxpr.invars[: len(jax.tree.leaves(server))]

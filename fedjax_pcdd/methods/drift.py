@@ -33,7 +33,7 @@ class Client(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Changes of the server's fields."""
+    """What changes the server's fields."""
 
     drift: Tree  # () where clients weigh as `Method.weight` says: the mean of their steps tells it
     latest: Tree
@@ -90,7 +90,7 @@ class Drifting(Method):
         """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
         step, change = message.mean["params"], message.total.drift
         if change == ():
-            change = optax.tree.scale(self.pace() * (weights > 0).sum() / server.clients, step)
+            change = optax.tree.scale(self.pace() * message.count / server.clients, step)
         drift = optax.tree.add(server.drift, change)
         params = optax.tree.add(server.variables["params"], optax.tree.add(step, drift))
         latest = optax.tree.add(server.latest, message.total.latest)

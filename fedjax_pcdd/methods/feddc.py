@@ -1,7 +1,7 @@
 """FedDC: a client learns its local drift, decouples it from the global model, and corrects its gradient.
 
 Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR 2022.
-Sent: the model and the global state Delta down (2P), the model and the change of Delta_k up (2P). A client keeps its
+Sent: the model and the global state Delta down (2P), the model and its part of Delta_k up (2P). A client keeps its
 drift h_k and its last update state Delta_k (2P).
 Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s steps equal for all clients; its clipping
 at norm 10 is `--grad-clip=10`. The original trains without momentum; with it use `--step-normaliser=a_k`.
@@ -71,16 +71,15 @@ class FedDC(Drifting):
         return setting.epochs * -(-samples // (setting.num_clients * setting.batch_size))
 
     def upload(self, variables, summary, context):
-        """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta), and its change times nu_k."""
+        """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta); sent is the last term, times nu_k."""
         client, message = super().upload(variables, summary, context)
         rate = 1 / (self._steps(context) * context.hyper.lr)
         ratio, moved = self._ratio(context), message.mean["params"]
         state = jax.tree.map(lambda correction, d: -correction - rate * d, self._correction(context), moved)
-        share, scale = 1 / context.setting.num_clients, rate * ratio
-        change = jax.tree.map(lambda everyone, d: -share * (everyone + scale * d), context.server.state, moved)
-        return client._replace(state=state), message._replace(total=message.total._replace(state=change))
+        sent = optax.tree.scale(-rate * ratio / context.setting.num_clients, moved)
+        return client._replace(state=state), message._replace(total=message.total._replace(state=sent))
 
     def aggregate(self, server, message, weights):
-        """Delta grows by the mean over all N clients of their changes."""
-        server = super().aggregate(server, message, weights)
-        return server._replace(state=optax.tree.add(server.state, message.total.state))
+        """Delta grows by the mean over all N clients of nu_k times their changes, each with a term -Delta / nu_k."""
+        server, others = super().aggregate(server, message, weights), 1 - message.count / server.clients
+        return server._replace(state=optax.tree.add_scale(message.total.state, others, server.state))

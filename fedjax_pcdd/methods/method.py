@@ -103,6 +103,7 @@ class Message(NamedTuple):
     mean: Tree = ()  # reduced to sum_k p_k * mean_k
     total: Tree = ()  # reduced to sum_k total_k
     each: Tree = ()  # stacked to [S, ...]
+    count: Tree = ()  # for `aggregate`: how many clients sent one, a scalar; the simulation counts
 
 
 class Server(NamedTuple):

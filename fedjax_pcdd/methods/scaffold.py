@@ -1,7 +1,7 @@
 """SCAFFOLD: control variates take the client's own direction out of its gradients and put the federation's in.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, algorithm 1.
-Sent: the model and the control c down (2P), the model and the change of c_k up (2P). A client keeps c_k (P).
+Sent: the model and the control c down (2P), the model and the change of c_k plus c up (2P). A client keeps c_k (P).
 Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
 corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
 algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
@@ -11,6 +11,7 @@ whose gradient is that of the training mode, in batches of B.
 from typing import ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import struct
 
@@ -21,10 +22,11 @@ from fedjax_pcdd.trees import zeros_like
 
 
 class Server(NamedTuple):
-    """Global model, and the mean of all clients' controls, as the parameters."""
+    """Global model, the mean of all clients' controls as the parameters, and N."""
 
     variables: Tree
     control: Tree
+    clients: jax.Array
 
 
 @struct.dataclass
@@ -72,7 +74,8 @@ class Scaffold(Method):
 
     def init_server(self, setting, variables, class_counts, key):
         """c = 0."""
-        return Server(variables, zeros_like(variables["params"]))
+        clients = jnp.asarray(setting.num_clients, jnp.result_type(float))
+        return Server(variables, zeros_like(variables["params"]), clients)
 
     def init_client(self, setting, server, facts, key):
         """c_k = 0."""
@@ -100,22 +103,23 @@ class Scaffold(Method):
         return jax.grad(total)(context.start["params"])
 
     def upload(self, variables, summary, context):
-        """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t."""
+        """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t; sent is c_k^+ - c_k + c."""
+        correction = self._correction(context)
         if self.control == "I":
             control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
-            change = optax.tree.sub(control, context.client)
+            sent = optax.tree.add(control, correction)
         else:
             plain = self.step_normaliser == "steps"
             steps = context.step if plain else effective_steps(context.step, context.hyper.momentum)
             moved = optax.tree.sub(context.start["params"], variables["params"])
-            scaled = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
-            change = optax.tree.sub(scaled, context.server.control)
-            control = optax.tree.add(context.client, change)
-        return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, change))
+            sent = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
+            control = optax.tree.sub(sent, correction)
+        return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, sent))
 
     def aggregate(self, server, message, weights):
         """w + eta_g * sum_k p_k (w_k - w), and c + (1 / N) * sum of the changes; statistics are a plain mean."""
         rest = 1 - self.eta_g
         params = jax.tree.map(lambda w, m: m + rest * (w - m), server.variables["params"], message.mean["params"])
-        control = optax.tree.add(server.control, message.total)
-        return Server({**message.mean, "params": params}, control)
+        others = 1 - message.count / server.clients  # each of the count sent c once
+        control = optax.tree.add_scale(message.total, others, server.control)
+        return server._replace(variables={**message.mean, "params": params}, control=control)

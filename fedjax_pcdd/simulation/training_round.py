@@ -64,9 +64,12 @@ def training_round(
         return where(weights.sum() > 0, after, server)
 
     mean, total = message.mean, message.total
+    count = (jobs.steps > 0).reshape(program.experiments, -1).sum(1)
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (mean, total))
-    servers = lift(aggregate, program.experiments)(methods, state.servers, Message(mean, total, each), weights, keys)
+    servers = lift(aggregate, program.experiments)(
+        methods, state.servers, Message(mean, total, each, count), weights, keys
+    )
     clients, statistics = outcome.clients, outcome.statistics
     if not (program.split_clients or program.in_place):
         clients, statistics = _stored(state, jobs, (clients, statistics))
