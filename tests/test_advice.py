@@ -43,6 +43,18 @@ def test_dynamic_regularisation_of_strength_zero_is_said(tmp_path, capsys):
     assert "--alpha" in said(tmp_path, capsys, method="feddyn", alpha=0.0)
 
 
+@pytest.mark.parametrize(
+    ("options", "unread"),
+    [
+        ({"partition": "iid", "beta": 1.0}, "--beta=1"),
+        ({"beta": 0.5, "classes_per_client": 3}, "--classes-per-client=3"),
+    ],
+)
+def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, capsys, options, unread):
+    text = said(tmp_path, capsys, **options)
+    assert text == f"warning: {unread} has no effect with --partition={options.get('partition', 'dirichlet')}.\n"
+
+
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
     assert said(tmp_path, capsys, method="scaffold", momentum=0.9, quiet=True) == ""
 

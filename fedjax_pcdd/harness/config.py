@@ -280,6 +280,17 @@ def partition_tag(config: RunConfig) -> str:
     return config.partition
 
 
+def unused(config: RunConfig) -> list[str]:
+    """A sentence for each option that only another partition than the run's looks at."""
+    readers = {"beta": "dirichlet", "classes_per_client": "pcdd"} if config.task is None else {}
+    changed = {name: getattr(config, name) for name in readers if getattr(config, name) != getattr(RunConfig, name)}
+    return [
+        f"--{name.replace('_', '-')}={value:g} has no effect with --partition={config.partition}."
+        for name, value in changed.items()
+        if config.partition != readers[name]
+    ]
+
+
 def run_folder(config: RunConfig) -> Path:
     """`run_dir`, or where it is None a folder below runs/ that does not exist yet."""
     if config.run_dir is not None:

@@ -15,7 +15,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness import display, records
 from fedjax_pcdd.harness.assembly import assemble, federate
 from fedjax_pcdd.harness.checkpoint import Checkpoints, required_bytes
-from fedjax_pcdd.harness.config import RunConfig, dump, run_folder
+from fedjax_pcdd.harness.config import RunConfig, dump, run_folder, unused
 from fedjax_pcdd.harness.disk import check_space
 from fedjax_pcdd.harness.fine_tuning import after_training
 from fedjax_pcdd.harness.metrics import History, accuracy, mean, new_history, plain
@@ -106,10 +106,10 @@ class Run:
             )
 
     def _advise(self) -> None:
-        """Say what the method thinks of these settings."""
+        """Say what is without effect, and what the method thinks of these settings."""
         if not self.config.quiet:
             hyper = select(self.simulation.hyper, self.index)
-            for sentence in self.method.advise(self.simulation.program.setting, hyper):
+            for sentence in unused(self.config) + self.method.advise(self.simulation.program.setting, hyper):
                 print(f"warning: {sentence}", file=sys.stderr)
 
     def _generic(self, state: State) -> Tree:
