@@ -142,7 +142,7 @@ class Simulation(Planner):
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(
             partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
-            compiler_options=compiler_options(devices),
+            compiler_options=compiler_options(devices, one_step=self.program.one_step),
         )  # fmt: skip
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
