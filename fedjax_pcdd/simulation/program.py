@@ -44,7 +44,7 @@ class Program:
     split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
     keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
     one_step: bool = False  # no job has more than one local step
-    in_place: bool = False  # a job writes its client's state where it read it, which see `compiler_options`
+    in_place: bool = False  # a job writes its client's state where it read it, see `compiler_options`
 
 
 def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
