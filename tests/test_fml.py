@@ -78,6 +78,12 @@ def test_the_meme_does_not_depend_on_the_private_architecture():
     assert_equal(one, other)
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_the_meme_normalises_as_asked_where_the_private_model_does_not(norm):
+    private = models.build("mlp", num_classes=3, image_shape=(32, 32, 3), norm=norm)
+    assert FML().build(private).meme.backbone.norm == norm
+
+
 def test_all_architectures_share_one_mean_meme():
     table = toy.groups("fml", meme="mlp", **SGD)
     state, _ = table.step(table.start(), 0)

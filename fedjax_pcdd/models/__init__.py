@@ -151,7 +151,7 @@ def build(
         raise UserError(_misfit(name, image_shape, text))
     vocabulary = {"vocabulary": num_classes} if text else {}
     backbone = _FAMILIES[name].backbone(norm, **vocabulary, dtype=dtype, param_dtype=param_dtype)
-    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype)
+    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype, norm=norm)
 
 
 def smallest_side(name: str) -> int:

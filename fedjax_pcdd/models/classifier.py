@@ -59,6 +59,7 @@ class Classifier(nn.Module):
       head_bias: whether that head has a bias.
       dtype: of the computation, but for the head, which reads at least float32; None promotes.
       param_dtype: of the parameters.
+      norm: "batch" or "group", what its backbone was asked for, whether or not it normalises.
     """
 
     backbone: nn.Module
@@ -70,6 +71,7 @@ class Classifier(nn.Module):
     head_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    norm: str = "batch"
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
