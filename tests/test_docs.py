@@ -7,6 +7,7 @@ import runpy
 import shlex
 import sys
 import types
+from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import toy
 import yaml
 
 from fedjax_pcdd.harness import cli, pages, sweep
+from fedjax_pcdd.harness.config import run_folder
 from fedjax_pcdd.harness.documentation import relinked
 from fedjax_pcdd.harness.information import information
 from fedjax_pcdd.harness.options import options_of
@@ -164,6 +166,28 @@ def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_the_page_of_a_method_parses(name):
     assert cli.parse(shlex.split(pages.command(name))[2:], PRESETS)
+
+
+def folders_of(words):
+    """Folders of the runs that a command makes."""
+    script, *argv = words
+    given = cli.scan(argv) if script.endswith(("/run.py", "/sweep.py")) else {}
+    if script.endswith("/run.py") and "resume" not in given and not information(given):
+        return [str(run_folder(cli.configure(given, PRESETS)[0]))]
+    if script.endswith("/sweep.py"):
+        return [f"runs/sweep/{experiment.name}" for experiment in sweep.expand(given)]
+    return []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_runs_that_a_page_names_are_made_by_its_own_commands(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = []
+    for words in commands(ROOT / page):
+        for named in re.findall(r"(?:^|[ =])(runs/\S*)", " ".join(words)):
+            assert any(fnmatch(folder, named.rstrip("/") + end) for folder in made for end in ("", "/*")), named
+        made += folders_of(words)
+    assert made
 
 
 def test_links_out_of_the_folder_become_pages_of_the_site_or_names():
