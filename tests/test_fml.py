@@ -12,8 +12,9 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Method
 from fedjax_pcdd.methods.solo import Solo
-from fedjax_pcdd.models.classifier import initialise
+from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.models.pair import Pair, join, part
+from fedjax_pcdd.models.resnet import ResNet
 
 PLAIN = {"cohort": 5, "lanes": 1, "epochs": 1}
 LABELLED = Batch(images(), jnp.asarray([0, 1, 2, 0, 1, 2, 0, 1]), jnp.ones(8))
@@ -82,6 +83,11 @@ def test_the_meme_does_not_depend_on_the_private_architecture():
 def test_the_meme_normalises_as_asked_where_the_private_model_does_not(norm):
     private = models.build("mlp", num_classes=3, image_shape=(32, 32, 3), norm=norm)
     assert FML().build(private).meme.backbone.norm == norm
+
+
+def test_the_meme_normalises_as_a_private_model_made_by_hand():
+    private = Classifier(ResNet((1, 1, 1, 1), norm="group"), 3)
+    assert FML().build(private).meme.backbone.norm == "group"
 
 
 def test_all_architectures_share_one_mean_meme():

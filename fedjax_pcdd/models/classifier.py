@@ -59,7 +59,7 @@ class Classifier(nn.Module):
       head_bias: whether that head has a bias.
       dtype: of the computation, but for the head, which reads at least float32; None promotes.
       param_dtype: of the parameters.
-      norm: "batch" or "group", what its backbone was asked for, whether or not it normalises.
+      norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
     """
 
     backbone: nn.Module
