@@ -19,10 +19,10 @@ from benchmarks.round_time import build, device_peak_mb, federation
 from benchmarks.table import ROOT, hardware, save
 from benchmarks.workloads import LR, WEIGHT_DECAY, WORKLOADS, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.harness.training import train
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import sizes
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from fedjax_pcdd.training.loop import train
 
 SETTINGS = (("fedavg", "device"), ("scaffold", "device"), ("scaffold", "host"))
 CLIENTS = (100, 1000, 10000)

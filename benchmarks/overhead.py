@@ -25,13 +25,13 @@ from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.analysis.traffic import in_words, traffic
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.engine.jobs import World
+from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.program import compiler_options
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
-from fedjax_pcdd.simulation.jobs import World
-from fedjax_pcdd.simulation.lanes import run_lanes
-from fedjax_pcdd.simulation.program import compiler_options
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.

@@ -17,11 +17,11 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.devices import choose_lanes, select_device
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier, sizes
-from fedjax_pcdd.simulation.devices import choose_lanes, select_device
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 
 class Flatten(nn.Module):

@@ -22,9 +22,9 @@ from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition, dirichlet
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import sizes
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 SMALL = replace(WORKLOADS["w4lr"], clients=10)
 MODELS = {  # by growing number of parameters, images as each needs them

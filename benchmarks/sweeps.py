@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.table import hardware, parser, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.display import progress
-from fedjax_pcdd.harness.joint import Asked, run_together
-from fedjax_pcdd.harness.launch import run
+from fedjax_pcdd.api.joint import Asked, run_together
+from fedjax_pcdd.api.launch import run
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.progress import progress
 
 COMMON = {"local_epochs": 1, "fine_tune_epochs": 0, "quiet": True}
 SWEEPS: dict[str, dict[str, Any]] = {

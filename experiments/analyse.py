@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fedjax_pcdd.harness.analyse import analyse_main
+from fedjax_pcdd.cli.analyse import analyse_main
 
 if __name__ == "__main__":
     sys.exit(analyse_main(Path(__file__).parent))

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fedjax_pcdd.harness.sweep import sweep_main
+from fedjax_pcdd.cli.sweep import sweep_main
 
 if __name__ == "__main__":
     sys.exit(sweep_main(presets=Path(__file__).parent / "presets"))

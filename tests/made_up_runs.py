@@ -5,7 +5,7 @@ import json
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedjax_pcdd.harness.config import build, dump
+from fedjax_pcdd.training.config import build, dump
 
 PRESET = """
 run: {dataset: digits, rounds: 3}

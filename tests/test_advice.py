@@ -2,8 +2,8 @@
 
 import pytest
 
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.runner import Run
 
 SMALL = {"lanes": 1, "clients": 3, "min_samples": 1, "rounds": 1}
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from made_up_runs import write_run
 
-from fedjax_pcdd.harness import launch
-from fedjax_pcdd.harness.analyse import analyse_main, table
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.records import TRACK
+from fedjax_pcdd.api import launch
+from fedjax_pcdd.cli.analyse import analyse_main, table
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.folder import TRACK
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 

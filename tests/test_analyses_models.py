@@ -10,9 +10,9 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.analysis.views import random_probe
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.harness.tracking import Tracker
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.models import forward
+from fedjax_pcdd.training.tracking import Tracker
 
 ALL = tuple(QUANTITIES)
 

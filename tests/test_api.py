@@ -17,8 +17,8 @@ import toy
 from flax import struct
 
 import fedjax_pcdd as fp
-from fedjax_pcdd.harness.cli import main
-from fedjax_pcdd.harness.config import RUN, RunConfig
+from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.training.config import RUN, RunConfig
 
 mpl.use("agg")
 DRAWS_PICTURES = True

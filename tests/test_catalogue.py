@@ -6,8 +6,8 @@ import pytest
 
 from fedjax_pcdd import models
 from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
-from fedjax_pcdd.harness.catalogue import BLOCK, markdown, rows
-from fedjax_pcdd.harness.cli import main
+from fedjax_pcdd.cli.catalogue import BLOCK, markdown, rows
+from fedjax_pcdd.cli.options import main
 from fedjax_pcdd.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"

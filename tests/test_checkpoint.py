@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.checkpoint import Checkpoints, check_space, required_bytes
+from fedjax_pcdd.training.checkpoint import Checkpoints, check_space, required_bytes
 
 
 class State(NamedTuple):

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import cli
-from fedjax_pcdd.harness.config import RUN, RunConfig, dump
-from fedjax_pcdd.harness.options import bounds, options_of
-from fedjax_pcdd.harness.presets import preset_values, read_preset
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
+from fedjax_pcdd.training.config import RUN, RunConfig, dump
+from fedjax_pcdd.training.fields import bounds, options_of
 
 PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 
@@ -26,8 +26,8 @@ def runs(monkeypatch, tmp_path):
     """A runner that notes what it was asked to run; the working folder is empty."""
     noted = []
     stub = types.SimpleNamespace(run=lambda config, method, origin=None: noted.append((config, method)) or {})
-    monkeypatch.setattr("fedjax_pcdd.harness.launch", stub, raising=False)
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.launch", stub)
+    monkeypatch.setattr("fedjax_pcdd.api.launch", stub, raising=False)
+    monkeypatch.setitem(sys.modules, "fedjax_pcdd.api.launch", stub)
     monkeypatch.chdir(tmp_path)
     return noted
 
@@ -164,7 +164,7 @@ def test_a_mistake_found_by_the_runner_is_one_sentence(runs, capsys, monkeypatch
     def refuse(config, method, origin):
         raise UserError("the model is too narrow.")
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.launch"], "run", refuse)
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.api.launch"], "run", refuse)
     assert refusal(capsys) == "the model is too narrow."
 
 
@@ -172,7 +172,7 @@ def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
     def interrupt(config, method, origin):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.harness.launch"], "run", interrupt)
+    monkeypatch.setattr(sys.modules["fedjax_pcdd.api.launch"], "run", interrupt)
     assert cli.main(["--run-dir=here"], presets=PRESETS) == 130
     assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
 
@@ -363,7 +363,7 @@ def test_the_script_exits_with_the_code():
 
 def test_mistakes_and_help_do_not_import_the_runner():
     code = (
-        "import sys; from fedjax_pcdd.harness.cli import main; main(['--help']); main(['--x=1']);"
-        "sys.exit('fedjax_pcdd.harness.launch' in sys.modules)"
+        "import sys; from fedjax_pcdd.cli.options import main; main(['--help']); main(['--x=1']);"
+        "sys.exit('fedjax_pcdd.api.launch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

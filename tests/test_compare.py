@@ -5,9 +5,9 @@ import pytest
 from made_up_runs import write_run
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.report.collect import collect
-from fedjax_pcdd.harness.report.command import compare_main
-from fedjax_pcdd.harness.report.compare import compare, interval
+from fedjax_pcdd.report.collect import collect
+from fedjax_pcdd.report.command import compare_main
+from fedjax_pcdd.report.compare import compare, interval
 
 
 def pairs(folder, first, second, **more):

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.config import (
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedgela import FedGELA
+from fedjax_pcdd.methods.fedmr import FedMR
+from fedjax_pcdd.training.config import (
     GROUPS,
     RUN,
     RunConfig,
@@ -20,10 +23,7 @@ from fedjax_pcdd.harness.config import (
     run_folder,
     values,
 )
-from fedjax_pcdd.harness.options import options_of
-from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.fedgela import FedGELA
-from fedjax_pcdd.methods.fedmr import FedMR
+from fedjax_pcdd.training.fields import options_of
 
 
 def test_no_hyperparameter_shadows_a_run_option():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import toy
 
+from fedjax_pcdd.engine import schedule
+from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.methods import METHODS, Method
-from fedjax_pcdd.simulation import schedule
-from fedjax_pcdd.simulation.devices import CompileClock
 
 # Hyper-parameters that switch a method's own part off; None with the reason where FedAvg is no special case of it.
 REDUCES = {

@@ -10,10 +10,10 @@ from test_contract import assert_close, leaves, needs_public_images
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
-from fedjax_pcdd.simulation.devices import CompileClock
-from fedjax_pcdd.simulation.round import Simulation
 
 ONE, TWO = (0, 0, 0, 0, 0), (0, 1, 0, 1, 0)
 

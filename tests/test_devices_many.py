@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.engine import devices, schedule
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.cli import main
-from fedjax_pcdd.simulation import devices, schedule
 
 HERE = Path(__file__).parent
 CASES = (

@@ -16,12 +16,14 @@ import pytest
 import toy
 import yaml
 
-from fedjax_pcdd.harness import cli, pages, sweep
-from fedjax_pcdd.harness.config import run_folder
+from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli import sweep
+from fedjax_pcdd.cli.information import information
+from fedjax_pcdd.harness import pages
 from fedjax_pcdd.harness.documentation import relinked
-from fedjax_pcdd.harness.information import information
-from fedjax_pcdd.harness.options import options_of
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training.config import run_folder
+from fedjax_pcdd.training.fields import options_of
 
 ROOT = Path(__file__).parent.parent
 PRESETS = ROOT / "experiments/presets"

@@ -16,7 +16,7 @@ import jax
 import pytest
 from conftest import SHIPPED_FLAGS
 
-from fedjax_pcdd.harness import cli
+from fedjax_pcdd.cli import options as cli
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]

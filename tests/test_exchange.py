@@ -10,12 +10,12 @@ import toy
 from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, row, same
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.distillation import absolute_error
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Unlabelled
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.simulation.groups import Groups, Public
 
 
 @functools.partial(jax.jit, static_argnums=0)

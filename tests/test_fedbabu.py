@@ -9,11 +9,11 @@ import pytest
 import toy
 from flax import struct
 
-from fedjax_pcdd.harness.config import RunConfig
-from fedjax_pcdd.harness.fine_tuning import fine_tuned
-from fedjax_pcdd.harness.launch import run
+from fedjax_pcdd.api.launch import run
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedbabu import FedBABU
+from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.fine_tuning import fine_tuned
 
 
 def arrays(tree):

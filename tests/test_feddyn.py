@@ -13,14 +13,14 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.runner import Run
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 

@@ -10,11 +10,11 @@ from scipy.special import log_softmax
 
 from fedjax_pcdd import models
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.assembly import assemble
-from fedjax_pcdd.harness.config import build
 from fedjax_pcdd.methods import Batch, Setting
 from fedjax_pcdd.methods.fedgela import FedGELA, Server
 from fedjax_pcdd.models import Outputs, forward, normalises
+from fedjax_pcdd.training.build import assemble
+from fedjax_pcdd.training.config import build
 
 C, D, B = 3, 4, 7
 RNG = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import toy
 from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
-from fedjax_pcdd.harness.fine_tuning import from_global, from_last
 from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.models import forward
+from fedjax_pcdd.training.fine_tuning import from_global, from_last
 
 RESULT = {"ga_best_round": 1, "pa_best": 0.25, "pa_last": 0.5, "ga_best": 0.75}
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.cli import parse
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py"), "--device=cpu"]

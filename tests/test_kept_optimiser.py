@@ -9,12 +9,12 @@ import pytest
 import toy
 
 from fedjax_pcdd import models
-from fedjax_pcdd.harness.cli import main
+from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.jobs import resumed
+from fedjax_pcdd.engine.program import OPTIMISER
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.simulation.groups import Groups, Public
-from fedjax_pcdd.simulation.jobs import resumed
-from fedjax_pcdd.simulation.program import OPTIMISER
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 ORDERED = {"shuffle": False}  # every epoch has the same batches, so that two short rounds are one long one
 

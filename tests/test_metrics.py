@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from fedjax_pcdd.harness import metrics
-from fedjax_pcdd.harness.metrics import History, new_history
+from fedjax_pcdd.training import metrics
+from fedjax_pcdd.training.metrics import History, new_history
 
 
 def grow(history, rounds):

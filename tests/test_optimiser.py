@@ -7,8 +7,8 @@ import optax
 import pytest
 from golden_vectors import cases
 
+from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.methods.method import Hyper
-from fedjax_pcdd.simulation.optimiser import make_optimiser
 
 # key, optimiser, lr, momentum, decay, clip, anew in every step (the constants of tests/golden/README.md)
 SETTINGS = [

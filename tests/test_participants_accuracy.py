@@ -9,6 +9,7 @@ from participants import MODEL, ONE, context, images, public_batch, variables
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.engine.evaluation import both_tops
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedmatch import FedMatch
@@ -17,7 +18,6 @@ from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Server
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.models.classifier import forward, initialise
-from fedjax_pcdd.simulation.evaluation import both_tops
 
 
 @pytest.mark.parametrize(

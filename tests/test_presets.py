@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.preset_files import Preset, preset_method, preset_values, read_preset
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import cli, options
-from fedjax_pcdd.harness.config import TASK_DEFAULTS, build, partition_tag, values
-from fedjax_pcdd.harness.presets import Preset, preset_method, preset_values, read_preset
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
+from fedjax_pcdd.training import fields as options
+from fedjax_pcdd.training.config import TASK_DEFAULTS, build, partition_tag, values
 
 ROOT = Path(__file__).parents[1]
 PRESETS, EXPECTED = ROOT / "experiments" / "presets", ROOT / "experiments" / "expected"
@@ -329,7 +330,7 @@ def test_without_a_variant_the_preset_names_the_method(mine):
 )
 def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, argv, sentence):
     stub = types.SimpleNamespace(run=lambda config, method: pytest.fail("this must not run"))
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.harness.runner", stub)
+    monkeypatch.setitem(sys.modules, "fedjax_pcdd.training.runner", stub)
     assert cli.main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
     said = capsys.readouterr().err.replace(str(mine), "FILE").replace(str(PRESETS), "PRESETS")
     assert said.startswith(sentence)

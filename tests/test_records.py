@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import records
-from fedjax_pcdd.harness.records import RunFolder
-from fedjax_pcdd.harness.writers import TensorBoard, writers_for
+from fedjax_pcdd.training import folder as records
+from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.loggers import TensorBoard, writers_for
 
 DRAWS_PICTURES = True
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
+from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.cli import parse
-from fedjax_pcdd.harness.config import dump
-from fedjax_pcdd.harness.report.collect import collect, read_run
-from fedjax_pcdd.harness.report.command import compare_main, report_main
-from fedjax_pcdd.harness.report.curves import band
-from fedjax_pcdd.harness.report.expected import read_expected
-from fedjax_pcdd.harness.report.formats import beside, own
-from fedjax_pcdd.harness.report.grouping import Cells, Group, group
-from fedjax_pcdd.harness.report.tables import own_table, paper_tables
-from fedjax_pcdd.harness.report.targets import BEST, LAST, reached
+from fedjax_pcdd.report.collect import collect, read_run
+from fedjax_pcdd.report.command import compare_main, report_main
+from fedjax_pcdd.report.curves import band
+from fedjax_pcdd.report.expected import read_expected
+from fedjax_pcdd.report.formats import beside, own
+from fedjax_pcdd.report.grouping import Cells, Group, group
+from fedjax_pcdd.report.tables import own_table, paper_tables
+from fedjax_pcdd.report.targets import BEST, LAST, reached
+from fedjax_pcdd.training.config import dump
 
 
 @pytest.fixture
@@ -401,7 +401,8 @@ def test_help_lists_the_options(capsys, main):
 
 
 def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
-    from fedjax_pcdd.harness import cli, launch
+    from fedjax_pcdd.api import launch
+    from fedjax_pcdd.cli import options as cli
 
     found = {}
     monkeypatch.setattr(launch, "run", lambda config, method, origin: found.update(origin))

@@ -8,12 +8,12 @@ from html.parser import HTMLParser
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
-from fedjax_pcdd.harness.report.collect import collect
-from fedjax_pcdd.harness.report.command import report_main
-from fedjax_pcdd.harness.report.curves import curves, inline
-from fedjax_pcdd.harness.report.formats import comma_separated, latex, markdown
-from fedjax_pcdd.harness.report.grouping import Cells, group
-from fedjax_pcdd.harness.report.tables import own_table
+from fedjax_pcdd.report.collect import collect
+from fedjax_pcdd.report.command import report_main
+from fedjax_pcdd.report.curves import curves, inline
+from fedjax_pcdd.report.formats import comma_separated, latex, markdown
+from fedjax_pcdd.report.grouping import Cells, group
+from fedjax_pcdd.report.tables import own_table
 
 
 @pytest.fixture

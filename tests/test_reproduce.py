@@ -6,15 +6,16 @@ import time
 
 import pytest
 
+from fedjax_pcdd.api import launch
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import launch, records
-from fedjax_pcdd.harness.config import values
 from fedjax_pcdd.harness.reproduction import cells as cells_module
 from fedjax_pcdd.harness.reproduction import results
 from fedjax_pcdd.harness.reproduction.cells import OutOfTime, Place, deadline
 from fedjax_pcdd.harness.reproduction.command import reproduce_main
 from fedjax_pcdd.harness.reproduction.plan import check, configured, read_plan
 from fedjax_pcdd.harness.reproduction.session import Budget, typical_seconds, unfinished, work_off
+from fedjax_pcdd.training import folder as records
+from fedjax_pcdd.training.config import values
 
 PRESET = """
 run: {dataset: digits, model: mlp, rounds: 3, lanes: 1, local_epochs: 1, fine_tune_epochs: 0, lr: 0.1}

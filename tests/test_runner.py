@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.runner import Run
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.runner import Run
 
 
 def test_clients_without_steps_have_the_initial_models_accuracy(tmp_path):

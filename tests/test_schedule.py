@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.simulation import schedule
+from fedjax_pcdd.engine import schedule
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 rules = st.sampled_from(["drop", "keep", "top_up", "strict"])

@@ -14,14 +14,14 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine import devices, schedule
+from fedjax_pcdd.engine.round import Experiment, Simulation
+from fedjax_pcdd.engine.training_round import training_round
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.resnet import ResNet
-from fedjax_pcdd.simulation import devices, schedule
-from fedjax_pcdd.simulation.round import Experiment, Simulation
-from fedjax_pcdd.simulation.training_round import training_round
 
 
 def params(state):

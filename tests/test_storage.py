@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pcdd.harness.cli import main
-from fedjax_pcdd.simulation.program import State
-from fedjax_pcdd.simulation.storage import OnHost
+from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.engine.program import State
+from fedjax_pcdd.engine.storage import OnHost
 
 
 def test_the_device_sees_the_cohort_alone():

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.federation import Dataset
 from fedjax_pcdd.data.subset import stratified, subset
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.assembly import federate
-from fedjax_pcdd.harness.cli import parse
+from fedjax_pcdd.training.build import federate
 
 DIGITS = sources.load("digits")
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from fedjax_pcdd.harness import launch
-from fedjax_pcdd.harness.sweep import expand, summarise, sweep_main
+from fedjax_pcdd.api import launch
+from fedjax_pcdd.cli.sweep import expand, summarise, sweep_main
 
 DRAWS_PICTURES = True
 SMALL = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3", "--min-samples=1"]

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.harness import cli, joint, launch, sharing
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.display import SweepBar, progress
-from fedjax_pcdd.harness.sweep import sweep_main
+from fedjax_pcdd.api import joint, launch, sharing
+from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.sweep import sweep_main
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.progress import SweepBar, progress
 
 SMALL = {
     "rounds": 3, "local_epochs": 1, "fine_tune_epochs": 0, "clients": 3, "min_samples": 1, "batch_size": 100,
@@ -138,8 +139,9 @@ def test_seconds_are_a_share_of_the_common_ones(shared):
 
 KILLED = """
 import os, signal, sys
-from fedjax_pcdd.harness import joint, runner
-from fedjax_pcdd.harness.sweep import sweep_main
+from fedjax_pcdd.api import joint
+from fedjax_pcdd.training import runner
+from fedjax_pcdd.cli.sweep import sweep_main
 
 runner.heat_map = lambda *_: None
 write = joint.Member.write_round
@@ -179,8 +181,8 @@ def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsy
 def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(launch, "run", lambda config, *_: ran.append(config.seed) or {"ga_best": 0.5})
-    monkeypatch.setattr("fedjax_pcdd.harness.sweep.summarise", lambda *_: [{"failed": 0}])
-    monkeypatch.setattr("fedjax_pcdd.harness.sweep.as_table", lambda _: "")
+    monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
+    monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda _: "")
     tmp_path.joinpath("sweep").mkdir()
     assert sweep_main(["--seed=0:3", "--together=1", f"--sweep-dir={tmp_path / 'sweep'}"]) == 0
     assert ran == [0, 1, 2]

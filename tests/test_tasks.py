@@ -7,12 +7,13 @@ import pytest
 from test_end_to_end import kill_after, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
-from fedjax_pcdd.harness import cli, launch
-from fedjax_pcdd.harness.cli import parse
-from fedjax_pcdd.harness.runner import Run
-from fedjax_pcdd.harness.tasks import ParticipantRun, TaskRun, intra_and_inter
+from fedjax_pcdd.api import launch
+from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.simulation.groups import Groups
+from fedjax_pcdd.training.runner import Run
+from fedjax_pcdd.training.tasks import ParticipantRun, TaskRun, intra_and_inter
 
 TINY = [
     "--task=digits_domains", "--rounds=2", "--pretrain-epochs=1", "--local-epochs=1", "--public-samples=64",

@@ -12,18 +12,18 @@ import pytest
 from toy import train
 
 from fedjax_pcdd import models
+from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import cli
-from fedjax_pcdd.harness.assembly import default_model, federate
-from fedjax_pcdd.harness.config import build
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.lstm import LSTM
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
+from fedjax_pcdd.training.build import default_model, federate
+from fedjax_pcdd.training.config import build
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 SPOKEN = ("abc bca ", "\ncab", "aabb")

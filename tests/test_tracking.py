@@ -7,11 +7,11 @@ import pytest
 
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.api import launch
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import launch
-from fedjax_pcdd.harness.config import build
-from fedjax_pcdd.harness.records import TRACK
-from fedjax_pcdd.harness.tracking import Tracker, names_of
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.folder import TRACK
+from fedjax_pcdd.training.tracking import Tracker, names_of
 
 ALL = tuple(QUANTITIES)
 SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True, "fine_tune_epochs": 0, "keep": 9}

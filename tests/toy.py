@@ -10,9 +10,9 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS, Context
-from fedjax_pcdd.simulation.groups import Groups, Public
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)

@@ -11,10 +11,10 @@ import toy
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine import schedule
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.simulation import schedule
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 
 LAYERS = [("backbone", "first"), ("backbone", "second"), ("head", None)]
 

@@ -20,8 +20,8 @@ from fedjax_pcdd.analysis.spectrum import (
     mean_spectrum,
 )
 from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
+from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
-from fedjax_pcdd.simulation.program import Tree
 
 Numbers = dict[str, np.ndarray]
 

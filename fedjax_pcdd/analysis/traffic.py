@@ -17,13 +17,13 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.jobs import World, context_of, load, train_step
+from fedjax_pcdd.engine.lanes import summary_of
+from fedjax_pcdd.engine.program import Tree, facts_of
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods.method import Context, Message, Method
 from fedjax_pcdd.methods.participant import PublicBatch
 from fedjax_pcdd.models.classifier import Classifier, initialise
-from fedjax_pcdd.simulation.jobs import World, context_of, load, train_step
-from fedjax_pcdd.simulation.lanes import summary_of
-from fedjax_pcdd.simulation.program import Tree, facts_of
-from fedjax_pcdd.simulation.round import Experiment, Local, Simulation
 from fedjax_pcdd.trees import select
 
 PUBLIC = 5000  # N, public images

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.engine.jobs import World
+from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.program import Data, Program, State, Tree, running
+from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Hyper, Message, Method
-from fedjax_pcdd.simulation.jobs import World
-from fedjax_pcdd.simulation.lanes import run_lanes
-from fedjax_pcdd.simulation.program import Data, Program, State, Tree, running
-from fedjax_pcdd.simulation.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.trees import select
 
 # Of (data, server, variables, row) of one client: anything small.

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.engine.evaluation import client_batches
+from fedjax_pcdd.engine.program import Program, Samples, Tree, sum_over_samples
 from fedjax_pcdd.losses.logit_adjustment import l2_normalise
 from fedjax_pcdd.losses.prototypes import class_sums
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.pair import Pair, part
-from fedjax_pcdd.simulation.evaluation import client_batches
-from fedjax_pcdd.simulation.program import Program, Samples, Tree, sum_over_samples
 
 PROBE = 128  # B of the paper whose spectra are compared, FedMR
 

@@ -11,19 +11,19 @@ import jax
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.history import History
+from fedjax_pcdd.api.launch import kind_of_run
 from fedjax_pcdd.api.sentences import in_python, python_sentences
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.assembly import assemble
-from fedjax_pcdd.harness.config import RUN, RunConfig
-from fedjax_pcdd.harness.launch import kind_of_run
-from fedjax_pcdd.harness.metrics import History as Record
-from fedjax_pcdd.harness.options import Option, check, convert, options_of
-from fedjax_pcdd.harness.runner import Progress, Run
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.simulation.program import State
+from fedjax_pcdd.training.build import assemble
+from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.training.fields import Option, check, convert, options_of
+from fedjax_pcdd.training.metrics import History as Record
+from fedjax_pcdd.training.runner import Progress, Run
 
 __all__ = ["Pipeline", "simulate"]
 

@@ -13,13 +13,13 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.program import State, Tree, facts_of, running
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.config import RunConfig
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
-from fedjax_pcdd.simulation.groups import Groups
-from fedjax_pcdd.simulation.program import State, Tree, facts_of, running
-from fedjax_pcdd.simulation.round import Simulation
+from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.trees import select
 
 CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}

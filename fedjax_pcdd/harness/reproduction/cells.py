@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedjax_pcdd.api import launch
+from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness import launch
-from fedjax_pcdd.harness.cli import configure
-from fedjax_pcdd.harness.config import values
-from fedjax_pcdd.harness.report.collect import read_run
 from fedjax_pcdd.harness.reproduction import results
 from fedjax_pcdd.harness.reproduction.eigenvalues import add_eigenvalues
 from fedjax_pcdd.harness.reproduction.plan import Cell, configured
+from fedjax_pcdd.report.collect import read_run
+from fedjax_pcdd.training.config import values
 
 AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
 

@@ -113,9 +113,9 @@ def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
 
 
 def _show(cells: Sequence[Cell], place, *, commands: bool) -> None:
-    from fedjax_pcdd.harness.config import values
     from fedjax_pcdd.harness.reproduction import results, session
     from fedjax_pcdd.harness.reproduction.plan import configured
+    from fedjax_pcdd.training.config import values
 
     waiting = session.unfinished(cells, place)
     for cell in waiting if commands else cells:

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedjax_pcdd.harness.disk import for_user
-from fedjax_pcdd.harness.report.expected import Expected, read_expected
 from fedjax_pcdd.harness.reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
 from fedjax_pcdd.harness.reproduction.averages import averages
 from fedjax_pcdd.harness.reproduction.claims import counts, findings, read_claims
 from fedjax_pcdd.harness.reproduction.reproduction_page import reproduction_page
 from fedjax_pcdd.harness.reproduction.results import read_results
 from fedjax_pcdd.harness.reproduction.tables import columns
+from fedjax_pcdd.report.expected import Expected, read_expected
+from fedjax_pcdd.training.disk import for_user
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:

@@ -1,0 +1,205 @@
+"""The command line of a run, in two stages: method and preset first, then the options that follow from them.
+
+Everything is generated from `RunConfig` and the method's dataclass; a new hyper-parameter appears by itself.
+"""
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.cli.information import LISTS, information
+from fedjax_pcdd.cli.preset_files import preset_method, preset_values, read_preset, read_run
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.training.config import (
+    PLACE,
+    RESERVED,
+    RUN,
+    TASK_DEFAULTS,
+    RunConfig,
+    build,
+    difference,
+    run_folder,
+    values,
+)
+from fedjax_pcdd.training.fields import convert, options_of
+
+PRESETS = Path("experiments/presets")
+
+# May differ when a run is continued: they say where it runs and what is written, not what is computed.
+MAY_CHANGE = {
+    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
+    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
+    *("coordinator", "processes", "process", "patience"),
+}
+
+
+def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
+    """Run what the arguments say.
+
+    Args:
+      argv: arguments without the program's name; None for those of the process.
+      presets: folder of the presets.
+
+    Returns:
+      Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
+    """
+    config = None
+    try:
+        argv = sys.argv[1:] if argv is None else argv
+        given = scan(argv)
+        if shown := information(given):
+            print(shown)
+            return 0
+        config, method = configure(given, presets)
+        if config.resume is None:
+            config = dataclasses.replace(config, run_dir=run_folder(config))
+        from fedjax_pcdd.api import launch  # JAX programs are not needed for the help and for mistakes
+        from fedjax_pcdd.training import hosts  # JAX programs are not needed for the help and for mistakes
+
+        with hosts.together(config) as own:
+            launch.run(own, method, _origin(given, argv))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; continue with --resume={config.run_dir}" if config else "stopped.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:
+    """How a run was asked for: by it a report finds the cell of a paper's table."""
+    cell = {name: given.get(name) for name in ("preset", "split", "variant")}
+    return {**cell, "command": shlex.join(["python", "experiments/run.py", *argv])}
+
+
+def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
+    """Configuration and method that arguments stand for; UserError for any mistake in them."""
+    return configure(scan(argv), presets)
+
+
+def scan(argv: Sequence[str]) -> dict[str, str]:
+    """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+
+    Raises:
+      UserError: something that is no option, or an option without its value.
+    """
+    given, rest = {}, list(argv)
+    switches = _switches()
+    while rest:
+        token = rest.pop(0)
+        if token == "-h":
+            token = "--help"
+        if not token.startswith("--") or token == "--":
+            raise UserError(f"unexpected '{token}': options are written --name=value.")
+        flag, equals, text = token.partition("=")
+        name = flag[2:].replace("-", "_")
+        if not equals and name in switches:
+            text = "true"
+        elif name.removeprefix("no_") in switches and name not in switches:
+            if equals:
+                raise UserError(f"{flag} takes no value: write {flag} alone.")
+            name, text = name.removeprefix("no_"), "false"
+        elif not equals:
+            if not rest or rest[0].startswith("--"):
+                raise UserError(_without_value(flag, name))
+            text = rest.pop(0)
+        given[name] = text
+    return given
+
+
+def _switches() -> set[str]:
+    """Names of all options that are true or false."""
+    every = [RUN, *map(options_of, METHODS.values())]
+    names = {option.name for options in every for option in options.values() if option.kind is bool}
+    return names | {"help", *LISTS}
+
+
+def _without_value(flag: str, name: str) -> str:
+    known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
+    return f"{flag} needs a value: write {flag}=VALUE." if name in known else _no_option(name, known)
+
+
+def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
+    advice = nearest(name, known)
+    close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
+    return f"there is no option --{name.replace('_', '-')}: {close}"
+
+
+def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Method]:
+    """Second stage: defaults, then the preset or the recorded run, then what was given."""
+    if "resume" in given:
+        return _resumed(given)
+    chosen = read_preset(given["preset"], presets) if "preset" in given else None
+    for option in ("split", "variant"):
+        if chosen is None and option in given:
+            raise UserError(f"--{option} chooses a {option} of a preset: add --preset, or drop it.")
+    fixed = preset_method(chosen, given.get("variant")) if chosen else None
+    name = given.get("method", fixed or RUN["method"].default)
+    own = _own_values(given, name)
+    base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
+    task = (base | own).get("task")
+    if task:
+        _check_task(own)
+    return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
+
+
+def _check_task(own: Mapping[str, Any]) -> None:
+    """UserError where options say how a data set is spread over clients, beside a task."""
+    for name in own:
+        if name in RUN and RUN[name].group == "data" and name != "data_dir":
+            raise UserError(f"a task brings its own data and participants: drop {RUN[name].flag}, or --task.")
+
+
+def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
+    """Checked values of the run options and of the method's hyper-parameters among the arguments."""
+    known = RUN | options_of(methods.get(method))
+    result = {}
+    for name, text in given.items():
+        if name in known:
+            result[name] = convert(known[name], text, known[name].flag)
+        elif name not in RESERVED:
+            raise UserError(_foreign(name, method, [*known, *RESERVED]))
+    return result
+
+
+def _foreign(name: str, method: str, known: Sequence[str]) -> str:
+    owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
+    if name in options_of(methods.get(f"fedavg{methods.SUFFIX}")):
+        owners = [f"{method}{methods.SUFFIX}"]
+    if not owners:
+        return _no_option(name, known)
+    flag, several = "--" + name.replace("_", "-"), ", ".join(owners)
+    return f"{flag} belongs to {several}, not to {method}: drop it or use --method={owners[0]}."
+
+
+def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
+    """The recorded run; what is given beside it may not change its results."""
+    for name in ("preset", "split", "variant", "run_dir"):
+        if name in given:
+            raise UserError(f"--resume continues a run as it was started: drop --{name.replace('_', '-')}.")
+    folder = convert(RUN["resume"], given["resume"], "--resume")
+    if folder is None:
+        raise UserError("--resume takes the folder of a run, not none.")
+    recorded = read_run(folder)
+    old = values(*recorded)
+    if given.get("method", old["method"]) != old["method"]:
+        methods.get(given["method"])
+        raise UserError(_changed({"method": given["method"]}, old))
+    new = old | _own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
+    pair = build(new)
+    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in PLACE]
+    if fields:
+        raise UserError(_changed({name: new[name] for name in fields}, old))
+    return pair
+
+
+def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
+    parts = [f"--{name.replace('_', '-')} was {old[name]} in this run, not {value}" for name, value in new.items()]
+    it = "it" if len(parts) == 1 else "them"
+    return f"{', '.join(parts)}: resume without {it}, or start a new run with --run-dir."

@@ -1,0 +1,178 @@
+"""Accuracy counts: the global test set (GA) and each client's own (PA), top-1, per class.
+
+The functions count correct predictions [.., C]; dividing by the number of test samples is for `training`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
+from fedjax_pcdd.engine.program import (
+    Data,
+    Program,
+    Samples,
+    State,
+    Tree,
+    facts_of,
+    lift,
+    running,
+    sum_over_samples,
+)
+from fedjax_pcdd.losses.classification import correct_per_class
+from fedjax_pcdd.methods.participant import over_all
+from fedjax_pcdd.trees import select
+
+
+def evaluation_batch() -> int:
+    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations."""
+    return 100 if jax.default_backend() == "cpu" else 500
+
+
+def client_batches(function: Callable, samples: Samples, row, batch: int) -> Tree:
+    """Sum of function(index, mask) over the samples of one row, so many at a time; no work for a row without any."""
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((batch,), bool))
+    return sum_over_samples(function, samples, samples.start[row], samples.size[row], batch, template)
+
+
+def count_correct(predict: Callable, program: Program, samples: Samples) -> Callable:
+    """A function of (index [B], mask [B]) that counts predict's correct answers per class [C]."""
+
+    def count(index, mask):
+        images = prepare(program.pipeline, samples.images[index], None, train=False, dtype=program.dtype)
+        logits = predict(images)
+        return correct_per_class(logits, samples.labels[index], mask, program.setting.num_classes).astype(jnp.int32)
+
+    return count
+
+
+def domain_correct(program: Program, methods, state: State, data: Data, tests: Samples) -> jax.Array:
+    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5."""
+    method, server = select((methods, state.servers), 0)
+    shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
+
+    def one(entry):
+        row, client, statistics = entry
+        variables, facts = dict(method.personal_variables(server, client)), facts_of(program, data, row)
+        if program.local_statistics:
+            variables |= running(statistics)
+
+        def count(index, mask):
+            images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
+            logits = method.predict_local(program.model, server, client, facts, variables, images)
+            return both_tops(logits, tests.labels[index], mask, program.setting.num_classes)
+
+        def domain(entry):
+            start, size = entry
+            return sum_over_samples(count, tests, start, size, program.test_batch, shape)
+
+        return jax.lax.map(domain, (tests.start, tests.size))
+
+    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients, state.statistics))
+
+
+def public_logits(
+    program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
+) -> jax.Array:
+    """Logits [n, N, C] of the personal models of all rows on public images [N, H, W, channels]."""
+    method, server = select((methods, state.servers), 0)
+
+    def one(entry):
+        row, client = entry
+        variables, facts = method.personal_variables(server, client), facts_of(program, data, row)
+
+        def say(index):
+            prepared = prepare(pipeline, images[index], None, train=False, dtype=program.dtype)
+            return method.predict_local(program.model, server, client, facts, variables, prepared)
+
+        return over_all(say, images.shape[0], program.eval_batch)
+
+    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients))
+
+
+def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
+    """Correct predictions per class, top-1 and top-5 [2, C]; of equal logits the lower class comes first."""
+    own = jnp.take_along_axis(logits, labels[:, None], axis=1)
+    before = (logits > own) | ((logits == own) & (jnp.arange(num_classes) < labels[:, None]))
+    among = (before.sum(1) < min(5, num_classes)) & jnp.isfinite(own[:, 0]) & mask
+    top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(among.astype(jnp.int32))
+    return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
+
+
+def on_whole_test(predict: Callable, program: Program, samples: Samples, devices: int = 1) -> jax.Array:
+    """Correct predictions per class [C] on all test images, or on this one's part if several devices divide them."""
+    images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
+    template = jax.ShapeDtypeStruct((program.setting.num_classes,), jnp.int32)
+    function = count_correct(predict, program, samples)
+    start, size, most = part_of(devices, samples.labels.shape[0])
+    batch = program.eval_batch if devices == 1 else min(program.eval_batch, most)
+    return sum_over_samples(function, images, start, size, batch, template)
+
+
+def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
+
+    def count(methods, servers, data):
+        def one(method, server):
+            def correct(variables):
+                def predict(images):
+                    return method.predict_generic(program.model, server, variables, images)
+
+                return on_whole_test(predict, program, data.test, program.devices)
+
+            further = method.further_models(server)
+            generic = correct(method.generic_variables(server)) if method.global_model else ()
+            return generic, {name: correct(model) for name, model in further.items()}
+
+        return lift(one, program.experiments)(methods, servers)
+
+    if program.devices > 1:
+        count = spread(lambda *args, count=count: summed(count(*args)), program.devices, EVERYWHERE, EVERYWHERE)
+    return count(methods, servers, data)
+
+
+def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows, slots) -> jax.Array:
+    """Correct predictions [n, C] of the personal models of n rows between rounds.
+
+    Args:
+      state: its clients and statistics are those of the rows, [n, ...], or on several devices found by the slots.
+      own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
+      slots: [n] places of the rows in the state; n is a multiple of the devices.
+    """
+    count = partial(_personal_correct, program, own)
+    if program.devices == 1:
+        return count(methods, state, data, rows)
+
+    def share(methods, state, data, rows, slots):
+        clients = (state.clients, state.statistics)
+        held = clients if program.split_clients else select(clients, slots)
+        return gathered(count(methods, State(state.servers, *held), data, rows))
+
+    clients = SPLIT if program.split_clients else EVERYWHERE
+    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), EVERYWHERE, SPLIT, SPLIT)
+    return spread(share, program.devices, inputs, EVERYWHERE)(methods, state, data, rows, slots)
+
+
+def _personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
+    def one(entry):
+        row, client, statistics = entry
+        experiment = row // program.setting.num_clients
+        method, server = select((methods, state.servers), experiment)
+        facts = facts_of(program, data, row)
+        variables = dict(method.personal_variables(server, client))
+        if program.local_statistics:
+            variables |= running(statistics)
+
+        def predict(images):
+            logits = method.predict_personal if own else method.predict_local
+            return logits(program.model, server, client, facts, variables, images)
+
+        if own:
+            return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_batch)
+        return on_whole_test(predict, program, data.test)
+
+    return jax.lax.map(one, (rows, state.clients, state.statistics))

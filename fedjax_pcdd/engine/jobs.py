@@ -1,0 +1,125 @@
+"""A job in its lane: how one client's local training begins, and one step of it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.program import OPTIMISER, Data, Program, Tree, facts_of, of_experiment, running, unlabelled
+from fedjax_pcdd.engine.schedule import Jobs
+from fedjax_pcdd.methods.method import Batch, Context, Hyper
+from fedjax_pcdd.trees import select
+
+
+class World(NamedTuple):
+    """What every lane may read during a round."""
+
+    methods: Any  # [E]
+    hyper: Hyper  # [E]
+    servers: Tree  # [E, ...]
+    data: Data
+    jobs: Jobs
+    keys: jax.Array  # [J] one key a job
+    round: jax.Array
+
+
+class Lane(NamedTuple):
+    """One worker; stacked to [L, ...]."""
+
+    job: jax.Array
+    start: jax.Array  # step at which the job began
+    variables: Tree
+    optimiser: Tree
+    client: Tree
+    loss: jax.Array  # sum over the job's steps
+    statistics: Tree  # what the engine keeps of the client, as it was at the start
+
+
+def method_and_server(program: Program, world: World, job):
+    """The job's method and server."""
+    experiment = world.jobs.experiment[job]
+    return of_experiment((world.methods, world.servers), program, experiment)
+
+
+def _start(method, server: Tree, client: Tree, statistics: Tree) -> Tree:
+    """What local training starts from: the variables downloaded, but for running statistics of the client's own."""
+    return {**method.download(server, client), **running(statistics)}
+
+
+def context_of(program: Program, world: World, lane: Lane, step) -> Context:
+    """The context of one local step of a lane's job."""
+    job, client = lane.job, lane.client
+    method, server = method_and_server(program, world, job)
+    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
+    start = _start(method, server, client, lane.statistics)
+    facts = facts_of(program, world.data, world.jobs.row[job])
+    epoch, epochs = (n // jnp.maximum(world.jobs.epoch_steps[job], 1) for n in (step, world.jobs.steps[job]))
+    key = jax.random.fold_in(world.keys[job], step)
+    model, setting = program.model, program.setting
+    public = unlabelled(program, world.data)
+    return Context(model, setting, hyper, server, client, start, facts, epoch, epochs, step, world.round, key, public)
+
+
+def _optimiser(program: Program, world: World, job):
+    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
+    return make_optimiser(program.optimizer, hyper, clip=program.clip)
+
+
+def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
+    """A lane at the start of a job: the downloaded variables and a fresh optimiser, or the client's own."""
+    method, server = method_and_server(program, world, job)
+    slot = world.jobs.slot[job]
+    client, statistics = select((clients, statistics), slot)
+    variables = _start(method, server, client, statistics)
+    optimiser = _optimiser(program, world, job).init(variables["params"])
+    if program.keeps_optimiser:
+        optimiser = resumed(optimiser, statistics[OPTIMISER], method.renewed)
+    loss = jnp.zeros((), jnp.result_type(float))
+    job, step = jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32)
+    return Lane(job, step, variables, optimiser, client, loss, statistics)
+
+
+def resumed(fresh: Tree, kept: Tree, renewed: tuple[str, ...]) -> Tree:
+    """The optimiser state that was kept, but for the parts of the parameters named in `renewed`."""
+
+    def choose(path, new, old):
+        return new if any(getattr(key, "key", None) in renewed for key in path) else old
+
+    return jax.tree_util.tree_map_with_path(choose, fresh, kept)
+
+
+def train_batch(program: Program, data: Data, index, key) -> Batch:
+    """Gather and prepare the samples index [B]; -1 is padding."""
+    safe = jnp.maximum(index, 0)
+    images = prepare(program.pipeline, data.train.images[safe], key, train=True, dtype=program.dtype)
+    mask = index >= 0 if program.masked else jnp.ones(index.shape, bool)
+    return Batch(images, data.train.labels[safe], mask.astype(jnp.result_type(float)))
+
+
+def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
+    """One optimiser step of one lane on the batch index [B]."""
+    method, _ = method_and_server(program, world, lane.job)
+    context = context_of(program, world, lane, step - lane.start)
+    batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
+
+    def objective(params):
+        value, state = method.loss({**lane.variables, "params": params}, batch, context)
+        return value + method.regulariser(params, context), (value, state)
+
+    params = lane.variables["params"]
+    gradients, (value, state) = jax.grad(objective, has_aux=True)(params)
+    gradients = method.correct(gradients, lane.variables, context)
+    moving = method.trainable(params, context)
+    update = _optimiser(program, world, lane.job).update
+    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving)
+    updates = _only(moving, method.adjust(updates, context))
+    variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
+    return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
+
+
+def _only(moving: Tree | None, tree: Tree) -> Tree:
+    """The tree with zeros where nothing is to move."""
+    return tree if moving is None else jax.tree.map(lambda m, x: jnp.where(m, x, jnp.zeros_like(x)), moving, tree)

@@ -1,0 +1,185 @@
+"""Run folders as plain records; nothing is trained or restored."""
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.cli.preset_files import read_text
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
+from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
+from fedjax_pcdd.training.mappings import load_mapping
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the folder of one run says.
+
+    Args:
+      path: the folder, as it was named.
+      config: every option by field name; those that an older run did not know have their defaults.
+      text: config.yaml as written.
+      resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
+      rows: metrics.jsonl, accuracies as shares.
+      clients: clients.jsonl.
+      summary: the result, None while the run is unfinished.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    text: str
+    resolved: dict[str, Any]
+    rows: list[dict[str, Any]]
+    clients: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return str(self.config["method"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.config["seed"]
+
+    @property
+    def dataset(self) -> str:
+        """Data set, or the task by domain."""
+        return str(self.config["task"] or self.config["dataset"])
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds that metrics.jsonl knows."""
+        return self.rows[-1]["round"] if self.rows else 0
+
+    @property
+    def preset(self) -> str | None:
+        """The preset as `fedmr/table1`, if the run was started with one."""
+        name = self.resolved.get("preset")
+        return None if name is None else str(name).removesuffix(".yaml")
+
+    @property
+    def command(self) -> str:
+        """How the run was started; where that is not recorded, a command with the same options."""
+        return self.resolved.get("command") or _command(self.config)
+
+    @property
+    def heat_map(self) -> bytes | None:
+        """The picture of the partition."""
+        path = self.path / "partition.png"
+        return path.read_bytes() if path.is_file() else None
+
+    @cached_property
+    def partition(self) -> str | None:
+        """A digest of who holds which samples; None where the folder does not say."""
+        path = self.path / "partition.npz"
+        if not path.is_file():
+            return None
+        with np.load(path) as arrays:
+            parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    @cached_property
+    def tracked(self) -> list[dict[str, Any]]:
+        """Lines of track.jsonl, [] without --track; UserError where they cannot be read."""
+        try:
+            return RunFolder(self.path).rows(TRACK)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            raise _unreadable(self.path) from None
+
+    def changed(self) -> float:
+        """When the run last wrote a round, in seconds since the epoch; 0 before its first."""
+        path = self.path / "metrics.jsonl"
+        return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
+    """All runs in these folders, in their order, each once.
+
+    Args:
+      paths: folders of runs, or folders with such folders below them, at any depth; files beside them are passed over,
+        as a shell's `*` names them too.
+
+    Raises:
+      UserError: no such folder, no run in it, or something in it that is no run of this library.
+    """
+    found, named = {}, [Path(path) for path in paths]
+    folders_alone = [path for path in named if not path.is_file()]
+    for path in folders_alone or named:
+        if path.is_file():
+            raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")
+        if not path.is_dir():
+            raise UserError(f"there is no folder {path}: name the folder of a run, or one that holds runs.")
+        folders = list(_folders(path))
+        if not folders:
+            raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
+        for folder in folders:
+            found.setdefault(folder.resolve(), folder)
+    return [read_run(folder) for folder in found.values()]
+
+
+def _folders(path: Path) -> Iterable[Path]:
+    for folder, below, files in os.walk(path):
+        if CONFIG in files:
+            below.clear()
+            yield Path(folder)
+        below.sort()
+
+
+def read_run(path: Path) -> RunRecord:
+    """The record of one folder; UserError where it is no run of this library or cannot be read."""
+    folder = RunFolder(path)
+    text = read_text(path / CONFIG)
+    given = load_mapping(text, str(path / CONFIG))
+    if not {"method", "dataset", "seed", "rounds"} <= given.keys():
+        raise UserError(f"{path / CONFIG} is not the configuration of a run: leave {path} out.")
+    config = {name: option.default for name, option in RUN.items()} | given
+    try:
+        resolved, summary = folder.read_json("resolved.json"), folder.read_json(SUMMARY)
+        rows, clients = folder.rows(), folder.rows("clients.jsonl")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        raise _unreadable(path) from None
+    return RunRecord(path, config, text, resolved or {}, rows, clients, summary)
+
+
+def _unreadable(path: Path) -> UserError:
+    return UserError(f"{path} has files that cannot be read: repair the run or leave it out.")
+
+
+def _hyperparameters(method: str) -> dict[str, Option]:
+    """Of a method; none of one that this version does not know."""
+    try:
+        return options_of(methods.get(method))
+    except UserError:
+        return {}
+
+
+def _command(config: dict[str, Any]) -> str:
+    """The shortest command that gives these options."""
+    known = RUN | _hyperparameters(config["method"])
+    usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
+    if config["partition"] != "natural":
+        usual["clients"] = 10
+    words = [f"--method={config['method']}"]
+    for name, value in config.items():
+        if name in PLACE or name == "method" or (name in usual and value == usual[name]):
+            continue
+        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={'none' if value is None else value}")
+    return shlex.join(["python", "experiments/run.py", *words])

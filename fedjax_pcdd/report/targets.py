@@ -1,0 +1,58 @@
+"""Rounds to FedAvg's accuracy and speed-ups (FedMR, Table 4; FedRL, Table 2), pair by pair of the same seed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedjax_pcdd.analysis.convergence import rounds_to, speed_up
+from fedjax_pcdd.report.collect import RunRecord
+
+REFERENCE = "fedavg"
+
+
+class Rule(NamedTuple):
+    """What has to be reached: FedAvg's best GA, or with `last` that of its last round; with `above`, exceeded."""
+
+    last: bool
+    above: bool
+    sentence: str
+
+
+BEST = Rule(False, False, "Target: FedAvg's best GA with the same seed; FedAvg itself counts all its rounds.")
+LAST = Rule(True, True, "Target: more than FedAvg's GA in its last round, with the same seed.")
+RULES = {"fedmr/table4": BEST, "fedrl/table2": LAST}
+
+
+def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tuple[int | None, float | None] | None:
+    """The first round that reaches the target, and how many times fewer that is than all rounds.
+
+    Args:
+      run: a finished run; FedAvg's own count all their rounds, by convention.
+      references: FedAvg's runs, of which the first with the same seed, rounds and partition gives the target.
+      rule: of the paper.
+
+    Returns:
+      (None, None) where the target is never reached; None where no reference fits.
+    """
+    rounds = run.config["rounds"]
+    if run.method == REFERENCE:
+        return rounds, 1.0
+    wanted = (run.seed, rounds, run.partition)
+    fitting = (one for one in references if (one.seed, one.config["rounds"], one.partition) == wanted)
+    known = _accuracies(next(fitting, None))
+    if not np.isfinite(known).any():
+        return None
+    target = known[np.isfinite(known)][-1] if rule.last else np.nanmax(known)
+    found = rounds_to(_accuracies(run), float(target), above=rule.above)
+    return found, speed_up(found, rounds)
+
+
+def _accuracies(run: RunRecord | None) -> np.ndarray:
+    """GA of each round [T], NaN where it was not measured."""
+    rows = run.rows if run else []
+    found = np.full(rows[-1]["round"] if rows else 0, np.nan)
+    for row in rows:
+        if row.get("ga") is not None:
+            found[row["round"] - 1] = row["ga"]
+    return found

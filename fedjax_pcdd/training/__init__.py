@@ -1,0 +1,1 @@
+"""A run: one loop over rounds, what is recorded, kept and resumed."""

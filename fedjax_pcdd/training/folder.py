@@ -1,0 +1,224 @@
+"""The folder of a run and what is written into it: one JSON line a round, the summary, the curves.
+
+config.yaml    the whole configuration
+metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
+summary.json   the result
+curves.png     GA, PA and loss over the rounds
+track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.disk import for_user
+from fedjax_pcdd.training.progress import final_table as final_table
+from fedjax_pcdd.training.progress import progress as progress
+from fedjax_pcdd.training.progress import show as show
+
+CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
+FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
+PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+COLOURS = {"ga": "#0072B2", "pa": "#D55E00", "loss": "#555555"}
+
+
+class RunFolder:
+    """The folder of one run; `create` or `open` it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @classmethod
+    def create(cls, path: str | Path, config_yaml: str) -> "RunFolder":
+        """A new run.
+
+        Raises:
+          UserError: the folder holds a run or anything else, or cannot be written.
+        """
+        path = Path(path)
+        if (path / CONFIG).exists():
+            raise UserError(
+                f"{path} already holds a run: continue it with --resume={path} or choose another --run-dir."
+            )
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"{path} is not an empty folder: choose another --run-dir.")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise for_user(error, path) from error
+        folder = cls(path)
+        folder.write(CONFIG, config_yaml)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> "RunFolder":
+        """A run to continue or to read; UserError where the folder holds none."""
+        path = Path(path)
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to --resume.")
+        return cls(path)
+
+    @property
+    def config_yaml(self) -> str:
+        """The configuration the run was started with."""
+        return (self.path / CONFIG).read_text(encoding="utf-8")
+
+    def append(self, row: Mapping[str, Any], name: str = METRICS) -> None:
+        """Add one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
+        ordered = {key: row[key] for key in FIRST_KEYS if key in row} | dict(row)
+        try:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write(_dumps(ordered) + "\n")
+        except OSError as error:
+            raise for_user(error, self.path) from error
+
+    def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
+        """All complete lines; one that a killed process left unfinished is ignored."""
+        path = self.path / name
+        if not path.exists():
+            return []
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines]
+
+    def truncate(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Go back to what a checkpoint knows: these rows, and in every other .jsonl no round after them."""
+        rows = list(rows)
+        last = rows[-1]["round"] if rows else 0
+        self.write(METRICS, "".join(_dumps(row) + "\n" for row in rows))
+        for path in self.path.glob("*.jsonl"):
+            if path.name != METRICS:
+                kept = [row for row in self.rows(path.name) if row["round"] <= last]
+                self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json; NaN becomes null."""
+        self.write_json(SUMMARY, summary)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON file at once or not at all; NaN becomes null."""
+        self.write(name, _dumps(value, indent=2) + "\n")
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` wrote, None where there is no such file."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file at once or not at all; UserError where the disk is full or read-only."""
+        temporary = self.path / f".{name}.tmp"
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            raise for_user(error, self.path) from error
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions, devices and processors, for the summary."""
+    devices = jax.devices()
+    return {
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "backend": devices[0].platform,
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def peak_memory_mb() -> dict[str, float | None]:
+    """Peak memory in MB of this process (`host`) and of its busiest device (`device`, None where unknown)."""
+    import resource  # not on Windows
+
+    # Linux counts kilobytes, macOS bytes.
+    unit = 1e6 if sys.platform == "darwin" else 1e6 / 1024
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [s["peak_bytes_in_use"] / 1e6 for s in statistics if "peak_bytes_in_use" in s]
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return {"host": host, "device": max(peaks, default=None)}
+
+
+def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Draw GA and PA in percent, their best rounds marked, and the loss below.
+
+    Args:
+      rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
+      path: of the PNG.
+      title: above the curves.
+    """
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
+    accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+    accuracy.set_title(title, loc="left", fontsize=11)
+    accuracy.set_ylabel("accuracy (%)")
+    loss.set_ylabel("training loss")
+    loss.set_xlabel("round")
+    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    curves = {name: curve for name in ("ga", "pa") if len((curve := _column(rows, name, 100))[0])}
+    for name, (rounds, values) in curves.items():
+        best = values.argmax()
+        _line(accuracy, rounds, values, COLOURS[name])
+        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=COLOURS[name], mew=1.6, zorder=3)
+    _label(accuracy, curves)
+    _line(loss, *_column(rows, "loss", 1), COLOURS["loss"])
+    for axes in (accuracy, loss):
+        axes.grid(color="0.92", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _column(rows: list, name: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [(row["round"], row[name] * scale) for row in rows if row.get(name) is not None]
+    pairs = [(round, value) for round, value in pairs if math.isfinite(value)]
+    return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
+
+
+def _line(axes: Any, rounds: np.ndarray, values: np.ndarray, colour: str) -> None:
+    few = len(rounds) <= 30
+    axes.plot(rounds, values, color=colour, linewidth=1.6, marker="o" if few else None, markersize=3)
+
+
+def _label(axes: Any, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Name each curve at its end; where two ends are close, move the names apart."""
+    low, high = axes.get_ylim()
+    ends = {name: float(values[-1]) for name, (_, values) in curves.items()}
+    missing = 0.16 * (high - low) - abs(ends.get("ga", math.inf) - ends.get("pa", -math.inf))
+    upper = max(ends, key=lambda name: ends[name], default=None)
+    for name, (rounds, values) in curves.items():
+        place = ends[name] + max(missing, 0) / 2 * (1 if name == upper else -1)
+        best = values.argmax()
+        text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
+        axes.annotate(
+            text, (1.01, place), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
+            color=COLOURS[name], fontsize=9, va="center",
+        )  # fmt: skip
+
+
+def _dumps(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types; what is not a finite number becomes None."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

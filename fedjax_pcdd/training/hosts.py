@@ -1,0 +1,163 @@
+"""One run in several processes, perhaps on several hosts: who takes part, who writes, and what is said when one dies.
+
+All compute the same plan and train their shares; the first alone writes the run's folder and says something. The others
+have a folder of their own for as long as they live.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from fedjax_pcdd.engine.devices import select_device
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import RUN, RunConfig
+
+# In the errors of a collective operation, and of JAX's service, when a process is gone.
+GONE = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination", "heartbeat", "connection", "socket closed")
+
+LISTEN = """
+import shutil, sys
+last = ""
+for line in sys.stdin:
+    last = line.strip()
+if last:
+    print(last, file=sys.stderr)
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+class LastWords:
+    """A sentence on stderr if this process ends without a word: killed, or aborted by JAX's service."""
+
+    def __init__(self, folder: Path):
+        """Start the one who says it, and who removes the folder when all is over."""
+        command = [sys.executable, "-S", "-E", "-c", LISTEN, str(folder)]
+        self._listener = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def prepare(self, sentence: str) -> None:
+        """What is to be said from now on; nothing if it is empty."""
+        assert self._listener.stdin is not None
+        self._listener.stdin.write(f"{sentence}\n".encode())
+        self._listener.stdin.flush()
+
+    def drop(self) -> None:
+        """All is well, or has been said."""
+        self.prepare("")
+        self._listener.communicate()
+
+
+@contextmanager
+def together(config: RunConfig) -> Iterator[RunConfig]:
+    """Take part in a run of several processes, if the options say so; ends the process where something fails in it.
+
+    Yields:
+      The options of this process: without those of the processes, and for all but the first with a folder that goes.
+    """
+    if config.coordinator is None:
+        yield config
+        return
+    place = Path(tempfile.mkdtemp())
+    words = LastWords(place)
+    try:
+        _join(config, words)
+        select_device(config.device, config.devices)  # before JAX is asked who this is, which starts it
+        words.prepare(f"{_who()} ended, killed or because another one did: {_advice(config)}")
+        yield _own_options(config, place)
+        jax.distributed.shutdown()
+    except BaseException as error:
+        code = _say(error, config, place)
+        words.drop()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an orderly end would wait for the others
+    words.drop()
+
+
+def _join(config: RunConfig, words: LastWords) -> None:
+    """Meet the other processes."""
+    where = f"--coordinator={config.coordinator}"
+    missing = f"not all processes came to {where} within {config.patience} s"
+    words.prepare(f"{missing}: start all of them, with the same --coordinator and --processes.")
+    known = config.coordinator != "auto"
+    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM for news, not for an end
+    try:
+        jax.distributed.initialize(
+            config.coordinator if known else None, config.processes, config.process,
+            cluster_detection_method="deactivate" if known else None, initialization_timeout=config.patience,
+            heartbeat_timeout_seconds=config.patience,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        if "must be defined" in str(error) or "should be defined" in str(error):
+            raise UserError(
+                "JAX finds neither SLURM, Open MPI nor a TPU that tells of other processes: give "
+                "--coordinator=HOST:PORT, --processes and --process."
+            ) from error
+        raise UserError(f"cannot meet the other processes ({_first_line(error)}): check {where}.") from error
+
+
+def _own_options(config: RunConfig, place: Path) -> RunConfig:
+    where = ("coordinator", "processes", "process", "patience")
+    config = replace(config, **{name: RUN[name].default for name in where})
+    if jax.process_index() == 0:
+        return config
+    config = replace(config, run_dir=place / "run", quiet=True, tensorboard=False, wandb=False)
+    if config.resume is None:
+        return config
+    folder = place / "run"
+    folder.mkdir()
+    for name in ("config.yaml", "resolved.json"):
+        with suppress(FileNotFoundError):
+            shutil.copy(config.resume / name, folder)
+    (folder / "checkpoints").symlink_to((config.resume / "checkpoints").absolute())
+    return replace(config, resume=folder)
+
+
+def _who() -> str:
+    return f"process {jax.process_index()} of {jax.process_count()}"
+
+
+def _advice(config: RunConfig) -> str:
+    folder = config.resume or config.run_dir or "the run's folder"
+    return f"continue with --resume={folder}, in any number of processes."
+
+
+def _say(error: BaseException, config: RunConfig, place: Path) -> int:
+    """Say why this process ends; its exit code."""
+    if isinstance(error, UserError):
+        print(str(error).replace(str(place / "run"), str(config.resume or config.run_dir)), file=sys.stderr)
+        return 2
+    if isinstance(error, KeyboardInterrupt):
+        print(f"stopped; {_advice(config)}", file=sys.stderr)
+        return 130
+    if not any(word in str(error).lower() for word in GONE):
+        traceback.print_exception(error)
+        return 1
+    print(f"{_who()} lost another one ({_first_line(error)}): {_advice(config)}", file=sys.stderr)
+    return 1
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """What is done within, the first process does before all others."""
+    several, first = jax.process_count() > 1, jax.process_index() == 0
+    if several and not first:
+        multihost_utils.sync_global_devices("the first process is done")
+    try:
+        yield
+    finally:
+        if several and first:
+            multihost_utils.sync_global_devices("the first process is done")

@@ -1,0 +1,189 @@
+"""--track: quantities beside accuracy, one line a round in track.jsonl and a picture of each in the end.
+
+A line holds, by the name of the quantity, numbers of the `global` model and means over the clients of the round
+(`local`: right after local training; for participants that exchange logits: between rounds), null where there are none.
+What is computed follows from (seed, round) and the state alone, so a resumed run writes the same lines.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pcdd.analysis.angles import etf_angle
+from fedjax_pcdd.analysis.pictures import draw
+from fedjax_pcdd.analysis.quantities import QUANTITIES, mean_of
+from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
+from fedjax_pcdd.analysis.views import View, random_probe
+from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.program import Data, Program, State, Tree
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.training.folder import TRACK, RunFolder
+from fedjax_pcdd.trees import select
+
+
+def names_of(text: str | None) -> tuple[str, ...]:
+    """The quantities that --track lists, each once; UserError for one that there is not.
+
+    >>> names_of("angles,spectrum")
+    ('angles', 'spectrum')
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
+    for name in names:
+        if name not in QUANTITIES:
+            raise UserError(f"--track knows no '{name}': {nearest(name, QUANTITIES)}")
+    return names
+
+
+class Tracker:
+    """Looks at a running simulation."""
+
+    def __init__(self, names: Sequence[str], simulation: Any, seed: int, *, local: bool = True):
+        """Prepare the programs; nothing is compiled yet.
+
+        Args:
+          names: keys of QUANTITIES; without any nothing is ever done.
+          simulation: a `Simulation` of one experiment, or `Groups`.
+          seed: of the test samples that are looked at.
+          local: whether to look at the clients' models too, which costs their training once more; where there is no
+            global model they are looked at in any case.
+        """
+        self.names, self.simulation = tuple(names), simulation
+        if not names:
+            return
+        self.parts = _parts(simulation)
+        self.method = select(simulation.methods, 0)
+        local = local or not self.method.global_model
+        self.federation = simulation.federation if isinstance(simulation, Groups) else _federation(simulation)
+        self.probe = random_probe(len(self.federation.dataset.y_test), seed)
+        exchanged = self.method.exchange != "never" or self.method.averages == "exchanged"
+        self.after, self.between = local and not exchanged, local and exchanged
+        programs = [part.simulation.program for part in self.parts]
+        looks = [partial(_look, program, self.names) for program in programs]
+        pairs = zip(programs, looks, strict=True)
+        self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
+        self._between = [jax.jit(partial(look_between_rounds, look)) for look in looks]
+        self._general = jax.jit(partial(_general, programs[0], self.names))
+
+    def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
+        """What is found in the clients' models after the local training of a round, computed from its start.
+
+        Args:
+          round: from 0.
+          state: before the round; not donated.
+          plan: of the round.
+        """
+        if not self.names or not self.after:
+            return None
+        plans = plan[0] if isinstance(self.simulation, Groups) else [plan]
+        found = []
+        for part, look, (arrays, jobs) in zip(self.parts, self._after, plans, strict=True):
+            one, held = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
+            seen = look(one.methods, one.hyper_at(round), one.data, one.keys, held, arrays, jobs, np.int32(round))
+            found.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
+        return found
+
+    def entry(self, state: State, jobs: Any, found: list[Tree] | None) -> dict[str, Any]:
+        """The quantities of a round.
+
+        Args:
+          state: after the round.
+          jobs: of the round, of the whole federation.
+          found: what `before` returned.
+        """
+        if self.between:
+            found = [
+                jax.tree.map(np.asarray, look(one.methods, one.data, part.of(state), np.arange(len(part.members))))
+                for look, part in zip(self._between, self.parts, strict=True)
+                for one in [part.simulation]
+            ]
+        local = [{} for _ in self.names] if found is None else [self._local(name, found) for name in self.names]
+        overall = self._overall(state, jobs)
+        entries = {}
+        for name, own in zip(self.names, local, strict=True):
+            entries[name] = {"global": overall.get(name), "local": own or None}
+            if name in ("angles", "features"):
+                entries[name]["etf"] = etf_angle(self.federation.dataset.num_classes)
+        return entries
+
+    def _local(self, name: str, found: list[Tree]) -> dict[str, float | None]:
+        """Means over all clients."""
+        numbers = [QUANTITIES[name].per_client(seen[name]) for seen in found]
+        return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
+
+    def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
+        if not self.method.global_model:
+            return {}
+        one, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
+        present = self.federation.class_counts[jobs.row] > 0
+        seen = self._general(one.methods, self.parts[0].of(state).servers, one.data, present, self.probe)
+        counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
+        return {name: QUANTITIES[name].overall(seen[name], counts, labels, classes) for name in self.names}
+
+
+class Recorder:
+    """Writes what a tracker finds into the folder of a run."""
+
+    def __init__(self, tracker: Tracker, folder: RunFolder, *, every: int, rounds: int):
+        """Every how many rounds to look, and the last round, which is looked at in any case."""
+        self.tracker, self.folder, self.every, self.rounds = tracker, folder, every, rounds
+
+    def due(self, round: int) -> bool:
+        """Whether a round, from 0, is looked at."""
+        return bool(self.tracker.names) and ((round + 1) % self.every == 0 or round + 1 == self.rounds)
+
+    def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
+        """To be called before a round; see `Tracker.before`."""
+        return self.tracker.before(round, state, plan) if self.due(round) else None
+
+    def write(self, round: int, state: State, jobs: Any, found: list[Tree] | None) -> None:
+        """To be called after it; see `Tracker.entry`."""
+        if self.due(round):
+            self.folder.append({"round": round + 1, **self.tracker.entry(state, jobs, found)}, TRACK)
+
+    def draw(self) -> None:
+        """The pictures `track_<name>.png`."""
+        for name in self.tracker.names:
+            draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{name}.png")
+
+
+class _Part(NamedTuple):
+    """The clients of one architecture; `group` is its number, None where there is but one simulation."""
+
+    simulation: Simulation
+    members: tuple[int, ...]
+    group: int | None
+
+    def of(self, state: State) -> State:
+        """Its part of the state."""
+        if self.group is None:
+            return state
+        g = self.group
+        return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+
+
+def _parts(simulation: Any) -> list[_Part]:
+    if not isinstance(simulation, Groups):
+        return [_Part(simulation, tuple(range(_federation(simulation).num_clients)), None)]
+    numbered = zip(simulation.groups, simulation.members, range(len(simulation.groups)), strict=True)
+    return [_Part(*one) for one in numbered]
+
+
+def _federation(simulation: Simulation):
+    return simulation.experiments[0].federation
+
+
+def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
+    """What is found in one client's model."""
+    view = View(program, server, variables, data.train, row, data.class_counts[row] > 0)
+    return {name: QUANTITIES[name].of_client(view) for name in names}
+
+
+def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
+    """What is found in the global model."""
+    method, server = select((methods, servers), 0)
+    view = View(program, server, method.generic_variables(server), data.test, None, present)
+    return {name: QUANTITIES[name].of_server(view, probe) for name in names}
