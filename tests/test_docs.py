@@ -18,7 +18,8 @@ import yaml
 
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import sweep
-from fedjax_pcdd.cli.information import information
+from fedjax_pcdd.cli.help import information
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.harness import pages
 from fedjax_pcdd.harness.documentation import relinked
 from fedjax_pcdd.methods import METHODS
@@ -81,7 +82,7 @@ def test_the_example_method_has_thirty_lines_at_most():
 
 def test_the_example_method_runs_from_the_command_line(registered, tmp_path):
     options = ["--method=fedkeep", "--mu=0.5", "--clients=3", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=1"]
-    assert cli.main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
+    assert main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fedjax_pcdd.api import launch
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.reproduction import cells as cells_module
 from fedjax_pcdd.harness.reproduction import results
@@ -124,7 +124,7 @@ def test_a_finished_cell_has_its_numbers_and_is_not_run_again(place, monkeypatch
     assert len(found["ga"]) == 3
     assert max(found["ga"]) == found["ga_best"]
     assert found["command"].startswith("python experiments/run.py --preset=toy/table1 --split=A --method=fedavg ")
-    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
     assert work(place, chosen)[0] == (0, 0, False)
 
 
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_session_and_fails_no_cell(place, monkeypatch):
     def full(*_):
         raise UserError("no space left on the disk") from OSError("no space")
 
-    monkeypatch.setattr(launch, "run", full)
+    monkeypatch.setattr(runs, "run", full)
     chosen = one(place, "tiny-A-fedavg-s0")
     with pytest.raises(UserError, match="no space left"):
         work(place, chosen)
@@ -174,7 +174,7 @@ def test_cells_with_the_same_options_share_one_run(place, monkeypatch):
     (place.presets / "toy/table3.yaml").write_text(PRESET.split("methods:")[0] + "methods: {fedavg: {}}")
     first, second = planned(place, text)
     work(place, [first])
-    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
     work(place, [second])
     found = result(place, second)
     assert (found["table"], found["same_run_as"]) == ("toy/table3", "toy/table1 A")
@@ -259,7 +259,7 @@ def test_the_data_folder_is_no_part_of_a_result(place):
 def test_compiled_programs_of_a_cell_are_let_go(place, monkeypatch):
     cleared = []
     monkeypatch.setattr(cells_module.jax, "clear_caches", lambda: cleared.append(True))
-    monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(UserError("no.")))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: (_ for _ in ()).throw(UserError("no.")))
     work(place, one(place, "tiny-A-fedavg-s0"))
     assert cleared
 

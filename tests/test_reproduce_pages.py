@@ -9,7 +9,6 @@ import yaml
 from scipy.stats import spearmanr
 
 from fedjax_pcdd.cli.options import parse
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.reproduction.ambiguities import effects, read_ambiguities, tags_of
 from fedjax_pcdd.harness.reproduction.averages import averages
@@ -19,6 +18,7 @@ from fedjax_pcdd.harness.reproduction.plan import configured, read_plan
 from fedjax_pcdd.harness.reproduction.statistics import VERDICTS, Difference, difference, rank_correlation
 from fedjax_pcdd.harness.reproduction.tables import columns
 from fedjax_pcdd.report.expected import Expected, read_expected
+from fedjax_pcdd.training.presets import preset_values, read_preset
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"

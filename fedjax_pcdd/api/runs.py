@@ -62,11 +62,17 @@ class Asked(NamedTuple):
     callbacks: Sequence[Callback] = ()
 
 
-def run(asked: Asked, say: Say = warn) -> Result:
+def run(
+    config: RunConfig,
+    method: Method,
+    origin: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    say: Say = warn,
+) -> Result:
     """Run, or resume, one experiment.
 
     Args:
-      asked: which.
+      config, method, origin, callbacks: as in `Asked`.
       say: told of settings without effect, or that the method advises against.
 
     Returns:
@@ -75,7 +81,7 @@ def run(asked: Asked, say: Say = warn) -> Result:
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
     """
-    (summary,) = run_together([asked], say)
+    (summary,) = run_together([Asked(config, method, origin or {}, callbacks)], say)
     if isinstance(summary, UserError):
         raise summary
     return summary
@@ -289,7 +295,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     config, method = read_run(Path(folder))
     config = dataclasses.replace(config, resume=Path(folder), run_dir=Path(folder))
     shown = [bar()] if progress else []
-    run(Asked(config, method, callbacks=[*as_callbacks(callbacks), *shown]))
+    run(config, method, callbacks=[*as_callbacks(callbacks), *shown])
     return load_run(folder)
 
 

@@ -116,7 +116,7 @@ class Sweep:
         again = self._asked(Planned(name, asked.config, asked.method, asked.origin))
         if again is not None:
             try:
-                self._note(name, run(again._replace(callbacks=asked.callbacks), _silent))
+                self._note(name, run(again.config, again.method, again.origin, asked.callbacks, _silent))
             except UserError as error:
                 self._note(name, error)
 

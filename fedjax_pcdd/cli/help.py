@@ -12,7 +12,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
 
-_PLAIN = (int, float, str, Path)
+_PLAIN = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
 
 # First-stage options: they decide which others there are. `method` is one too, and part of the run.
 _SELECTION = [
@@ -124,8 +124,5 @@ def _form(option: Option) -> str:
     name = flag(option.name)
     if option.kind is bool:
         return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
-    values = [
-        *map(str, choices(option.kind)),
-        *(part.__name__.upper() for part in members(option.kind) if part in _PLAIN),
-    ]
+    values = [*map(str, choices(option.kind)), *(_PLAIN[part] for part in members(option.kind) if part in _PLAIN)]
     return f"{name} {'|'.join(values)}"

@@ -100,10 +100,6 @@ class RunFolder:
                 kept = [row for row in self.rows(path.name) if row["round"] <= last]
                 self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json; NaN becomes null."""
-        self.write_json(SUMMARY, summary)
-
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once or not at all; NaN becomes null."""
         self.write(name, _dumps(value, indent=2) + "\n")

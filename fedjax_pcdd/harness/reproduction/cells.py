@@ -98,7 +98,7 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
         else:
             pair = configured(cell, place.presets, **more, run_dir=str(folder))
         origin = {**cell.origin, "command": results.command(cell, options)}
-        runs.run(runs.Asked(*pair, origin), lambda sentence: None)
+        runs.run(*pair, origin, say=lambda sentence: None)
         return add_eigenvalues(results.finished(cell, read_run(folder), place.expected), folder, place.expected)
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
