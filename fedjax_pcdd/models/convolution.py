@@ -79,9 +79,21 @@ def client_conv(
     if feature_group_count != 1:
         return _in_groups(lhs, rhs, window, feature_group_count)
     if rhs.shape[:2] == (1, 1) and window.pads == ((0, 0), (0, 0)):
-        height, width = window.strides
-        return jnp.matmul(lhs[:, ::height, ::width], rhs[0, 0], precision=precision)
+        return jnp.matmul(_every(lhs, window.strides), rhs[0, 0], precision=precision)
     return _convolve(lhs, rhs, window)
+
+
+def _every(x: jax.Array, strides: Pair) -> jax.Array:
+    """The pixels that a 1x1 convolution reads: [B, H, W, C] to [B, h, w, C].
+
+    XLA's compiler for GPUs ends the process where a strided slice of an array that has other users too enters a matrix
+    product (openxla/xla issue 47381), as in a residual block's shortcut: there the slice is made first, by itself.
+    """
+    height, width = strides
+    if strides == (1, 1):
+        return x
+    sliced = x[:, ::height, ::width]
+    return sliced if jax.default_backend() == "cpu" else lax.optimization_barrier(sliced)
 
 
 def _in_groups(lhs: jax.Array, rhs: jax.Array, window: Window, groups: int) -> jax.Array:
