@@ -150,9 +150,9 @@ def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], ja
     """One of the three operations as a function of its two operands that knows what to do under vmap."""
     compute, folds = _OPERATIONS[name]
 
-    def rule(a, b) -> Rule:
+    def rule(a, b, lanes: int = 1) -> Rule:
         inputs = a.shape[3] if name == "weight_gradient" else b.shape[2]
-        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3])
+        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3], lanes, a.dtype.name)
 
     @jax.custom_batching.custom_vmap
     def operation(a, b):
@@ -165,7 +165,7 @@ def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], ja
             into, out_of = folds[operand]
             folded = operation(_fold(a, into), b) if operand == 0 else operation(a, _fold(b, into))
             return _unfold(folded, out_of, lanes), True
-        how = rule(a[0], b[0]).lanes
+        how = rule(a[0], b[0], lanes).lanes
         if how == "loop":
             return lax.map(lambda operands: operation(*operands), (a, b)), True
         form = "gemm" if how == "gemm" else "direct"
