@@ -24,7 +24,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import ENGINE, FEDERATIONS, PARTS, PRECISIONS, VIEWS, Case
+from benchmarks.cases import ENGINE, FEDERATIONS, PARTS, PRECISIONS, Case
 from benchmarks.targets import TARGETS, environment, imagine, missing
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,7 @@ KEYS = {
     "loops": ("turns", "equations"),
     "round": ("ok", "kernels", "turns", "temp_mb", "compile_s"),
     "model": ("ok", "temp_mb"),
+    "forms": ("ok", "temp_mb"),
 }
 USER_ERROR = 2  # exit code
 TIMEOUT = 1800  # seconds of one compilation
@@ -40,7 +41,7 @@ TIMEOUT = 1800  # seconds of one compilation
 def parser() -> argparse.ArgumentParser:
     """The options; those of a case have the names of its fields."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("view", choices=(*VIEWS, "all"))
+    made.add_argument("view", choices=("loops", "round", "model", "all", "forms"), metavar="loops|round|model|all")
     made.add_argument("--target", choices=TARGETS, default="h100")
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     case = made.add_argument_group("what is looked at")
@@ -57,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
     case.add_argument("--batch", type=int, default=50, help="of a model, or of an exchange's participants")
     case.add_argument("--side", type=int, default=32, help="of their images")
     case.add_argument("--precision", choices=PRECISIONS, default="float32", help="of a model")
+    whole = made.add_argument_group("all")
+    whole.add_argument("--quick", action="store_true", help="what breaks most often, in a quarter of an hour")
+    whole.add_argument("--check", action="store_true", help="write nothing, fail where something became worse")
+    whole.add_argument("--only", default="", help="cases whose names contain this")
+    whole.add_argument("--workers", type=int, default=2, help="compilations at once")
+    whole.add_argument("--out", type=Path, help="path of the results without its ending")
+    made.add_argument("--layer", help=argparse.SUPPRESS)
+    made.add_argument("--form", help=argparse.SUPPRESS)
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return made
 
@@ -71,11 +80,10 @@ def measure(case: Case, target: str, timeout: float = TIMEOUT) -> dict[str, Any]
         )
     except subprocess.TimeoutExpired:
         return {"ok": False, "reason": f"not compiled within {timeout:.0f} s"}
-    if done.returncode == USER_ERROR:
-        sys.exit(done.stderr.splitlines()[-1])
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1]) | {"process_s": round(time.monotonic() - begun, 1)}
-    return {"ok": False, "reason": reason_of(done.returncode, done.stderr)}
+    record = {"ok": False, "reason": reason_of(done.returncode, done.stderr)}
+    return record | ({"mistake": True} if done.returncode == USER_ERROR else {})
 
 
 def reason_of(code: int, errors: str) -> str:
@@ -100,7 +108,7 @@ def compute(case: Case, target: str) -> dict[str, Any]:
 
     imagine(target)
     traced = programs.trace(case)
-    if case.view == "model":
+    if case.view in ("model", "forms"):
         compiled, seconds = programs.compile(traced, target)
         return {"ok": True, **_cost(compiled, seconds)}
     count = count_turns(traced.jaxpr, traced.args)
@@ -169,13 +177,36 @@ def show(view: str, record: dict[str, Any]) -> None:
         print(f"  {part}: " + ", ".join(f"{key} {value}" for key, value in own.items()))
 
 
+def go_through(args: argparse.Namespace) -> int:
+    """Go through everything; 1 where something does not compile, or with --check where it became worse."""
+    import jax
+
+    from benchmarks import survey
+
+    jax.config.update("jax_platforms", "cpu")
+    committed = survey.read(args.out or survey.RESULTS).get(args.target, {})
+    kept = survey.Survey(None if args.check else args.out or survey.RESULTS)
+    complaints = []
+    done = survey.run(kept, args.target, measure, quick=args.quick, only=args.only, workers=args.workers)
+    for section, name, record in done:
+        print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "source"), flush=True)
+        known = committed.get(section, {}).get(name) if args.check else {"ok": True}
+        complaints += filter(None, [survey.worse(section, name, record, known)])
+    print("\n".join(complaints) if complaints else "nothing became worse." if args.check else "all compile.")
+    return 1 if complaints else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.in_process:
         return run_in_process(case_of(args, args.program), args.target)
     if args.view != "loops" and (sentence := missing(args.target)):
         sys.exit(sentence)
+    if args.view == "all":
+        return go_through(args)
     record = look(args)
+    if record.get("mistake"):
+        sys.exit(record["reason"])
     if args.json:
         print(json.dumps({key: record.get(key) for key in KEYS[args.view]}))
     else:

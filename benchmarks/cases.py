@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.workloads import WORKLOADS
 
-VIEWS = ("loops", "round", "model")
+VIEWS = ("loops", "round", "model", "forms")
 ENGINE = ("round", "tuning", "generic", "personal", "exchange")
 PARTS = ("forward", "gradient", "steps")
 FEDERATIONS = (*WORKLOADS, "dirichlet")
@@ -24,6 +24,8 @@ class Case:
       batch: of a model, or of an exchange's participants.
       side: of their images, in pixels.
       precision: of a model, of `PRECISIONS`.
+      layer: of `forms.model_layers`, for its forms.
+      form: of these, None for all of the layer.
     """
 
     view: str
@@ -36,6 +38,8 @@ class Case:
     batch: int = 50
     side: int = 32
     precision: str = "float32"
+    layer: str | None = None
+    form: str | None = None
 
     def options(self) -> list[str]:
         """The case as a command line."""

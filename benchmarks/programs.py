@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from benchmarks import round_time
+from benchmarks import forms, round_time
 from benchmarks.cases import PARTS, Case
 from benchmarks.targets import TARGETS, sharding_on
 from benchmarks.turns import tagged
@@ -43,6 +43,8 @@ class Traced(NamedTuple):
 
 def trace(case: Case) -> Traced:
     """The program of a case."""
+    if case.view == "forms":
+        return _forms(case)
     if case.program in PARTS:
         return _model(case)
     if case.program == "exchange":
@@ -145,6 +147,18 @@ def _groups(case: Case) -> Groups:
         Local(1, case.batch, "drop", "adam", 1e-3, MOMENTUM, 0.0), seed=0, pipeline=Pipeline(), lanes=case.lanes,
         public=Public(_images(PUBLIC_IMAGES, shape), Pipeline(), PUBLIC_BATCH),
     )  # fmt: skip
+
+
+def _forms(case: Case) -> Traced:
+    """All forms of a layer, or one of them."""
+    layer = forms.model_layers()[case.layer or ""]
+    chosen = [form for form in forms.forms_of(layer) if case.form in (None, str(form))]
+    functions, operands = zip(*(forms.program_of(layer, form) for form in chosen), strict=True)
+
+    def function(*operands):
+        return [one(*own) for one, own in zip(functions, operands, strict=True)]
+
+    return _of(jax.jit(function), operands)
 
 
 def _model(case: Case) -> Traced:
