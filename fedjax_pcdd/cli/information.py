@@ -89,7 +89,7 @@ def help_text(method: str) -> str:
         groups[group] = _form(text, [option for option in RUN.values() if option.group == group])
     own = list(options_of(cls).values())
     if own:
-        groups[method] = _form(f"Hyper-parameters of {method} ({cls.paper}).", own)
+        groups[method] = _form(f"Hyper-parameters of {method} ({cls().traits().paper}).", own)
     fields = [
         (name, tyro.conf.OmitArgPrefixes[form], dataclasses.field(default_factory=form))
         for name, form in groups.items()
