@@ -186,7 +186,7 @@ def test_linear_layers_end_linearly():
 def test_default_energy_depends_on_norm_layers_of_the_backbone(name, norm, ew, normalise):
     method = FedGELA(normalise=normalise)
     model = method.build(models.build(name, num_classes=C, image_shape=(8, 8, 3), norm=norm))
-    setting = Setting(C, 512, 1, 1, 1, 1, normalises(model))
+    setting = Setting(C, 512, 1, 1, 1, 1, normalises(model, (8, 8, 3)))
     assert method.configure(setting, None)[0].ew == ew
 
 

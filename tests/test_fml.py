@@ -141,6 +141,5 @@ def test_pretraining_leaves_the_shared_meme_alone():
 
 def test_statistics_of_both_models_count_as_running_statistics():
     resnet = models.build("resnet10", num_classes=4, image_shape=(8, 8, 3))
-    assert [models.uses_batch_norm(Pair(*two)) for two in ((MODEL, MODEL), (MODEL, resnet), (resnet, MODEL))] == [
-        False, True, True,
-    ]  # fmt: skip
+    pairs = (MODEL, MODEL), (MODEL, resnet), (resnet, MODEL)
+    assert [models.uses_batch_norm(Pair(*two), (8, 8, 3)) for two in pairs] == [False, True, True]

@@ -34,10 +34,8 @@ def test_without_weight_it_is_the_plain_method(name):
 
 
 def test_a_pass_that_both_need_serves_both():
-    plain, extended = (
-        trained(of("scaffold", control="I")),
-        trained(of("scaffold+prototypes", control="I", prototype_mu=0)),
-    )
+    plain = trained(of("scaffold", control="I"))
+    extended = trained(of("scaffold+prototypes", control="I", prototype_mu=0.0))
     np.testing.assert_allclose(flat(extended.servers.control), flat(plain.servers.control), rtol=1e-6, atol=1e-8)
     assert extended.servers.valid.any()
 

@@ -66,7 +66,7 @@ def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int, 
         rounds=rounds,
         epochs=int(np.max(local.epochs)),
         batch_size=local.batch_size,
-        normalised=normalises(model),
+        normalised=normalises(model, federation.image_shape),
         one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
         own_weights=weights == "method",
     )
@@ -135,9 +135,10 @@ class Simulation(Planner):
         most = schedule.most_jobs(len(experiments) * cohort, devices)
         rows = self.sizes.size
         self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
+        own_statistics = local_statistics and uses_batch_norm(model, federation.image_shape)
         self.program = Program(
             model, setting, pipeline, max(1, min(lanes, most)), len(experiments), local.optimizer,
-            any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
+            any(e.local.clip is not None for e in experiments), own_statistics,
             self._has_padding(), eval_batch, *self._client_batches(eval_batch), dtype,
             public and public[1], devices, self.storage.split, keeps_optimiser,
             int((self.steps * self.epochs).max()) <= 1, devices == 1 and jax.default_backend() == "cpu",
