@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from made_up_runs import write_run
 
+from fedjax_pcdd.cli.report import compare_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect
-from fedjax_pcdd.report.command import compare_main
 from fedjax_pcdd.report.compare import compare, interval
 
 

@@ -9,9 +9,9 @@ import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
 from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.cli.report import compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, read_run
-from fedjax_pcdd.report.command import compare_main, report_main
 from fedjax_pcdd.report.curves import band
 from fedjax_pcdd.report.expected import read_expected
 from fedjax_pcdd.report.formats import beside, own

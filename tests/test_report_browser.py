@@ -6,7 +6,7 @@ import browser
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
-from fedjax_pcdd.report.command import report_main
+from fedjax_pcdd.cli.report import report_main
 
 pytestmark = pytest.mark.skipif(browser.executable() is None, reason="no Chromium or Chrome on this machine")
 METHODS = {"fedavg": 0.5, "moon": 0.7, "fedprox": 0.6}

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
+from fedjax_pcdd.cli.report import report_main
 from fedjax_pcdd.report.collect import collect
-from fedjax_pcdd.report.command import report_main
 from fedjax_pcdd.report.curves import curves, inline
 from fedjax_pcdd.report.formats import comma_separated, latex, markdown
 from fedjax_pcdd.report.grouping import Cells, group

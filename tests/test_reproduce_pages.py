@@ -9,20 +9,20 @@ import yaml
 from scipy.stats import spearmanr
 
 from fedjax_pcdd.cli.options import parse
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.ambiguities import effects, read_ambiguities, tags_of
-from fedjax_pcdd.harness.reproduction.averages import averages
-from fedjax_pcdd.harness.reproduction.claims import Claim, counts, findings, read_claims
-from fedjax_pcdd.harness.reproduction.pages import pages, write_pages
-from fedjax_pcdd.harness.reproduction.plan import configured, read_plan
-from fedjax_pcdd.harness.reproduction.statistics import VERDICTS, Difference, difference, rank_correlation
-from fedjax_pcdd.harness.reproduction.tables import columns
 from fedjax_pcdd.report.expected import Expected, read_expected
+from fedjax_pcdd.training.preset_files import preset_values, read_preset
+from reproduction.ambiguities import effects, read_ambiguities, tags_of
+from reproduction.averages import averages
+from reproduction.claims import Claim, counts, findings, read_claims
+from reproduction.pages import pages, write_pages
+from reproduction.plan import configured, read_plan
+from reproduction.statistics import VERDICTS, Difference, difference, rank_correlation
+from reproduction.tables import columns
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
-PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduce").glob("*.yaml") if path.stem not in (
+PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
     "claims", "ambiguities"
 ))  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_pages_are_written_where_they_are_wanted(tmp_path):
 
 
 def test_every_claim_is_about_rows_and_splits_of_its_preset():
-    for claim in read_claims(EXPERIMENTS / "reproduce/claims.yaml"):
+    for claim in read_claims(EXPERIMENTS / "reproduction/claims.yaml"):
         preset = read_preset(claim.table, EXPERIMENTS / "presets")
         names = {(row.split, row.metric) for row in read_expected(EXPERIMENTS / "expected", claim.table)}
         for split in claim.splits:
@@ -195,7 +195,7 @@ def test_every_claim_is_about_rows_and_splits_of_its_preset():
 
 
 def test_every_other_reading_is_a_command_line():
-    for one in read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"):
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for options in one.other:
             parse(options.split(), EXPERIMENTS / "presets")
 
@@ -203,28 +203,28 @@ def test_every_other_reading_is_a_command_line():
 def test_every_measured_reading_is_in_the_plan_of_the_cpu():
     planned = {
         (cell.table, cell.split, cell.tag, cell.method)
-        for cell in read_plan("cpu", EXPERIMENTS / "reproduce", EXPERIMENTS / "presets").cells
+        for cell in read_plan("cpu", EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
     }
-    for one in read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"):
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for tag in one.measured.tags if one.measured else ():
             for row in one.measured.rows:
                 assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
 
 
 def test_tags_of_readings_are_no_tags_of_whole_tables():
-    readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"))
+    readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"))
     assert "fmnist" not in readings
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_name_only_what_their_presets_have(name):
-    cells = read_plan(name, EXPERIMENTS / "reproduce", EXPERIMENTS / "presets").cells
+    cells = read_plan(name, EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
     for cell in {(cell.table, cell.method, cell.variant): cell for cell in cells}.values():
         configured(cell, EXPERIMENTS / "presets")
 
 
 def test_plans_are_valid_yaml_without_data_folders():
     for name in PLANS:
-        text = (EXPERIMENTS / f"reproduce/{name}.yaml").read_text(encoding="utf-8")
+        text = (EXPERIMENTS / f"reproduction/{name}.yaml").read_text(encoding="utf-8")
         assert yaml.safe_load(text)["blocks"]
         assert "data_dir" not in text

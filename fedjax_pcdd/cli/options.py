@@ -12,7 +12,6 @@ from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.information import LISTS, information
-from fedjax_pcdd.cli.preset_files import preset_method, preset_values, read_preset, read_run
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.training.config import (
@@ -27,6 +26,7 @@ from fedjax_pcdd.training.config import (
     values,
 )
 from fedjax_pcdd.training.fields import convert, options_of
+from fedjax_pcdd.training.preset_files import preset_method, preset_values, read_preset, read_run
 
 PRESETS = Path("experiments/presets")
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.harness.reproduction.statistics import Difference, difference, rank_correlation
 from fedjax_pcdd.report.expected import Expected
+from reproduction.statistics import Difference, difference, rank_correlation
 
 BASELINE = "fedavg"
 # Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.plan import Cell
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
 from fedjax_pcdd.training.config import PLACE, RUN
 from fedjax_pcdd.training.disk import for_user
 from fedjax_pcdd.training.folder import PACKAGES
+from reproduction.plan import Cell
 
 KEPT = (
     *("ga_best", "ga_best_round", "ga_last", "ga_mean_last10"),

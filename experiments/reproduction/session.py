@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.cells import OutOfTime, Place, deadline, missing_data, run_cell, run_folder
-from fedjax_pcdd.harness.reproduction.eigenvalues import needed
-from fedjax_pcdd.harness.reproduction.plan import Cell, configured
 from fedjax_pcdd.training.config import values
+from reproduction import results
+from reproduction.cells import OutOfTime, Place, deadline, missing_data, run_cell, run_folder
+from reproduction.eigenvalues import needed
+from reproduction.plan import Cell, configured
 
 
 class Budget:

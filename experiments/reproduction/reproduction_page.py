@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedjax_pcdd.harness.reproduction.claims import Count, Finding, ordered
-from fedjax_pcdd.harness.reproduction.statistics import VERDICTS
-from fedjax_pcdd.harness.reproduction.tables import BASELINE, LAST_TEN, Column, Result, Row, common, in_words, printed
 from fedjax_pcdd.report.expected import TITLES, Expected, kind
 from fedjax_pcdd.report.tables import cell
+from reproduction.claims import Count, Finding, ordered
+from reproduction.statistics import VERDICTS
+from reproduction.tables import BASELINE, LAST_TEN, Column, Result, Row, common, in_words, printed
 
 INTRODUCTION = """# Reproduction
 

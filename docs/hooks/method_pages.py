@@ -10,9 +10,9 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 from fedjax_pcdd.cli.catalogue import Row, rows
-from fedjax_pcdd.harness.typeset import paragraphs, typeset
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.training.fields import Option, bounds, options_of
+from typeset import paragraphs, typeset
 
 ROOT = Path(__file__).parents[2]
 LETTERS = (

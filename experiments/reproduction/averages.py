@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.harness.reproduction.tables import LAST_TEN, Column, Result, Row
 from fedjax_pcdd.report.expected import Expected
+from reproduction.tables import LAST_TEN, Column, Result, Row
 
 FIELDS = tuple(dict.fromkeys(LAST_TEN.values()))
 

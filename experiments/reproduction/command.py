@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.reproduction.plan import Cell, check, read_plan
+from reproduction.plan import Cell, check, read_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
     """What the arguments ask for.
 
     Args:
-      experiments: folder with `presets`, `expected` and `reproduce`.
+      experiments: folder with `presets`, `expected` and `reproduction`.
       argv: arguments without the program's name; None for those of the process.
 
     Returns:
@@ -81,16 +81,16 @@ def _parse(argv: Sequence[str] | None) -> Options:
 
 def _act(options: Options, experiments: Path) -> int:
     # JAX is not needed for the help and for mistakes.
-    from fedjax_pcdd.harness.reproduction import session
-    from fedjax_pcdd.harness.reproduction.cells import Place
+    from reproduction import session
+    from reproduction.cells import Place
 
     if options.page:
-        from fedjax_pcdd.harness.reproduction.pages import write_pages
+        from reproduction.pages import write_pages
 
         for path in write_pages(options.results_dir, experiments, options.docs_dir):
             print(f"written: {path}")
         return 0
-    plan = read_plan(options.scale, experiments / "reproduce", experiments / "presets")
+    plan = read_plan(options.scale, experiments / "reproduction", experiments / "presets")
     cells = _chosen(plan.cells, options.only)
     place = Place(options.runs_dir, options.results_dir, experiments, options.data_dir)
     if options.list or options.dry_run:
@@ -113,9 +113,9 @@ def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
 
 
 def _show(cells: Sequence[Cell], place, *, commands: bool) -> None:
-    from fedjax_pcdd.harness.reproduction import results, session
-    from fedjax_pcdd.harness.reproduction.plan import configured
     from fedjax_pcdd.training.config import values
+    from reproduction import results, session
+    from reproduction.plan import configured
 
     waiting = session.unfinished(cells, place)
     for cell in waiting if commands else cells:

@@ -14,11 +14,11 @@ from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.eigenvalues import add_eigenvalues
-from fedjax_pcdd.harness.reproduction.plan import Cell, configured
 from fedjax_pcdd.report.collect import read_run
 from fedjax_pcdd.training.config import values
+from reproduction import results
+from reproduction.eigenvalues import add_eigenvalues
+from reproduction.plan import Cell, configured
 
 AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
 

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.statistics import Difference, difference
-from fedjax_pcdd.harness.reproduction.tables import BASELINE, Column, Result, Row, printed
 from fedjax_pcdd.report.expected import Expected
 from fedjax_pcdd.training.mappings import as_mapping, load_mapping
+from fedjax_pcdd.training.preset_files import read_text
+from reproduction.statistics import Difference, difference
+from reproduction.tables import BASELINE, Column, Result, Row, printed
 
 METRIC = "ga_pct"
 INTRODUCTION = """# What the papers do not say
 
-Written by `python experiments/reproduce.py --page` from `experiments/reproduce/ambiguities.yaml` and `results/`; do not
-edit it.
+Written by `python experiments/reproduce.py --page` from `experiments/reproduction/ambiguities.yaml` and `results/`; do
+not edit it.
 
 Where a paper is silent, or says one thing and its published code does another, something has to be chosen. Here is what
 is open, our default, the option that gives the other reading, and, where it was run, what that changes: GA in percent
