@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.cli.options import MAY_CHANGE
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.config import MAY_CHANGE, PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
 from fedjax_pcdd.training.preset_files import Preset, preset_values, read_preset
 
 # These options do not change what is computed.
