@@ -6,11 +6,10 @@ from pathlib import Path
 from fedjax_pcdd.report.expected import Expected, read_expected
 from fedjax_pcdd.training.disk import for_user
 from reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
-from reproduction.averages import averages
 from reproduction.claims import counts, findings, read_claims
-from reproduction.reproduction_page import reproduction_page
+from reproduction.columns import columns, with_means
 from reproduction.results import read_results
-from reproduction.tables import columns
+from reproduction.results_page import results_page
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
@@ -32,9 +31,9 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
     expected |= {c.table: read_expected(experiments / "expected", c.table) for c in claims}
     every = columns(found, expected)
     readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
-    tables = averages([one for one in every if one.tag not in readings], expected)
+    tables = with_means([one for one in every if one.tag not in readings], expected)
     return {
-        "reproduction.md": reproduction_page(
+        "reproduction.md": results_page(
             found, tables, expected, findings(claims, tables, expected), counts(tables, expected)
         ),
         "ambiguities.md": ambiguities_page(texts, every, expected, found),
