@@ -16,7 +16,7 @@ from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
-from fedjax_pcdd.training.preset_files import preset_values, read_preset
+from fedjax_pcdd.training.presets import preset_values, read_preset
 
 PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 

@@ -11,8 +11,8 @@ from made_up_runs import in_preset, write_experiments, write_run
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.accuracies import own_table, paper_tables
 from fedjax_pcdd.report.collect import collect, read_run
+from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band

@@ -12,7 +12,7 @@ from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.config import values
 from reproduction import cells as cells_module
 from reproduction import results
-from reproduction.cells import OutOfTime, Place, deadline
+from reproduction.cells import Folders, OutOfTime, deadline
 from reproduction.command import reproduce_main
 from reproduction.plan import check, configured, read_plan
 from reproduction.session import Budget, typical_seconds, unfinished, work_off
@@ -42,7 +42,7 @@ def place(tmp_path):
         (experiments / f"presets/toy/{table}.yaml").write_text(PRESET)
         (experiments / f"expected/toy_{table}.csv").write_text(EXPECTED.format(metric=metric))
     (experiments / "reproduction/tiny.yaml").write_text(PLAN)
-    return Place(tmp_path / "runs", tmp_path / "results", experiments, None)
+    return Folders(tmp_path / "runs", tmp_path / "results", experiments, None)
 
 
 def planned(place, text=PLAN):

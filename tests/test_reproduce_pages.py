@@ -9,7 +9,7 @@ import yaml
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import Expected, read_expected
-from fedjax_pcdd.training.preset_files import preset_values, read_preset
+from fedjax_pcdd.training.presets import preset_values, read_preset
 from reproduction.ambiguities import effects, read_ambiguities, tags_of
 from reproduction.claims import Claim, counts, findings, read_claims
 from reproduction.columns import columns, with_means

@@ -1,5 +1,12 @@
 """Reproducing the papers' tables: a plan of cells, one run and one small file of results a cell, and the page of them.
 
-`plan` reads what to run, `cells` runs one cell, `results` is what is kept of it, `session` works a plan off within a
-budget of time; `statistics`, `claims` and `page` write the results down; `command` is the command line.
+plan.py          what to run, from the YAML files beside it
+cells.py         one cell, run or continued; eigenvalues.py adds FedMR's Table 7
+results.py       what is kept of a cell
+session.py       a plan worked off within a budget of time
+columns.py       results as the columns of the papers' tables
+claims.py        which claims of the papers the results bear out (claims.yaml)
+ambiguities.py   what other readings change (ambiguities.yaml), and their page
+results_page.py  the page of results; pages.py writes both
+command.py       the command line
 """

@@ -22,21 +22,21 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
     Raises:
       UserError: a file that cannot be read.
     """
-    found = read_results(results)
+    known = read_results(results)
     expected: Mapping[str, Sequence[Expected]] = {
-        table: read_expected(experiments / "expected", table) for table in dict.fromkeys(one["table"] for one in found)
+        table: read_expected(experiments / "expected", table) for table in dict.fromkeys(one["table"] for one in known)
     }
     texts = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
     claims = read_claims(experiments / "reproduction" / "claims.yaml")
     expected |= {c.table: read_expected(experiments / "expected", c.table) for c in claims}
-    every = columns(found, expected)
+    every = columns(known, expected)
     readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
     tables = with_means([one for one in every if one.tag not in readings], expected)
     return {
         "reproduction.md": results_page(
-            found, tables, expected, findings(claims, tables, expected), counts(tables, expected)
+            known, tables, expected, findings(claims, tables, expected), counts(tables, expected)
         ),
-        "ambiguities.md": ambiguities_page(texts, every, expected, found),
+        "ambiguities.md": ambiguities_page(texts, every, expected, known),
     }
 
 

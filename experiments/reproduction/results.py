@@ -128,8 +128,8 @@ def repeated(
     for other in others:
         if usual | other["decisive"] == usual | wanted and (needed is None or needed in other.get("metrics", ())):
             own = {name: value for name, value in identity(cell, config).items() if name != "hyperparameters"}
-            place = (other["table"], other["split"], other["variant"], other["tag"])
-            return {**other, **own, "same_run_as": " ".join(part for part in place if part)}
+            origin = (other["table"], other["split"], other["variant"], other["tag"])
+            return {**other, **own, "same_run_as": " ".join(part for part in origin if part)}
     return None
 
 

@@ -27,7 +27,7 @@ from fedjax_pcdd.training.config import (
     values,
 )
 from fedjax_pcdd.training.fields import convert, options_of
-from fedjax_pcdd.training.preset_files import preset_method, preset_values, read_preset, read_run
+from fedjax_pcdd.training.presets import preset_method, preset_values, read_preset, read_run
 
 PRESETS = Path("experiments/presets")
 

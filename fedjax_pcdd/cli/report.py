@@ -9,11 +9,11 @@ from typing import Any
 import tyro
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.arguments import exit_code, parse
+from fedjax_pcdd.cli.arguments import command
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.accuracies import own_table, paper_tables
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
+from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import TITLES, kind, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
@@ -60,12 +60,12 @@ def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return exit_code(lambda: _report(parse(ReportOptions, argv, "report.py"), experiments))
+    return command(ReportOptions, lambda options: _report(options, experiments), argv, "report.py")
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
     """Print a comparison; arguments and exit code as `report_main`."""
-    return exit_code(lambda: _compare(parse(CompareOptions, argv, "compare.py")))
+    return command(CompareOptions, _compare, argv, "compare.py")
 
 
 def _compare(options: CompareOptions) -> None:
@@ -143,7 +143,7 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
                 pictures[f"curves/{index}-{name}.svg"] = svg
                 lines.append(f"![{escaped(in_words(one, name))}](curves/{index}-{name}.svg)")
         lines.append("")
-    lines += ["### Runs", "", *(f"- {code(str(path))}: {code(command)}" for path, command in commands.items())]
+    lines += ["### Runs", "", *(f"- {code(str(path))}: {code(text)}" for path, text in commands.items())]
     return {
         "report.html": page(groups, papers, runs, notes, commands),
         "report.md": "\n".join(lines) + "\n",

@@ -6,7 +6,7 @@ expected.py    the papers' numbers and what a run has in their place
 targets.py     rounds to FedAvg's accuracy and speed-ups
 statistics.py  means, paired differences, p-values of a family
 tables.py      what a table is, and how it looks in the terminal, Markdown, LaTeX and CSV
-accuracies.py  the tables of a report
+contents.py    the tables that a report has
 plots.py       learning curves with bands, as SVG
 page.py        report.html
 compare.py     paired differences of run folders

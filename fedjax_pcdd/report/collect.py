@@ -15,7 +15,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
 from fedjax_pcdd.training.mappings import load_mapping
-from fedjax_pcdd.training.preset_files import read_text
+from fedjax_pcdd.training.presets import read_text
 
 
 @dataclass(frozen=True)

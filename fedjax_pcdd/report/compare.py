@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.accuracies import ACCURACIES
 from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import Entry, data_of, entries
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts

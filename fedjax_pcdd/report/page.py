@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedjax_pcdd.report.accuracies import own_table
 from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.contents import own_table
 from fedjax_pcdd.report.grouping import Group
 from fedjax_pcdd.report.plots import LABELS, curves, inline, legend
 from fedjax_pcdd.report.tables import NOTHING, Cell, Column, Row, Table, aside, shown

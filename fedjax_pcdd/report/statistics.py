@@ -7,7 +7,7 @@ multiple test procedure", Scandinavian Journal of Statistics, 1979).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -124,9 +124,10 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
         return Difference(centre, None, seeds)
     if np.allclose(values, centre, rtol=1e-9, atol=1e-12):  # no spread that a t-test could judge by
         return Difference(centre, 0.0, seeds, centre, centre, 0.5 ** (n - 1) if centre else 1.0)
-    test = stats.ttest_1samp(values, 0.0)
+    test: Any = stats.ttest_1samp(values, 0.0)  # scipy's results are not typed
     low, high = test.confidence_interval(confidence)
-    rank_p = float(stats.wilcoxon(values).pvalue) if n >= LEAST_WILCOXON else None
+    ranks: Any = stats.wilcoxon(values) if n >= LEAST_WILCOXON else None
+    rank_p = None if ranks is None else float(ranks.pvalue)
     return Difference(centre, float(stats.sem(values)), seeds, float(low), float(high), float(test.pvalue), rank_p)
 
 
@@ -162,4 +163,5 @@ def rank_correlation(ours: Sequence[float], paper: Sequence[float]) -> float | N
     """
     if len(ours) < LEAST_RANKED or any(np.ptp(column) == 0 for column in (ours, paper)):
         return None
-    return round(float(stats.spearmanr(ours, paper).statistic), 12)
+    correlation: Any = stats.spearmanr(ours, paper)
+    return round(float(correlation.statistic), 12)

@@ -20,7 +20,7 @@ from fedjax_pcdd.report.expected import (
     kind,
     measured,
 )
-from fedjax_pcdd.report.grouping import Entry, Group, label, shared
+from fedjax_pcdd.report.grouping import Group, Names, label, shared
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 
@@ -35,23 +35,22 @@ ACCURACIES = {
 SECONDS = "seconds_per_round"
 TARGET_HEADINGS = dict(zip(TARGET_METRICS, ("rounds to target", "speed-up"), strict=True))
 
-Names = tuple[str, str, str]  # method, variant, settings
+Known = Sequence[tuple[Names, Sequence[RunRecord]]]  # experiments with their runs
 
 
 def own_table(group: Group) -> Table:
     """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
-    targets = REFERENCE in (entry.method for entry in group.entries) and len(group.entries) > 1
+    known = [(entry.names, entry.runs) for entry in group.entries]
+    targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
     rule = RULES.get(group.preset or "", BEST)
     columns = [_column(name, heading) for name, heading in (ACCURACIES | {SECONDS: "s a round"}).items()]
     columns += [_column(name, heading) for name, heading in TARGET_HEADINGS.items() if targets]
-    known = [(one.method, one.settings, one.runs) for one in group.entries]
     rows = {}
-    for entry in group.entries:
-        cells = [_of_summary(entry.runs, name, 100.0) for name in ACCURACIES]
-        cells.append(_of_summary(entry.runs, SECONDS, 1.0))
+    for names, runs in known:
+        rows[names] = [_of_summary(runs, name, 100.0) for name in ACCURACIES]
+        rows[names].append(_of_summary(runs, SECONDS, 1.0))
         if targets:
-            cells += target_cells(entry.runs, _references(known, entry.settings), rule)
-        rows[entry.method, entry.variant, entry.settings] = cells
+            rows[names] += target_cells(runs, _references(known, names), rule)
     note = " ".join(filter(None, [_protocols(group), _note(TARGET_METRICS[0], rule) if targets else ""]))
     return _table(group.title, columns, rows, note)
 
@@ -72,10 +71,9 @@ def _column(metric: str, heading: str) -> Column:
 
 def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[Cell]], note: str) -> Table:
     """Settings that all experiments with numbers of their own have are said once, above it."""
-    known = [names for names, cells in rows.items() if any(cell.mean is not None for cell in cells)]
-    same = shared(settings for _, _, settings in known)
+    same = shared(names for names, cells in rows.items() if any(cell.mean is not None for cell in cells))
     remarks = " ".join(filter(None, [f"Not as the preset in all runs: {same}." if same else "", note]))
-    lines = tuple(Row(label(*names, same), tuple(cells), names) for names, cells in rows.items())
+    lines = tuple(Row(label(names, same), tuple(cells), names) for names, cells in rows.items())
     return ranked(Table(title, tuple(columns), lines, remarks))
 
 
@@ -90,9 +88,9 @@ def target_cells(runs: Sequence[RunRecord], references: Sequence[RunRecord], rul
     return rounds, faster
 
 
-def _references(known: Iterable[tuple[str, str, Sequence[RunRecord]]], settings: str) -> list[RunRecord]:
-    """FedAvg's among runs with their method and settings, first those with the same settings."""
-    fitting = [(own != settings, runs) for method, own, runs in known if method == REFERENCE]
+def _references(known: Known, names: Names) -> list[RunRecord]:
+    """FedAvg's runs, first those with the same settings."""
+    fitting = [(own[2] != names[2], runs) for own, runs in known if own[0] == REFERENCE]
     return [run for _, runs in sorted(fitting, key=lambda one: one[0]) for run in runs]
 
 
@@ -116,7 +114,7 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
       groups: those of this preset.
       expected: what the paper prints there.
     """
-    runs = {(_names(entry), group.split): entry.runs for group in groups for entry in group.entries}
+    runs = {(entry.names, group.split): entry.runs for group in groups for entry in group.entries}
     splits, tables = {group.split for group in groups}, []
     for title in dict.fromkeys(TITLES.get(kind(one.metric)) for one in expected):
         printed = [one for one in expected if TITLES.get(kind(one.metric)) == title]
@@ -128,10 +126,6 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
         if title and columns:
             tables.append(_paper_table(preset, columns, runs, [one for one in printed if _key(one) in columns]))
     return tables
-
-
-def _names(entry: Entry) -> Names:
-    return entry.method, entry.variant, entry.settings
 
 
 def _key(one: Expected) -> tuple[str, str]:
@@ -157,10 +151,9 @@ def _paper_table(preset: str, columns: Mapping, runs: Mapping, printed: Sequence
 
 def _ours(names: Names, split: str, metric: str, parts: Sequence[str], runs: Mapping, rule: Rule) -> Cell:
     if metric in TARGET_METRICS:
-        known = [(own[0], own[2], members) for (own, where), members in runs.items() if where == split]
-        return target_cells(runs.get((names, split), ()), _references(known, names[2]), rule)[
-            TARGET_METRICS.index(metric)
-        ]
+        known = [(own, members) for (own, where), members in runs.items() if where == split]
+        cells = target_cells(runs.get((names, split), ()), _references(known, names), rule)
+        return cells[TARGET_METRICS.index(metric)]
     return _over(parts, lambda run: measured(run, metric), [runs.get((names, part), ()) for part in parts])
 
 
