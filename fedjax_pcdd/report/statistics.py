@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 ALPHA = 0.05
 LEAST_RANKED = 3  # methods that an order is about
@@ -124,6 +123,8 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
         return Difference(centre, None, seeds)
     if np.allclose(values, centre, rtol=1e-9, atol=1e-12):  # no spread that a t-test could judge by
         return Difference(centre, 0.0, seeds, centre, centre, 0.5 ** (n - 1) if centre else 1.0)
+    from scipy import stats  # half a second, which tables can do without
+
     test: Any = stats.ttest_1samp(values, 0.0)  # scipy's results are not typed
     low, high = test.confidence_interval(confidence)
     ranks: Any = stats.wilcoxon(values) if n >= LEAST_WILCOXON else None
@@ -163,5 +164,7 @@ def rank_correlation(ours: Sequence[float], paper: Sequence[float]) -> float | N
     """
     if len(ours) < LEAST_RANKED or any(np.ptp(column) == 0 for column in (ours, paper)):
         return None
+    from scipy import stats
+
     correlation: Any = stats.spearmanr(ours, paper)
     return round(float(correlation.statistic), 12)

@@ -6,7 +6,7 @@ Terminal, Markdown, LaTeX (with the package booktabs) and CSV are written here; 
 import csv
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -104,6 +104,11 @@ class Table:
         """All of them."""
         return [self.stub, *(column.heading for column in self.columns)]
 
+    @property
+    def left(self) -> list[bool]:
+        """Which columns stand on the left."""
+        return [True, *(column.left for column in self.columns)]
+
 
 def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = ()) -> Cell:
     """Mean and deviation of the values that are there.
@@ -173,31 +178,43 @@ def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
 def terminal(table: Table) -> RichTable:
     """For a console."""
     rich = RichTable(title=table.title or None, title_justify="left")
-    rich.add_column(Text(table.stub))
-    for column in table.columns:
-        rich.add_column(Text(column.heading), justify="left" if column.left else "right")
-    for row in table.rows:
-        cells = [_marked(cell, column, ("{}",) * 3, str) for cell, column in zip(row.cells, table.columns, strict=True)]
-        rich.add_row(*map(Text, [row.label, *cells]))
+    for heading, left in zip(table.headings, table.left, strict=True):
+        rich.add_column(Text(heading), justify="left" if left else "right")
+    for line in _lines(table, ("{}",) * 3, str):
+        rich.add_row(*map(Text, line))
     return rich
 
 
-def markdown(table: Table, *, aligned: bool = False) -> str:
-    """One GitHub table under its title; `aligned` so that it reads as text too."""
-    marks = ("{}", "**{}**", "<u>{}</u>")
-    lines = [[escaped(text) for text in table.headings]]
-    for row in table.rows:
-        cells = [_marked(cell, column, marks, escaped) for cell, column in zip(row.cells, table.columns, strict=True)]
-        lines.append([escaped(row.label), *cells])
-    widths = [max(map(len, texts)) if aligned else 0 for texts in zip(*lines, strict=True)]
+def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str] | None = None) -> str:
+    """One GitHub table under its title.
+
+    Args:
+      table: what to write.
+      aligned: so that it reads as text too.
+      escape: what makes text of a cell Markdown; `str` for cells that are Markdown.
+    """
+    escape = escape or escaped
+    lines = [[escape(heading) for heading in table.headings], *_lines(table, ("{}", "**{}**", "<u>{}</u>"), escape)]
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
+    rule = [
+        "-" * (width + 2) if aligned else "---" + ":" * (not left)
+        for width, left in zip(widths, table.left, strict=True)
+    ]
     piped = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    if aligned:
-        rule = "|".join("-" * (width + 2) for width in widths)
-    else:
-        rule = "|".join("---" if column.left else "---:" for column in (Column("", left=True), *table.columns))
-    head = [f"### {escaped(table.title)}", ""] if table.title else []
-    remarks = [escaped(table.remarks), ""] if table.remarks else []
-    return "\n".join([*head, *remarks, piped[0], f"|{rule}|", *piped[1:]]) + "\n"
+    head = [f"### {escape(table.title)}", ""] * bool(table.title) + [escape(table.remarks), ""] * bool(table.remarks)
+    return "\n".join([*head, piped[0], f"|{'|'.join(rule)}|", *piped[1:]]) + "\n"
+
+
+def _lines(table: Table, marks: Sequence[str], escape: Callable[[str], str]) -> list[list[str]]:
+    """The rows as text: numbers marked as they rank, in brackets what stands beside them."""
+    lines = []
+    for row in table.rows:
+        line = [escape(row.label)]
+        for cell, column in zip(row.cells, table.columns, strict=True):
+            text, paper = marks[cell.rank].format(escape(shown(cell, column))), aside(cell, column)
+            line.append(f"{text} ({escape(paper)})" if paper else text)
+        lines.append(line)
+    return lines
 
 
 def escaped(text: str) -> str:
@@ -223,17 +240,14 @@ def code(text: str) -> str:
 
 def latex(table: Table) -> str:
     """One floating table."""
-    marks = ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")
+    lines = _lines(table, ("{}", r"\textbf{{{}}}", r"\underline{{{}}}"), for_latex)
+    rows = [" & ".join(line) + r" \\" for line in [[*map(for_latex, table.headings)], *lines]]
     caption = ". ".join(map(for_latex, filter(None, (table.title, table.remarks.removesuffix(".")))))
-    layout = "l" + "".join("l" if column.left else "r" for column in table.columns)
-    lines = [
+    layout = "".join("l" if left else "r" for left in table.left)
+    return "\n".join([
         r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{layout}}}", r"\toprule",
-        " & ".join(map(for_latex, table.headings)) + r" \\", r"\midrule",
-    ]  # fmt: skip
-    for row in table.rows:
-        cells = [_marked(cell, column, marks, for_latex) for cell, column in zip(row.cells, table.columns, strict=True)]
-        lines.append(" & ".join([for_latex(row.label), *cells]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+        rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+    ])  # fmt: skip
 
 
 def for_latex(text: str) -> str:
@@ -243,12 +257,6 @@ def for_latex(text: str) -> str:
     mu\\_1 = 5 \\%
     """
     return "".join(_LATEX.get(letter, letter) for letter in text)
-
-
-def _marked(cell: Cell, column: Column, marks: Sequence[str], escape) -> str:
-    """A cell as one line of text: the number as its rank is marked, and in brackets what stands beside it."""
-    text, paper = marks[cell.rank].format(escape(shown(cell, column))), aside(cell, column)
-    return f"{text} ({escape(paper)})" if paper else text
 
 
 def comma_separated(tables: Sequence[Table]) -> str:
