@@ -8,14 +8,14 @@ import pytest
 
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction import cells as cells_module
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.cells import OutOfTime, Place, deadline
-from fedjax_pcdd.harness.reproduction.command import reproduce_main
-from fedjax_pcdd.harness.reproduction.plan import check, configured, read_plan
-from fedjax_pcdd.harness.reproduction.session import Budget, typical_seconds, unfinished, work_off
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.config import values
+from reproduction import cells as cells_module
+from reproduction import results
+from reproduction.cells import Folders, OutOfTime, deadline
+from reproduction.command import reproduce_main
+from reproduction.plan import check, configured, read_plan
+from reproduction.session import Budget, typical_seconds, unfinished, work_off
 
 PRESET = """
 run: {dataset: digits, model: mlp, rounds: 3, lanes: 1, local_epochs: 1, fine_tune_epochs: 0, lr: 0.1}
@@ -36,18 +36,18 @@ EXPECTED = "split,method,variant,metric,value,std,note\nA,fedavg,,{metric},50.0,
 @pytest.fixture
 def place(tmp_path):
     experiments = tmp_path / "experiments"
-    for folder in ("presets/toy", "expected", "reproduce"):
+    for folder in ("presets/toy", "expected", "reproduction"):
         (experiments / folder).mkdir(parents=True)
     for table, metric in (("table1", "ga_pct"), ("table2", "eigenvalue_variance")):
         (experiments / f"presets/toy/{table}.yaml").write_text(PRESET)
         (experiments / f"expected/toy_{table}.csv").write_text(EXPECTED.format(metric=metric))
-    (experiments / "reproduce/tiny.yaml").write_text(PLAN)
-    return Place(tmp_path / "runs", tmp_path / "results", experiments, None)
+    (experiments / "reproduction/tiny.yaml").write_text(PLAN)
+    return Folders(tmp_path / "runs", tmp_path / "results", experiments, None)
 
 
 def planned(place, text=PLAN):
-    (place.experiments / "reproduce/tiny.yaml").write_text(text)
-    return read_plan("tiny", place.experiments / "reproduce", place.presets).cells
+    (place.experiments / "reproduction/tiny.yaml").write_text(text)
+    return read_plan("tiny", place.experiments / "reproduction", place.presets).cells
 
 
 def one(place, name, text=PLAN):
@@ -99,7 +99,7 @@ def test_the_same_cell_with_other_settings_needs_a_tag(place):
         ("blocks: [{splits: [A]}]", "needs a line `table"),
         ("blocks: [{table: toy/table1, splits: A}]", "'splits' of block 1 .* must be a list"),
         ("blocks: [{table: toy/table1, variants: [intra]}]", "has no variant 'intra': did you mean 'intra-only'"),
-        ("cells: []", "must hold `settings` and a list of `blocks`"),
+        ("cells: []", "must hold 'settings' and a list of 'blocks'"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_sentence(place, text, sentence):
@@ -159,7 +159,7 @@ def test_a_diverging_cell_is_failed_and_not_tried_again(place):
 
 
 def test_a_full_disk_ends_the_session_and_fails_no_cell(place, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise UserError("no space left on the disk") from OSError("no space")
 
     monkeypatch.setattr(runs, "run", full)

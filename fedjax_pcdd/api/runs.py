@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.data.federation import heat_map
 from fedjax_pcdd.engine.program import State
@@ -34,7 +35,6 @@ from fedjax_pcdd.training.folder import (
     Records,
     RunFolder,
     describe_machine,
-    draw_curves,
     peak_memory_mb,
 )
 from fedjax_pcdd.training.loop import Callback, Each, Progress, Run, loop, own_state

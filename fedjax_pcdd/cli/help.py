@@ -84,7 +84,8 @@ def help_text(method: str) -> str:
         groups.append((group, text, [option for option in RUN.values() if option.group == group]))
     own = list(options_of(cls).values())
     if own:
-        groups.append((method, f"Hyper-parameters of {method} ({cls.paper}).", own))
+        paper = cls().traits().paper
+        groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
     width = max(60, min(120, shutil.get_terminal_size().columns))
     parts = ["usage: run.py [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width)]
     for group, text, options in groups:

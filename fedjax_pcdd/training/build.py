@@ -84,7 +84,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
-    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
+    clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     return Local(
         epochs=config.local_epochs or 1, batch_size=config.batch_size, last_batch=config.last_batch,
         optimizer=config.optimizer, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
@@ -132,7 +132,7 @@ def assemble(
     dataset, shape = federation.dataset, federation.image_shape
     pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
     public = None
-    if method.distils:
+    if method.traits().public:
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
@@ -181,12 +181,12 @@ class Setup:
     @property
     def tunes(self) -> bool:
         """Whether PA is measured after every client has fine-tuned the global model."""
-        return self.methods[0].fine_tune and self.config.fine_tune_epochs > 0
+        return self.methods[0].traits().fine_tunes and self.config.fine_tune_epochs > 0
 
     @property
     def keeps_best(self) -> bool:
         """Whether the global variables of the best GA are needed in the end."""
-        return self.tunes and self.methods[0].global_model
+        return self.tunes and self.methods[0].traits().global_model
 
     def _federate(self) -> list[Federation]:
         if self.given.federation is not None:
@@ -213,8 +213,7 @@ class Setup:
 
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
-        hyper = select(self.simulation.hyper, e)
-        return unused(self.pairs[e][0]) + self.methods[e].advise(self.simulation.program.setting, hyper)
+        return unused(self.pairs[e][0]) + self.simulation.advice[e]
 
     def lanes(self, state: State) -> int:
         """Clients trained as one step: as the options say, or measured."""

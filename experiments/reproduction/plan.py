@@ -89,7 +89,7 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
     top = load_mapping(read_text(path), str(path))
     blocks = top.get("blocks")
     if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list):
-        raise UserError(f"{path} must hold `settings` and a list of `blocks`.")
+        raise UserError(f"{path} must hold 'settings' and a list of 'blocks'.")
     common = as_mapping(top.get("settings"), f"'settings' in {path}")
     cells: dict[tuple[str, str], Cell] = {}
     for number, block in enumerate(blocks, 1):

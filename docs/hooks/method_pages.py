@@ -11,9 +11,10 @@ import yaml
 
 from fedjax_pcdd.cli.catalogue import Row, rows
 from fedjax_pcdd.cli.options import flag, sentence
-from fedjax_pcdd.harness.typeset import paragraphs, typeset
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import Option, bounds, options_of
+from typeset import paragraphs, typeset
 
 ROOT = Path(__file__).parents[2]
 LETTERS = (
@@ -75,8 +76,7 @@ def _source(cls: type[Method]) -> str:
 
 def command(name: str) -> str:
     """A command that runs the method without any file of data."""
-    cls = METHODS[name]
-    task = " --task=digits_domains" if cls.own_models and cls.exchange != "never" else ""
+    task = " --task=digits_domains" if METHODS[name]().traits().exchange != "never" else ""
     return f"python experiments/run.py --method={name}{task}"
 
 
@@ -120,8 +120,7 @@ def _hooks(cls: type[Method]) -> str:
     found = []
     for name, plain in vars(Method).items():
         own = inspect.getattr_static(cls, name)
-        hook = callable(own) or isinstance(own, property)
-        if own is plain or not hook or name == "replace" or name.startswith("_"):  # `replace` is every dataclass's
+        if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
             continue
         text = (inspect.getdoc(own) or "").split("\n\n")[0]
         found.append((f"`{name}`", typeset(" ".join(text.split()))))
@@ -129,12 +128,5 @@ def _hooks(cls: type[Method]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    >>> print(table(("a", "b"), [("1", "2")]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    first, *others = (f"| {' | '.join(line)} |" for line in [header, *lines])
-    return "\n".join([first, "|" + "---|" * len(header), *others])
+    """A table of cells that are Markdown."""
+    return markdown(texts("", header, lines, left=header), escape=str).rstrip()
