@@ -233,7 +233,7 @@ def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
     averages = {}
     for name in ("fccl/table1", "fccl/table3"):
         _, method = cli.parse([f"--preset={name}", "--split=office-home", "--method=fccl"], PRESETS)
-        averages[name] = method.averages
+        averages[name] = method.traits().averages
     assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
 

@@ -74,8 +74,7 @@ def _source(cls: type[Method]) -> str:
 
 def command(name: str) -> str:
     """A command that runs the method without any file of data."""
-    cls = METHODS[name]
-    task = " --task=digits_domains" if cls.own_models and cls.exchange != "never" else ""
+    task = " --task=digits_domains" if METHODS[name]().traits().exchange != "never" else ""
     return f"python experiments/run.py --method={name}{task}"
 
 
@@ -119,8 +118,7 @@ def _hooks(cls: type[Method]) -> str:
     found = []
     for name, plain in vars(Method).items():
         own = inspect.getattr_static(cls, name)
-        hook = callable(own) or isinstance(own, property)
-        if own is plain or not hook or name == "replace" or name.startswith("_"):  # `replace` is every dataclass's
+        if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
             continue
         text = (inspect.getdoc(own) or "").split("\n\n")[0]
         found.append((f"`{name}`", typeset(" ".join(text.split()))))
