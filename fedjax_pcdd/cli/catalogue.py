@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.report import tables
 
 COUNTS = Path(__file__).with_name("traffic.json")
 BLOCK = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->)", re.DOTALL)
@@ -62,11 +63,8 @@ def count() -> dict[str, dict[str, str]]:
 
 def markdown(found: list[Row]) -> str:
     """The table for the README."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    for row in found:
-        file = f"[{Path(row.file).name}]({row.file})"
-        lines.append("| " + " | ".join(row._replace(file=file)) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [row._replace(file=f"[{Path(row.file).name}]({row.file})") for row in found]
+    return tables.markdown(tables.texts("", HEADER, lines, left=HEADER), escape=str)
 
 
 def with_table(text: str, table: str) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.data.federation import Federation, heat_map
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.engine.program import State, Tree
@@ -294,7 +295,7 @@ class Run:
         config = self.config
         self.folder.write_summary(summary)
         title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-        records.draw_curves(history.rows, self.folder.path / "curves.png", title)
+        draw_curves(history.rows, self.folder.path / "curves.png", title)
         if self.recorder:
             self.recorder.draw()
 

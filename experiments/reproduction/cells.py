@@ -14,16 +14,16 @@ from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.eigenvalues import add_eigenvalues
-from fedjax_pcdd.harness.reproduction.plan import Cell, configured
 from fedjax_pcdd.report.collect import read_run
 from fedjax_pcdd.training.config import values
+from reproduction import results
+from reproduction.eigenvalues import add_eigenvalues
+from reproduction.plan import Cell, configured
 
 AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
 
 
-class Place(NamedTuple):
+class Folders(NamedTuple):
     """Where things lie: run folders, results, the experiments' folder (presets, expected), the data sets."""
 
     runs: Path
@@ -64,9 +64,9 @@ def deadline(seconds: float | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def missing_data(cell: Cell, place: Place) -> str | None:
+def missing_data(cell: Cell, folders: Folders) -> str | None:
     """Why the data set of a cell cannot be read, None where it can."""
-    config, _ = configured(cell, place.presets, **_data(place))
+    config, _ = configured(cell, folders.presets, **_data(folders))
     try:
         if config.task is not None:
             load_task(config.task, config.data_dir, seed=config.seed, split=config.task_split)
@@ -77,28 +77,28 @@ def missing_data(cell: Cell, place: Place) -> str | None:
     return None
 
 
-def run_folder(cell: Cell, place: Place) -> Path:
+def run_folder(cell: Cell, folders: Folders) -> Path:
     """Where the run of a cell lies."""
-    return place.runs / cell.table / cell.name
+    return folders.runs / cell.table / cell.name
 
 
-def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
+def run_cell(cell: Cell, folders: Folders) -> dict[str, Any]:
     """The result of a cell, run or continued in a folder of its own.
 
     Raises:
       UserError: files cannot be written; a run that itself fails is a result.
     """
-    folder = run_folder(cell, place)
-    more = {**_data(place), "quiet": "true"}
-    config, method = configured(cell, place.presets, **more)
+    folder = run_folder(cell, folders)
+    more = {**_data(folders), "quiet": "true"}
+    config, method = configured(cell, folders.presets, **more)
     options = values(config, method)
     try:
         if (folder / "config.yaml").is_file():
-            pair = configure({"resume": str(folder), **more}, place.presets)
+            pair = configure({"resume": str(folder), **more}, folders.presets)
         else:
-            pair = configured(cell, place.presets, **more, run_dir=str(folder))
+            pair = configured(cell, folders.presets, **more, run_dir=str(folder))
         launch.run(*pair, {**cell.origin, "command": results.command(cell, options)})
-        return add_eigenvalues(results.finished(cell, read_run(folder), place.expected), folder, place.expected)
+        return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
             raise
@@ -108,5 +108,5 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
         gc.collect()
 
 
-def _data(place: Place) -> dict[str, str]:
-    return {} if place.data is None else {"data_dir": str(place.data)}
+def _data(folders: Folders) -> dict[str, str]:
+    return {} if folders.data is None else {"data_dir": str(folders.data)}

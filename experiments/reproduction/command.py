@@ -1,16 +1,12 @@
 """The command line of experiments/reproduce.py."""
 
-import contextlib
 import dataclasses
-import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import tyro
-
-from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.harness.reproduction.plan import Cell, check, read_plan
+from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.errors import UserError
+from reproduction.plan import Cell, check, read_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,82 +43,58 @@ def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
     """What the arguments ask for.
 
     Args:
-      experiments: folder with `presets`, `expected` and `reproduce`.
+      experiments: folder with `presets`, `expected` and `reproduction`.
       argv: arguments without the program's name; None for those of the process.
 
     Returns:
       Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
     """
-    try:
-        return _act(_parse(argv), experiments)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command continues.", file=sys.stderr)
-        return 130
+    return command(Options, lambda options: _act(options, experiments), argv, "reproduce.py")
 
 
-def _parse(argv: Sequence[str] | None) -> Options:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Options)] + ["--help", "-h"]
-    for token in argv:
-        flag = token.partition("=")[0]
-        if flag.startswith("-") and flag not in known:
-            raise UserError(f"there is no option {flag}: {nearest(flag, known[:-1])}")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(Options, prog="reproduce.py", args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(f"reproduce.py does not understand '{' '.join(argv)}': --help shows its options.") from None
-        raise
-
-
-def _act(options: Options, experiments: Path) -> int:
+def _act(options: Options, experiments: Path) -> None:
     # JAX is not needed for the help and for mistakes.
-    from fedjax_pcdd.harness.reproduction import session
-    from fedjax_pcdd.harness.reproduction.cells import Place
+    from reproduction import session
+    from reproduction.cells import Folders
 
     if options.page:
-        from fedjax_pcdd.harness.reproduction.pages import write_pages
+        from reproduction.pages import write_pages
 
         for path in write_pages(options.results_dir, experiments, options.docs_dir):
             print(f"written: {path}")
-        return 0
-    plan = read_plan(options.scale, experiments / "reproduce", experiments / "presets")
+        return
+    plan = read_plan(options.scale, experiments / "reproduction", experiments / "presets")
     cells = _chosen(plan.cells, options.only)
-    place = Place(options.runs_dir, options.results_dir, experiments, options.data_dir)
+    folders = Folders(options.runs_dir, options.results_dir, experiments, options.data_dir)
     if options.list or options.dry_run:
-        _show(cells, place, commands=options.dry_run)
-        return 0
-    check(session.unfinished(cells, place), place.presets)
+        _show(cells, folders, commands=options.dry_run)
+        return
+    check(session.unfinished(cells, folders), folders.presets)
     seconds = None if options.budget_minutes is None else 60 * options.budget_minutes
-    outcome = session.work_off(cells, place, session.Budget(seconds), say=lambda text: print(text, flush=True))
-    left = len(session.unfinished(cells, place))
+    outcome = session.work_off(cells, folders, session.Budget(seconds), say=lambda text: print(text, flush=True))
+    left = len(session.unfinished(cells, folders))
     print(f"{outcome.done} cells done, {left} left{', the time is spent' if outcome.out_of_time else ''}.")
-    return 0
 
 
 def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
-    found = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(only or "")]
-    if not found:
+    chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(only or "")]
+    if not chosen:
         tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
         raise UserError(f"--only={only} leaves no cell: the plan has {tables}.")
-    return found
+    return chosen
 
 
-def _show(cells: Sequence[Cell], place, *, commands: bool) -> None:
-    from fedjax_pcdd.harness.reproduction import results, session
-    from fedjax_pcdd.harness.reproduction.plan import configured
+def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
     from fedjax_pcdd.training.config import values
+    from reproduction import results, session
+    from reproduction.plan import configured
 
-    waiting = session.unfinished(cells, place)
+    waiting = session.unfinished(cells, folders)
     for cell in waiting if commands else cells:
         if commands:
-            print(results.command(cell, values(*configured(cell, place.presets))))
+            print(results.command(cell, values(*configured(cell, folders.presets))))
         else:
-            path = results.result_path(place.results, cell)
+            path = results.result_path(folders.results, cell)
             state = results.read_result(path)["status"] if path.is_file() else "waiting"
             print(f"{state:8} {cell.table} {cell.name}")
     if not commands:

@@ -9,10 +9,10 @@ import numpy as np
 
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.api.launch import kind_of_run
-from fedjax_pcdd.cli.preset_files import read_run
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.report.expected import read_expected
+from fedjax_pcdd.training.presets import read_run
 
 METRIC = "eigenvalue_variance"
 BATCH, BATCHES = 128, 10  # the paper has one batch of training images; a mean over several moves less

@@ -8,8 +8,8 @@ import posixpath
 import re
 from typing import Any
 
-from fedjax_pcdd.harness.pages import ROOT, method_page, overview
 from fedjax_pcdd.methods import METHODS
+from method_pages import ROOT, method_page, overview
 
 # Files outside docs/ -> their places in the site.
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "BUILD.md": "building.md", "benchmarks/README.md": "benchmarks/index.md"}

@@ -1,14 +1,15 @@
 """docs/reproduction.md: what was run of the papers' tables, beside the printed numbers, and which claims held."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from fedjax_pcdd.harness.reproduction.claims import Count, Finding, ordered
-from fedjax_pcdd.harness.reproduction.statistics import VERDICTS
-from fedjax_pcdd.harness.reproduction.tables import BASELINE, LAST_TEN, Column, Result, Row, common, in_words, printed
 from fedjax_pcdd.report.expected import TITLES, Expected, kind
-from fedjax_pcdd.report.tables import cell
+from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
+from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
+from fedjax_pcdd.report.tables import Column as Heading
+from fedjax_pcdd.report.tables import Row as Line
+from reproduction.claims import Count, Finding, ordered
+from reproduction.columns import BASELINE, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
 
 INTRODUCTION = """# Reproduction
 
@@ -27,18 +28,19 @@ How to read it:
   test data as in the papers, which flatters every number; the mean of the last ten rounds does not. PA of a method
   without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
 - ± is the standard deviation over seeds beside a mean, the standard error beside a difference. Differences are paired
-  by seed. A claim *held* or *did not hold* where the difference is at least two standard errors from zero (with two or
-  three seeds that is a weak test), otherwise it is *not distinguishable*; with one seed only the sign is said.
+  by seed. A claim *held* or *did not hold* where a paired t-test says so at the level 0.05, its p-values adjusted by
+  Holm for all claims tried at the scale (in the tables: for their methods); otherwise it is *not distinguishable*,
+  which two or three seeds leave most differences, also large ones. With one seed only the sign is given.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
 """
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
 
-def reproduction_page(
+def results_page(
     results: Sequence[Result],
     columns: Sequence[Column],
-    expected: Mapping[str, Sequence[Expected]],
+    expected: Expectations,
     findings: Sequence[Finding],
     counts: Sequence[Count],
 ) -> str:
@@ -62,8 +64,8 @@ def _extent(results: Sequence[Result]) -> str:
         hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
         shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
         devices = ", ".join(dict.fromkeys(str(one["machine"]["device"]) for one in own))
-        said = (shared, "more cells share a run with another table"), (failed, "failed")
-        notes = [f"{number} {text}" for number, text in said if number]
+        notes = [f"{shared} more cells share a run with another table"] * bool(shared)
+        notes += [f"{failed} failed"] * bool(failed)
         cells = f"; {', '.join(notes)}" if notes else ""
         parts.append(f"Scale `{scale}`: {runs} run{'s' * (runs != 1)}, {hours:.1f} hours on {devices}{cells}.")
     return " ".join(parts)
@@ -97,34 +99,29 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _claims(findings: Sequence[Finding]) -> list[str]:
-    tried = [one for one in findings if one.best is not None]
-    if not tried:
-        return []
-    lines = ["### Claim by claim", "", "Differences in percent points, in the metric of the table."]
-    lines += ["", "| claim | table | split | scale | paper | best round | | mean of last ten | |"]
-    lines += ["|---|---|---|---|---:|---:|---|---:|---|"]
-    for one in tried:
-        paper = "–" if one.paper is None else f"{one.paper:+.2f}".replace("-", "−")
-        ten = ("–", "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
-        where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
-        lines.append(_piped([*where, paper, str(one.best), one.verdict, *ten]))
-    return [*lines, ""]
+    lines = []
+    for one in findings:
+        if one.best is not None:
+            paper = NOTHING if one.paper is None else signed(one.paper)
+            ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
+            where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
+            lines.append((*where, paper, str(one.best), one.verdict, *ten))
+    headings = ("claim", "table", "split", "scale", "paper", "best round", "", "mean of last ten", "")
+    table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
+    remarks = "Differences in percent points, in the metric of the table."
+    return [markdown(replace(table, remarks=remarks))] if lines else []
 
 
 def _counts(counts: Sequence[Count]) -> list[str]:
     """All methods against FedAvg, table by table."""
-    if not counts:
-        return []
     lines = [
-        "### Every method against FedAvg",
-        "",
-        "How many differences to FedAvg have the sign that the paper prints.",
+        (one.table, kind(one.metric), one.scale, *(str(one.verdicts[verdict] or "") for verdict in VERDICTS))
+        for one in counts
     ]
-    lines += ["", f"| table | metric | scale | {' | '.join(VERDICTS)} |", "|---|---|---|" + "---:|" * len(VERDICTS)]
-    for one in counts:
-        numbers = [str(one.verdicts[verdict]) if one.verdicts[verdict] else "" for verdict in VERDICTS]
-        lines.append(_piped([one.table, kind(one.metric), one.scale, *numbers]))
-    return [*lines, ""]
+    headings = ("table", "metric", "scale", *VERDICTS)
+    table = texts("Every method against FedAvg", headings, lines, left=("metric", "scale"))
+    remarks = "How many differences to FedAvg have the sign that the paper prints."
+    return [markdown(replace(table, remarks=remarks))] if lines else []
 
 
 def _table(
@@ -144,63 +141,45 @@ def _table(
 
 def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[str]:
     """One table: methods down."""
-    ten = metric in LAST_TEN
-    heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
-    marks = ["method", "best" if ten else "ours", *(["mean of last ten"] if ten else []), "seeds"]
-    marks += ["paper", "difference", "over FedAvg", "paper's", ""]
-    lines = [f"### {heading}", "", _piped(marks), "|---|" + "---:|" * (len(marks) - 2) + "---|"]
-    for row in column.rows:
-        if row.values(metric):
-            lines.append(_piped(_cells(column, row, metric, numbers, ten)))
+    rows = [row for row in column.rows if row.values(metric)]
+    over = family([column.over_baseline(row, metric) for row in rows])
+    heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
+    columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
+    title = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
+    lines = tuple(Line(row.label, _cells(row, metric, numbers, one)) for row, one in zip(rows, over, strict=True))
     order, count = column.order(metric, numbers)
-    if order is not None:
-        lines += ["", f"Rank correlation with the paper over {count} methods: {order:+.2f}.".replace("-", "−")]
-    return [*lines, ""]
+    text = markdown(Table(title, (*columns, Heading("", left=True)), lines))
+    if order is None:
+        return [text]
+    return [text, f"Rank correlation with the paper over {count} methods: {signed(order)}.", ""]
 
 
-def _cells(column: Column, row: Row, metric: str, numbers: Mapping[str, float], ten: bool) -> list[str]:
+def _cells(row: Row, metric: str, numbers: Mapping[str, float], over: Difference | None) -> tuple[Cell, ...]:
     values, paper, base = row.values(metric), numbers.get(row.name), numbers.get(BASELINE)
-    over = column.over_baseline(row, metric)
+    ours = [over_seeds(row.values(metric).values())]
+    if metric in LAST_TEN:
+        ours.append(over_seeds(row.last_ten(metric).values()))
     claimed = None if paper is None or base is None or row.name == BASELINE else paper - base
-    signed = [f"{value:+.2f}".replace("-", "−") if value is not None else "–" for value in (
-        None if paper is None else float(np.mean(list(values.values()))) - paper, claimed)]  # fmt: skip
-    return [
-        row.label, _mean(values), *([_mean(row.last_ten(metric))] if ten else []), str(len(values)),
-        "–" if paper is None else f"{paper:.2f}", signed[0], "–" if over is None else str(over), signed[1],
+    apart = None if paper is None or ours[0].mean is None else ours[0].mean - paper
+    words = [
+        str(len(values)), NOTHING if paper is None else f"{paper:.2f}", NOTHING if apart is None else signed(apart),
+        NOTHING if over is None else str(over), NOTHING if claimed is None else signed(claimed),
         "" if over is None or claimed is None else over.against(claimed),
     ]  # fmt: skip
-
-
-def _mean(values: Mapping[int, float]) -> str:
-    one = cell(values.values())
-    if one.mean is None:
-        return "–"
-    return f"{one.mean:.2f}" + ("" if one.std is None else f" ± {one.std:.2f}")
+    return (*ours, *(Cell(text=word) for word in words))
 
 
 def _commands(column: Column) -> list[str]:
     """What repeats each row, and what failed."""
     lines = [f"- {one['method']} seed {one['seed']} failed: {one['sentence']}" for one in column.failed]
     lines += [""] if lines else []
-    commands = [row.command for row in column.rows if row.results[0]["command"]]
+    commands = [f"    {row.command}" for row in column.rows if row.command]
     if not commands:
         return lines
-    return [
-        *lines,
-        "<details><summary>Commands</summary>",
-        "",
-        *(f"    {one}" for one in commands),
-        "",
-        "</details>",
-        "",
-    ]
+    return [*lines, "<details><summary>Commands</summary>", "", *commands, "", "</details>", ""]
 
 
 def _title(metric: str) -> str:
     name, _, domain = metric.partition(":")
     titles = TITLES | {"ga_pct": "GA, %", "pa_pct": "PA, %"}
     return f"{titles.get(name, name)} {domain}".rstrip()
-
-
-def _piped(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

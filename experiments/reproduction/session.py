@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.cells import OutOfTime, Place, deadline, missing_data, run_cell, run_folder
-from fedjax_pcdd.harness.reproduction.eigenvalues import needed
-from fedjax_pcdd.harness.reproduction.plan import Cell, configured
 from fedjax_pcdd.training.config import values
+from reproduction import results
+from reproduction.cells import Folders, OutOfTime, deadline, missing_data, run_cell, run_folder
+from reproduction.eigenvalues import needed
+from reproduction.plan import Cell, configured
 
 
 class Budget:
@@ -41,10 +41,10 @@ class Outcome(NamedTuple):
     out_of_time: bool
 
 
-def unfinished(cells: Sequence[Cell], place: Place) -> list[Cell]:
+def unfinished(cells: Sequence[Cell], folders: Folders) -> list[Cell]:
     """Cells without a result, in order; those that were begun come first."""
-    waiting = [cell for cell in cells if not results.result_path(place.results, cell).is_file()]
-    begun = [cell for cell in waiting if (run_folder(cell, place) / "config.yaml").is_file()]
+    waiting = [cell for cell in cells if not results.result_path(folders.results, cell).is_file()]
+    begun = [cell for cell in waiting if (run_folder(cell, folders) / "config.yaml").is_file()]
     return begun + [cell for cell in waiting if cell not in begun]
 
 
@@ -55,26 +55,26 @@ def typical_seconds(cell: Cell, known: Sequence[dict[str, Any]]) -> float | None
     return median(r["seconds"] for r in nearer) if nearer else None
 
 
-def work_off(cells: Sequence[Cell], place: Place, budget: Budget, say: Callable[[str], None] = print) -> Outcome:
+def work_off(cells: Sequence[Cell], folders: Folders, budget: Budget, say: Callable[[str], None] = print) -> Outcome:
     """Run the unfinished cells until all are done or the time is spent.
 
     A cell with the options of one that is done (tables share cells) takes over its result; one whose data set cannot be
     read is left for another time.
     """
-    known = results.read_results(place.results)
-    waiting, done, lacking = unfinished(cells, place), 0, _Lacking(place, say)
+    known = results.read_results(folders.results)
+    waiting, done, lacking = unfinished(cells, folders), 0, _Lacking(folders, say)
     for number, cell in enumerate(waiting, 1):
         if lacking(cell):
             continue
         name = f"[{number}/{len(waiting)}] {cell.table} {cell.name}"
         try:
-            options = values(*configured(cell, place.presets))
-            result = results.repeated(cell, options, known, needed(cell.table, place.expected))
-            result = result or _run(cell, place, budget, known)
+            options = values(*configured(cell, folders.presets))
+            result = results.repeated(cell, options, known, needed(cell.table, folders.expected))
+            result = result or _run(cell, folders, budget, known)
         except OutOfTime:
             say(f"{name}: no time left")
             return Outcome(done, lacking.cells, True)
-        results.write_result(place.results, cell, result)
+        results.write_result(folders.results, cell, result)
         known.append(result)
         done += 1
         say(f"{name}: {_in_words(result)}")
@@ -84,28 +84,28 @@ def work_off(cells: Sequence[Cell], place: Place, budget: Budget, say: Callable[
 class _Lacking:
     """Whether a cell's data is not there; each data set is tried and told of once."""
 
-    def __init__(self, place: Place, say: Callable[[str], None]):
-        self.cells, self._place, self._say = 0, place, say
+    def __init__(self, folders: Folders, say: Callable[[str], None]):
+        self.cells, self._folders, self._say = 0, folders, say
         self._reasons: dict[str, str | None] = {}
 
     def __call__(self, cell: Cell) -> bool:
-        config, _ = configured(cell, self._place.presets)
+        config, _ = configured(cell, self._folders.presets)
         data = config.task or config.dataset
         if data not in self._reasons:
-            self._reasons[data] = missing_data(cell, self._place)
+            self._reasons[data] = missing_data(cell, self._folders)
             if self._reasons[data]:
                 self._say(f"all cells with {data} are left out: {self._reasons[data]}")
         self.cells += self._reasons[data] is not None
         return self._reasons[data] is not None
 
 
-def _run(cell: Cell, place: Place, budget: Budget, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _run(cell: Cell, folders: Folders, budget: Budget, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The result of a cell; OutOfTime where it is not begun, or is interrupted, for want of time."""
-    begun = (run_folder(cell, place) / "config.yaml").is_file()
+    begun = (run_folder(cell, folders) / "config.yaml").is_file()
     if not budget.allows(None if begun else typical_seconds(cell, known)):
         raise OutOfTime
     with deadline(budget.left):
-        return run_cell(cell, place)
+        return run_cell(cell, folders)
 
 
 def _in_words(result: dict[str, Any]) -> str:

@@ -6,28 +6,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.statistics import Difference, difference
-from fedjax_pcdd.harness.reproduction.tables import BASELINE, Column, Result, Row, printed
-from fedjax_pcdd.report.expected import Expected
+from fedjax_pcdd.report.statistics import Difference, paired, signed
+from fedjax_pcdd.report.tables import Cell, Table, markdown
+from fedjax_pcdd.report.tables import Column as Heading
+from fedjax_pcdd.report.tables import Row as Line
 from fedjax_pcdd.training.mappings import as_mapping, load_mapping
+from fedjax_pcdd.training.presets import read_text
+from reproduction.columns import BASELINE, Column, Expectations, Result, Row, printed
 
 METRIC = "ga_pct"
 INTRODUCTION = """# What the papers do not say
 
-Written by `python experiments/reproduce.py --page` from `experiments/reproduce/ambiguities.yaml` and `results/`; do not
-edit it.
+Written by `python experiments/reproduce.py --page` from `experiments/reproduction/ambiguities.yaml` and `results/`; do
+not edit it.
 
 Where a paper is silent, or says one thing and its published code does another, something has to be chosen. Here is what
 is open, our default, the option that gives the other reading, and, where it was run, what that changes: GA in percent
 points against the default, paired by seed, best round and mean of the last ten. Sizes of the runs are in
 [reproduction.md](reproduction.md); what a small network shows need not hold for a large one.
 """
-SELECTION = """The papers report the best round, chosen on the test data, or do not say. Best less last, and less the
-mean of the last ten, over all runs with a global model:"""
-CLOSEST = """The best GA of the method less FedAvg's under the same reading (under the default, if the reading is of the
-method alone), beside the printed difference; the closest in bold. One seed's differences are mostly noise."""
+SELECTION = """\
+The papers report the best round, chosen on the test data, or do not say. Best less last, and less the mean
+of the last ten, over all runs with a global model:"""
+CLOSEST = """\
+The best GA of the method less FedAvg's under the same reading (under the default, if the reading is of the method
+alone), beside the printed difference; the closest in bold. One seed's differences are mostly noise."""
 
 
 class Measured(NamedTuple):
@@ -52,7 +56,7 @@ class Ambiguity(NamedTuple):
 
     Args:
       paper, question: what it is about.
-      said: what paper and code say.
+      evidence: what paper and code say.
       default: what we do.
       other: options that give other readings.
       measured: where they were run, None where they were not.
@@ -60,7 +64,7 @@ class Ambiguity(NamedTuple):
 
     paper: str
     question: str
-    said: str
+    evidence: str
     default: str
     other: tuple[str, ...]
     measured: Measured | None = None
@@ -78,7 +82,7 @@ class Effect(NamedTuple):
 
 def read_ambiguities(path: Path) -> list[Ambiguity]:
     """The ambiguities in a YAML file; UserError where one has a wrong or missing key."""
-    found = []
+    ambiguities = []
     for number, entry in enumerate(load_mapping(read_text(path), str(path)).get("ambiguities", []), 1):
         where = f"ambiguity {number} of {path}"
         given: dict[str, Any] = as_mapping(entry, where)
@@ -88,10 +92,10 @@ def read_ambiguities(path: Path) -> list[Ambiguity]:
                 part: dict[str, Any] = as_mapping(given["measured"], f"'measured' of {where}")
                 part |= {name: tuple(part[name]) for name in ("rows", "tags")}
                 given["measured"] = Measured(**part)
-            found.append(Ambiguity(**given))
+            ambiguities.append(Ambiguity(**given))
         except (KeyError, TypeError):
             raise UserError(f"{where} has a key too many or too few: see the first ones.") from None
-    return found
+    return ambiguities
 
 
 def tags_of(ambiguities: Iterable[Ambiguity]) -> set[str]:
@@ -101,7 +105,7 @@ def tags_of(ambiguities: Iterable[Ambiguity]) -> set[str]:
 
 def effects(measured: Measured, columns: Sequence[Column]) -> list[Effect]:
     """What the readings change, in each row and at each scale that has them."""
-    found = []
+    changes = []
     for tag in measured.tags:
         for column in columns:
             base = _column(columns, column.scale, measured, measured.base)
@@ -109,8 +113,8 @@ def effects(measured: Measured, columns: Sequence[Column]) -> list[Effect]:
                 continue
             for name in measured.rows:
                 changed = _change(column.row(name), base.row(name))
-                found += [Effect(column.scale, tag, name, *changed)] if changed else []
-    return found
+                changes += [Effect(column.scale, tag, name, *changed)] if changed else []
+    return changes
 
 
 def _column(columns: Sequence[Column], scale: str, measured: Measured, tag: str) -> Column | None:
@@ -121,15 +125,15 @@ def _column(columns: Sequence[Column], scale: str, measured: Measured, tag: str)
 def _change(other: Row | None, default: Row | None) -> tuple[Difference, Difference] | None:
     if other is None or default is None:
         return None
-    best = difference(other.values(METRIC), default.values(METRIC))
-    ten = difference(other.last_ten(METRIC), default.last_ten(METRIC))
+    best = paired(other.values(METRIC), default.values(METRIC))
+    ten = paired(other.last_ten(METRIC), default.last_ten(METRIC))
     return None if best is None or ten is None else (best, ten)
 
 
 def ambiguities_page(
     ambiguities: Sequence[Ambiguity],
     columns: Sequence[Column],
-    expected: Mapping[str, Sequence[Expected]],
+    expected: Expectations,
     results: Sequence[Result],
 ) -> str:
     """The text of the page."""
@@ -142,16 +146,16 @@ def ambiguities_page(
 
 
 def _entry(one: Ambiguity, columns: Sequence[Column]) -> list[str]:
-    lines = [f"**{one.question}.** {one.said.strip()}", "", f"- Default: {one.default.strip()}"]
+    lines = [f"**{one.question}.** {one.evidence.strip()}", "", f"- Default: {one.default.strip()}"]
     if one.other:
         lines.append(f"- Other readings: {', '.join(f'`{option}`' for option in one.other)}")
     if one.measured is None:
         return [*lines, ""]
-    found = effects(one.measured, columns)
+    measured = effects(one.measured, columns)
     where = f"{one.measured.table} {one.measured.split} {one.measured.base}".rstrip()
-    lines.append(f"- Measured on {where}:" if found else f"- Not measured yet (planned on {where}).")
-    for effect in found:
-        seeds = f"{effect.best.seeds} seed{'s' if effect.best.seeds > 1 else ''}"
+    lines.append(f"- Measured on {where}:" if measured else f"- Not measured yet (planned on {where}).")
+    for effect in measured:
+        seeds = f"{len(effect.best.seeds)} seed{'s' * (len(effect.best.seeds) > 1)}"
         name = f"`{effect.tag}`, {effect.row}, scale {effect.scale}, {seeds}"
         lines.append(f"  - {name}: best {effect.best}, last ten {effect.last_ten}")
     return [*lines, ""]
@@ -159,11 +163,7 @@ def _entry(one: Ambiguity, columns: Sequence[Column]) -> list[str]:
 
 def _selection(results: Sequence[Result]) -> list[str]:
     """How much choosing the best round adds."""
-    lines = ["## Best or last round", ""]
-    lines += [
-        "The papers report the best round, chosen on the test data, or do not say. Best less last, and less the mean"
-    ]
-    lines += ["of the last ten, over all runs with a global model:", ""]
+    lines = ["## Best or last round", "", SELECTION, ""]
     known = [r for r in results if "same_run_as" not in r and {"ga_best", "ga_last", "ga_mean_last10"} <= r.keys()]
     for scale in dict.fromkeys(r["scale"] for r in known):
         own = [r for r in known if r["scale"] == scale and r.get("ga_best_round") is not None]
@@ -172,25 +172,21 @@ def _selection(results: Sequence[Result]) -> list[str]:
     return [*lines, *([] if known else ["- Not measured yet."]), ""]
 
 
-def _closest(
-    ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expected: Mapping[str, Sequence[Expected]]
-) -> list[str]:
-    """Which reading of FedMR comes closest to the printed difference to FedAvg."""
-    places = {(m.table, m.split, m.base, row): [] for m, row in _readings(ambiguities)}
+def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expected: Expectations) -> list[str]:
+    """Which reading comes closest to the printed difference to FedAvg."""
+    tags: dict[tuple[str, str, str, str], list[str]] = {}
     for m, row in _readings(ambiguities):
-        places[m.table, m.split, m.base, row] += m.tags
-    lines = ["## Which reading comes closest to the papers", ""]
-    lines += [
-        "The method less FedAvg under the same reading (under the default, if the reading is of the method alone)."
-    ]
-    head = [*lines, "", "| table | split | method | scale | reading | seeds | ours | paper | apart |"]
-    head += ["|---|---|---|---|---|---:|---:|---:|---:|"]
-    rows = []
-    for (table, split, base, row), tags in places.items():
+        tags.setdefault((m.table, m.split, m.base, row), []).extend(m.tags)
+    lines = []
+    for (table, split, base, row), own in tags.items():
+        numbers = printed(expected.get(table, ()), split, METRIC)
+        measured = Measured(table, split, (row,), tuple(own), base)
         for scale in dict.fromkeys(one.scale for one in columns):
-            numbers = printed(expected.get(table, ()), split, METRIC)
-            rows += _gaps(columns, scale, Measured(table, split, (row,), tuple(tags), base), numbers)
-    return [*head, *rows, ""] if rows else [*lines, "", "Not measured yet.", ""]
+            lines += _gaps(columns, scale, measured, numbers)
+    left = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
+    right = tuple(Heading(text) for text in ("seeds", "ours", "paper", "apart"))
+    table = markdown(Table("", left + right, tuple(lines), stub="table")) if lines else "Not measured yet.\n"
+    return ["## Which reading comes closest to the papers", "", CLOSEST, "", table]
 
 
 def _readings(ambiguities: Iterable[Ambiguity]) -> list[tuple[Measured, str]]:
@@ -198,29 +194,25 @@ def _readings(ambiguities: Iterable[Ambiguity]) -> list[tuple[Measured, str]]:
     return [(one.measured, row) for one in ambiguities if one.measured for row in one.measured.rows if row != BASELINE]
 
 
-def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Mapping[str, float]) -> list[str]:
+def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Mapping[str, float]) -> list[Line]:
     """A line for the default and for each reading, the closest to the paper in bold."""
     row = measured.rows[0]
     default = _column(columns, scale, measured, measured.base)
     if default is None or not {row, BASELINE} <= numbers.keys():
         return []
-    paper, found = numbers[row] - numbers[BASELINE], []
+    paper, gaps = numbers[row] - numbers[BASELINE], []
     for tag in (measured.base, *measured.tags):
         column = _column(columns, scale, measured, tag)
         ours = column and column.row(row)
         base = (column and column.row(BASELINE)) or default.row(BASELINE)
-        over = difference(ours.values(METRIC), base.values(METRIC)) if ours and base else None
-        found += [(tag or "default", over, abs(over.mean - paper))] if over else []
-    if len(found) < 2:
+        over = paired(ours.values(METRIC), base.values(METRIC)) if ours and base else None
+        gaps += [(tag or "default", over, abs(over.mean - paper))] if over else []
+    if len(gaps) < 2:
         return []
-    least = min(gap for _, _, gap in found)
-    return [_line(measured, scale, tag, over, gap, paper, closest=gap == least) for tag, over, gap in found]
-
-
-def _line(
-    measured: Measured, scale: str, tag: str, over: Difference, gap: float, paper: float, *, closest: bool
-) -> str:
-    reading = f"**{tag}**" if closest else tag
-    printed_text = f"{paper:+.2f}".replace("-", "−")
-    numbers = (str(over.seeds), str(over), printed_text, f"{gap:.2f}")
-    return f"| {' | '.join((measured.table, measured.split, measured.rows[0], scale, reading, *numbers))} |"
+    least = min(gap for _, _, gap in gaps)
+    lines = []
+    for tag, over, gap in gaps:
+        words = (measured.split, row, scale, tag, str(len(over.seeds)), str(over), signed(paper), f"{gap:.2f}")
+        cells = (Cell(text=word, rank=int(word is tag and gap == least)) for word in words)
+        lines.append(Line(measured.table, tuple(cells)))
+    return lines

@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedjax_pcdd.harness.reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
-from fedjax_pcdd.harness.reproduction.averages import averages
-from fedjax_pcdd.harness.reproduction.claims import counts, findings, read_claims
-from fedjax_pcdd.harness.reproduction.reproduction_page import reproduction_page
-from fedjax_pcdd.harness.reproduction.results import read_results
-from fedjax_pcdd.harness.reproduction.tables import columns
 from fedjax_pcdd.report.expected import Expected, read_expected
 from fedjax_pcdd.training.disk import for_user
+from reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
+from reproduction.claims import counts, findings, read_claims
+from reproduction.columns import columns, with_means
+from reproduction.results import read_results
+from reproduction.results_page import results_page
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
@@ -18,26 +17,26 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
 
     Args:
       results: folder of results; it may not exist yet.
-      experiments: folder with `expected` and `reproduce`.
+      experiments: folder with `expected` and `reproduction`.
 
     Raises:
       UserError: a file that cannot be read.
     """
-    found = read_results(results)
+    known = read_results(results)
     expected: Mapping[str, Sequence[Expected]] = {
-        table: read_expected(experiments / "expected", table) for table in dict.fromkeys(one["table"] for one in found)
+        table: read_expected(experiments / "expected", table) for table in dict.fromkeys(one["table"] for one in known)
     }
-    texts = read_ambiguities(experiments / "reproduce" / "ambiguities.yaml")
-    claims = read_claims(experiments / "reproduce" / "claims.yaml")
+    texts = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
+    claims = read_claims(experiments / "reproduction" / "claims.yaml")
     expected |= {c.table: read_expected(experiments / "expected", c.table) for c in claims}
-    every = columns(found, expected)
+    every = columns(known, expected)
     readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
-    tables = averages([one for one in every if one.tag not in readings], expected)
+    tables = with_means([one for one in every if one.tag not in readings], expected)
     return {
-        "reproduction.md": reproduction_page(
-            found, tables, expected, findings(claims, tables, expected), counts(tables, expected)
+        "reproduction.md": results_page(
+            known, tables, expected, findings(claims, tables, expected), counts(tables, expected)
         ),
-        "ambiguities.md": ambiguities_page(texts, every, expected, found),
+        "ambiguities.md": ambiguities_page(texts, every, expected, known),
     }
 
 

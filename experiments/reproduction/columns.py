@@ -1,13 +1,11 @@
-"""Results as tables: the rows of a paper's table on one split, ours over the seeds beside the printed numbers."""
+"""Results as columns: the rows of a paper's table on one split, ours over the seeds beside the printed numbers."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from fedjax_pcdd.harness.reproduction.statistics import Difference, difference, rank_correlation
 from fedjax_pcdd.report.expected import Expected
+from fedjax_pcdd.report.statistics import Difference, mean, paired, rank_correlation
 
 BASELINE = "fedavg"
 # Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.
@@ -15,6 +13,7 @@ LAST_TEN = {"ga_pct": "ga_mean_last10", "ga_fraction": "ga_mean_last10", "pa_pct
 FACTORS = {"ga_fraction": 100.0}  # shares are shown in percent
 
 Result = Mapping[str, Any]
+Expectations = Mapping[str, Sequence[Expected]]  # by table
 
 
 class Row(NamedTuple):
@@ -53,9 +52,9 @@ class Row(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What repeats it, all seeds."""
-        one = self.results[0]["command"]
-        if len(self.results) == 1:
+        """What repeats it, all seeds; "" for a mean over splits."""
+        one = self.results[0].get("command", "")
+        if not one or len(self.results) == 1:
             return one
         seeds = " ".join(str(r["seed"]) for r in self.results)
         return f"for seed in {seeds}; do {re.sub(r'--seed=[0-9]+', '--seed=$seed', one)}; done"
@@ -82,40 +81,33 @@ class Column(NamedTuple):
         """The row of a method, or of `method variant`; the first where there are several with other settings."""
         return next((row for row in self.rows if row.name == name), None)
 
-    def over_baseline(self, row: Row, metric: str, *, last_ten: bool = False) -> Difference | None:
+    def over_baseline(self, row: Row, metric: str) -> Difference | None:
         """Paired difference to FedAvg; None for FedAvg itself or without it."""
         base = self.row(BASELINE)
-        if base is None or row.name == base.name:
-            return None
-        if last_ten:
-            return difference(row.last_ten(metric), base.last_ten(metric))
-        return difference(row.values(metric), base.values(metric))
+        return None if base is None or row.name == BASELINE else paired(row.values(metric), base.values(metric))
 
     def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int]:
         """Rank correlation of our means with the printed numbers, and over how many rows."""
-        pairs = [
-            (float(np.mean(list(values.values()))), printed[row.name])
-            for row in self.rows
-            if (values := row.values(metric)) and row.name in printed
-        ]
+        means = [(row.name, mean(row.values(metric).values())) for row in self.rows]
+        pairs = [(one.mean, printed[name]) for name, one in means if one and name in printed]
         return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs)
 
 
-def columns(results: Iterable[Result], expected: Mapping[str, Sequence[Expected]]) -> list[Column]:
+def columns(results: Iterable[Result], expected: Expectations) -> list[Column]:
     """All results by scale, table, split and tag, in the order of their paths but rows in the paper's.
 
     Args:
       results: as `read_results` gives them.
       expected: by table, for the order of splits and methods.
     """
-    found: dict[tuple[str, str, str, str], list[Result]] = {}
+    members: dict[tuple[str, str, str, str], list[Result]] = {}
     for one in results:
-        found.setdefault((one["scale"], one["table"], one["split"] or "", one["tag"]), []).append(one)
-    ordered = sorted(found, key=lambda key: _place(key, expected.get(key[1], ())))
-    return [_column(key, found[key], expected.get(key[1], ())) for key in ordered]
+        members.setdefault((one["scale"], one["table"], one["split"] or "", one["tag"]), []).append(one)
+    ordered = sorted(members, key=lambda key: _rank(key, expected.get(key[1], ())))
+    return [_column(key, members[key], expected.get(key[1], ())) for key in ordered]
 
 
-def _place(key: tuple[str, str, str, str], expected: Sequence[Expected]) -> tuple:
+def _rank(key: tuple[str, str, str, str], expected: Sequence[Expected]) -> tuple:
     scale, table, split, tag = key
     splits = list(dict.fromkeys(one.split for one in expected))
     numbers = tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", table))
@@ -133,6 +125,42 @@ def _column(key: tuple[str, str, str, str], members: Sequence[Result], expected:
     names = sorted(rows, key=lambda name: order.index(name[:2]) if name[:2] in order else len(order))
     failed = tuple(one for one in members if one["status"] == "failed")
     return Column(*key, tuple(Row(*name, tuple(rows[name])) for name in names), failed)
+
+
+def with_means(columns: Sequence[Column], expected: Expectations) -> list[Column]:
+    """Beside the columns one for each mean over splits that a paper prints, where these have a row in common."""
+    known = {(one.scale, one.table, one.split, one.tag): one for one in columns}
+    means = []
+    for scale, table in dict.fromkeys((one.scale, one.table) for one in columns if not one.tag):
+        for split, parts in {one.split: one.splits for one in expected.get(table, ()) if one.splits}.items():
+            members = [known[key] for part in parts if (key := (scale, table, part, "")) in known]
+            rows = _mean_rows(members) if len(members) == len(parts) else ()
+            means += [Column(scale, table, split, "", rows, ())] if rows else []
+    return [*columns, *means]
+
+
+def _mean_rows(members: Sequence[Column]) -> tuple[Row, ...]:
+    """Rows that all splits have, with the seeds that all splits have."""
+    rows = []
+    for first in members[0].rows:
+        same = [row for one in members if (row := one.row(first.name)) is not None]
+        by_seed = [{r["seed"]: r for r in row.results} for row in same]
+        seeds = sorted(set.intersection(*map(set, by_seed))) if len(same) == len(members) else []
+        results = tuple(_mean_result(seed, [results[seed] for results in by_seed]) for seed in seeds)
+        rows += [first._replace(results=results)] if results else []
+    return tuple(rows)
+
+
+def _mean_result(seed: int, results: Sequence[Result]) -> Result:
+    """A result whose accuracies are the means of these."""
+    last = _means([{name: r[name] for name in LAST_TEN.values() if r.get(name) is not None} for r in results])
+    return {"seed": seed, "metrics": _means([r["metrics"] for r in results]), **last}
+
+
+def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the numbers that all have."""
+    names = [name for name in mappings[0] if all(name in one for one in mappings)]
+    return {name: sum(one[name] for one in mappings) / len(mappings) for name in names}
 
 
 def common(settings: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.plan import Cell
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
 from fedjax_pcdd.training.config import PLACE, RUN
 from fedjax_pcdd.training.disk import for_user
 from fedjax_pcdd.training.folder import PACKAGES
+from reproduction.plan import Cell
 
 KEPT = (
     *("ga_best", "ga_best_round", "ga_last", "ga_mean_last10"),
@@ -128,8 +128,8 @@ def repeated(
     for other in others:
         if usual | other["decisive"] == usual | wanted and (needed is None or needed in other.get("metrics", ())):
             own = {name: value for name, value in identity(cell, config).items() if name != "hyperparameters"}
-            place = (other["table"], other["split"], other["variant"], other["tag"])
-            return {**other, **own, "same_run_as": " ".join(part for part in place if part)}
+            origin = (other["table"], other["split"], other["variant"], other["tag"])
+            return {**other, **own, "same_run_as": " ".join(part for part in origin if part)}
     return None
 
 

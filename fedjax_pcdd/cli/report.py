@@ -1,24 +1,31 @@
 """The command lines of experiments/report.py and experiments/compare.py."""
 
-import contextlib
 import dataclasses
-import io
-import sys
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd import methods
+from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
-from fedjax_pcdd.report.compare import as_markdown, compare
-from fedjax_pcdd.report.curves import curves
+from fedjax_pcdd.report.compare import compare, comparison_tables
+from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import TITLES, kind, read_expected
-from fedjax_pcdd.report.formats import LEGEND, comma_separated, latex, markdown
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
-from fedjax_pcdd.report.tables import Table, own_table, paper_tables
+from fedjax_pcdd.report.plots import LABELS, curves, in_words
+from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
+from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
+from fedjax_pcdd.training.fields import Option, options_of
+
+LEGEND = (
+    "Mean ± standard deviation over seeds; in brackets the paper's number and the difference to it. "
+    "The best mean of a column is bold, the second best underlined; nothing is marked among runs of different lengths."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +47,7 @@ class CompareOptions:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of runs, or folders that hold such folders; the first one is what the others are compared with"""
     confidence: float = 0.95
-    """of the bootstrap intervals"""
+    """of the intervals; one less it is the level of the verdicts"""
 
 
 def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
@@ -53,52 +60,29 @@ def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return _guarded(lambda: write_report(_parse(ReportOptions, argv, "report.py"), experiments))
+    return command(ReportOptions, lambda options: _report(options, experiments), argv, "report.py")
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
     """Print a comparison; arguments and exit code as `report_main`."""
-    return _guarded(lambda: _compare(_parse(CompareOptions, argv, "compare.py")))
+    return command(CompareOptions, _compare, argv, "compare.py")
 
 
-def _guarded(work: Callable[[], Any]) -> int:
-    try:
-        work()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except SystemExit:  # after the help
-        return 0
-    return 0
+def _compare(options: CompareOptions) -> None:
+    comparisons, notes = compare(_runs(options.runs), options.confidence)
+    tables = comparison_tables(comparisons, options.confidence)
+    print("\n".join([*map(markdown, tables), *notes]))
 
 
-def _parse(form: type, argv: Sequence[str] | None, program: str) -> Any:
-    """The options; SystemExit after the help, UserError for a mistake."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    known = [f"--{field.name}" for field in dataclasses.fields(form) if field.name != "runs"] + ["--help", "-h"]
-    for token in argv:
-        flag = token.partition("=")[0]
-        if flag.startswith("-") and flag not in known:
-            raise UserError(f"there is no option {flag}: {nearest(flag, known[:-1])}")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            options = tyro.cli(form, prog=program, args=argv)
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(f"{program} does not understand '{' '.join(argv)}': --help shows its options.") from None
-        raise
-    if not options.runs:
+def _runs(folders: Sequence[Path]) -> list[RunRecord]:
+    if not folders:
         raise UserError("name at least one folder of runs, as runs/.")
-    return options
+    return collect(folders)
 
 
-def write_report(options: ReportOptions, experiments: Path) -> list[Path]:
-    """Write every file of a report and say where they are.
-
-    Raises:
-      UserError: no runs, a folder that is none, an unknown preset, or a folder that cannot be written.
-    """
-    runs, cells = collect(options.runs), Cells(experiments / "presets")
+def _report(options: ReportOptions, experiments: Path) -> None:
+    """Write every file of a report and say where they are."""
+    runs, cells = _runs(options.runs), Cells(experiments / "presets")
     preset = options.preset and options.preset.removesuffix(".yaml")
     if preset:
         cells.preset(preset)
@@ -109,10 +93,8 @@ def write_report(options: ReportOptions, experiments: Path) -> list[Path]:
     notes = [*_notes(runs, groups), *unread]
     files = _files(groups, papers, runs, notes)
     _write(options.output, files)
-    for note in notes:
-        print(note)
-    print(f"written to {options.output}: {', '.join(name for name in files if '/' not in name)}")
-    return [options.output / name for name in files]
+    names = ", ".join(name for name in files if "/" not in name)
+    print("\n".join([*notes, f"written to {options.output}: {names}"]))
 
 
 def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[str]]:
@@ -150,19 +132,20 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
     """Text of every file by its name."""
     own_tables = [own_table(one) for one in groups]
     tables = [*papers, *own_tables]
+    commands = {run.path: run.command or command_of(run.config) for run in runs}
     pictures = {}
-    for index, one in enumerate(groups):
-        for name in ("ga", "pa", "loss"):
+    lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), "", *map(markdown, papers)]
+    for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
+        lines.append(markdown(table))
+        for name in LABELS:
             svg = curves(one, name, key=True)
             if svg is not None:
                 pictures[f"curves/{index}-{name}.svg"] = svg
-    lines = ["# Federated runs", "", LEGEND, "", *(f"- {note}" for note in notes), "", *map(markdown, papers)]
-    for index, table in enumerate(own_tables):
-        lines.append(markdown(table))
-        lines += [f"![curves]({name})" for name in pictures if name.startswith(f"curves/{index}-")] + [""]
-    lines += ["### Runs", "", *(f"- `{run.path}`: `{run.command}`" for run in runs)]
+                lines.append(f"![{escaped(in_words(one, name))}](curves/{index}-{name}.svg)")
+        lines.append("")
+    lines += ["### Runs", "", *(f"- {code(str(path))}: {code(text)}" for path, text in commands.items())]
     return {
-        "report.html": page(groups, papers, runs, notes),
+        "report.html": page(groups, papers, runs, notes, commands),
         "report.md": "\n".join(lines) + "\n",
         "report.csv": comma_separated(tables),
         "report.tex": "\n".join(map(latex, tables)),
@@ -180,8 +163,29 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
 
 
-def _compare(options: CompareOptions) -> None:
-    comparisons, notes = compare(collect(options.runs), options.confidence)
-    print(as_markdown(comparisons, options.confidence))
-    for note in notes:
-        print(note)
+def command_of(config: dict[str, Any]) -> str:
+    """The shortest command that gives the options of a run."""
+    known = RUN | _hyperparameters(config["method"])
+    usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
+    if config["partition"] != "natural":
+        usual["clients"] = 10
+    words = [f"--method={config['method']}"]
+    for name, value in config.items():
+        if name in PLACE or name == "method" or (name in usual and value == usual[name]):
+            continue
+        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag}={'none' if value is None else value}")
+    return shlex.join(["python", "experiments/run.py", *words])
+
+
+def _hyperparameters(method: str) -> dict[str, Option]:
+    """Of a method; none of one that this version does not know."""
+    try:
+        return options_of(methods.get(method))
+    except UserError:
+        return {}

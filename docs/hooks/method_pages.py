@@ -10,9 +10,10 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 from fedjax_pcdd.cli.catalogue import Row, rows
-from fedjax_pcdd.harness.typeset import paragraphs, typeset
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import Option, bounds, options_of
+from typeset import paragraphs, typeset
 
 ROOT = Path(__file__).parents[2]
 LETTERS = (
@@ -126,12 +127,5 @@ def _hooks(cls: type[Method]) -> str:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    >>> print(table(("a", "b"), [("1", "2")]))
-    | a | b |
-    |---|---|
-    | 1 | 2 |
-    """
-    first, *others = (f"| {' | '.join(line)} |" for line in [header, *lines])
-    return "\n".join([first, "|" + "---|" * len(header), *others])
+    """A table of cells that are Markdown."""
+    return markdown(texts("", header, lines, left=header), escape=str).rstrip()
