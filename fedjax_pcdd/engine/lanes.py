@@ -164,7 +164,7 @@ def _run_share(program: Program, world: World, state: State, shares: Shares) -> 
     def of_all(tree):
         return jax.tree.map(lambda x: x[shares.place], gathered(tree))
 
-    mean, total, each, _ = found.message
+    mean, total, each = found.message
     clients, statistics = found.clients, found.statistics
     if not program.split_clients:
         clients, statistics = of_all((clients, statistics))
