@@ -3,7 +3,7 @@
     python -m benchmarks.torch_loop --workload=w1 --rounds=8 --threads=1 [--tuned | --compiled] [--device=cuda]
 
 Plain, as research code is written: each client has its own model and its own DataLoader. Tuned: one model for
-all clients, batches by indexing, channels-last memory. Compiled: the tuned loop in bfloat16 (autocast) by torch.compile.
+all clients, batches by indexing, channels-last memory. Compiled: tuned, in bfloat16 (autocast) by torch.compile.
 Needs PyTorch and NumPy, nothing else of this project.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.torch_vmap --workload=w4 --rounds=8 --device=cuda
 
-The models of all clients are one stack of parameters [S, ...], and a step is one vectorised gradient. Batch norm takes the
+The models of all clients are one stack of parameters [S, ...], a step is one vectorised gradient. Batch norm takes the
 batch's statistics and keeps no running ones, which vmap cannot write. Needs PyTorch and NumPy, as `torch_loop`.
 """
 
