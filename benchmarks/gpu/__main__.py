@@ -5,8 +5,8 @@
 
 Each step is an item with a process of its own. Its result, be it a failure, is a line of OUT/results.jsonl; the same
 command goes on with the first item without one, and stops before its minutes are over. Part 3 trains for hours: its
-runs stop at a checkpoint and go on in the next call. `--page` copies the results to benchmarks/results/gpu.jsonl and
-writes docs/gpu.md from them. `--rehearse` does a tiny selection of everything on the CPU.
+runs stop at a checkpoint and go on in the next call. `--page` adds the results to benchmarks/results/gpu.jsonl and
+writes docs/gpu.md from that file. `--rehearse` does a tiny selection of everything on the CPU, its page is OUT/gpu.md.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import page
-from benchmarks.gpu.items import Item, Results
+from benchmarks.gpu.items import Item, Results, read
 from benchmarks.gpu.workers import Call, Clock
 from benchmarks.table import hardware
 
@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                         help="items of part 1 at the same time")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--page", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--page", action="store_true", help="write docs/gpu.md from the results")
     args = parser.parse_args(argv)
     if args.part is None and not args.page:
         parser.error("say which --part to run, or --page.")
@@ -97,10 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         env = environment(args.part, args.rehearse, args.out.absolute())
         done = call.work_off(todo, env, again=args.again, part=args.part, **rehearsed)
         left = len(results.unfinished(todo))
-        print(
-            "nothing is left to do." if done else f"{left} of {len(todo)} items are left: run the same command again."
-        )
-    if args.page:
+        print(f"{left} of {len(todo)} items are left" + (": run the same command again." if left else "."))
+    if args.page and args.rehearse:
+        (args.out / "gpu.md").write_text(page.page(read(args.out / "results.jsonl")), encoding="utf-8")
+    elif args.page:
         page.write(args.out)
     return 0 if done else 3
 

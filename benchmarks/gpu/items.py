@@ -4,7 +4,7 @@ import datetime
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class Item:
 
     Attributes:
       name: unique, as "model resnet18".
-      work: the function that does it, as "benchmarks.gpu.works.model"; it returns a record.
+      work: the function that does it, at the top of a module; it returns a record.
       options: its keyword arguments.
       seconds: how long it is expected to take.
       together: whether others may use the device at the same time; never so where seconds are measured.
@@ -27,7 +27,7 @@ class Item:
     """
 
     name: str
-    work: str
+    work: Callable[..., dict[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 30.0
     together: bool = False

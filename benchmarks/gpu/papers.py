@@ -43,7 +43,7 @@ def groups(split: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, A
     plain, gela = (_preset("fedgela/table5", "cifar10-P10C2", name) | clients for name in ("fedavg", "fedgela"))
     readings = {f"fedgela {split}, {name}": gela | reading for name, reading in GELA.items()}
     first, rest = dict(list(readings.items())[:3]), dict(list(readings.items())[3:])
-    return mr, {f"fedavg {split}, FedGELA's settings": plain, **first}, rest
+    return mr, {f"fedavg {split}, two layers": plain, **first}, rest
 
 
 def _preset(name: str, split: str, method: str) -> dict[str, Any]:
@@ -78,9 +78,7 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
         for stage in stages:
             for name, options in group.items():
                 given = {"run": name, "options": options | common, "runs": str(runs), "upto": stage}
-                made.append(
-                    Item(f"{name}, to round {stage}", "benchmarks.gpu.papers.train", given, 600, interruptible=True)
-                )
+                made.append(Item(f"{name}, to round {stage}", train, given, 600, interruptible=True))
     return made
 
 
@@ -106,24 +104,22 @@ def train(run: str, options: dict[str, Any], runs: str, upto: int, seconds: floa
         raise Lacking(str(error)) from None
     folder = Path(runs) / run.replace(" ", "_").replace(",", "")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    training.train(options, folder, last=upto, seconds=seconds)
+    training.train(options, folder, last=upto if upto < options["rounds"] else None, seconds=seconds)
     rows = training.rows(folder)
     done = len(rows) >= min(upto, options["rounds"])
     split = f"P{options['clients']}C{options['classes_per_client']}"
     plain = options.get("neck", 0) == 0 and options["method"] != "fedgela"
     record = {"run": run, "rounds": len(rows), "of": options["rounds"], "lanes": options["lanes"]}
-    record |= {
-        "status": "ok" if done else "interrupted",
-        "printed_ga_pct": printed(split, options["method"]) if plain else None,
-    }
+    record |= {"status": "ok"} if done else {"status": "interrupted", "reason": f"after round {len(rows)}"}
+    record["printed_ga_pct"] = printed(split, options["method"]) if plain else None
     return record | _accuracies(rows, training.summary(folder)) | device()
 
 
 def _accuracies(rows: list[dict[str, Any]], result: Mapping[str, Any]) -> dict[str, Any]:
     """GA and PA so far: the best, and the mean of the last ten rounds; seconds a round; the summary's PA at the end."""
-    record: dict[str, Any] = {
-        "seconds_per_round": sorted(row["seconds"] for row in rows)[len(rows) // 2] if rows else None
-    }
+    record: dict[str, Any] = {}
+    if rows:
+        record["seconds_per_round"] = statistics.median(row["seconds"] for row in rows)
     for name in ("ga", "pa"):
         values = [row[name] for row in rows if row[name] is not None]
         if values:

@@ -30,8 +30,8 @@ PRINTED: dict[str, dict[str, Any]] = {
         "workload": Workload("simple_cnn", (32, 32, 3), clients=1000, per_client=50, batch=10, cohort=50),
         "lanes": (50, 10),
         "numbers": {},
-        "source": "settings of CIFAR-10 in publications/pfl of pfl-research (NeurIPS 2024, Table 1); its network is another "
-        "small CNN, its numbers are minutes of 1500 rounds with evaluation, on an A100",
+        "source": "settings of CIFAR-10 in publications/pfl of pfl-research (NeurIPS 2024, Table 1); its network is "
+        "another small CNN, its numbers are minutes of 1500 rounds with evaluation, on an A100",
     },
     "FL-Simulator": {
         "workload": Workload(
@@ -58,28 +58,19 @@ def items(rehearse: bool) -> list[Item]:
         return _rehearsal()
     made = [ours("w4", 500), ours("w1", 10), ours("w3", 1), ours("w3", 10), ours("w2", 10)]
     made += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
-    made += [Item("barrier, with", "benchmarks.gpu.speed.resnet_step", {"barrier": True}, 60)]
-    made += [Item("barrier, without", "benchmarks.gpu.speed.resnet_step", {"barrier": False}, 60)]
-    made += [Item(f"turns, {kind}", "benchmarks.gpu.speed.turns", {"kernels": 3, "static": kind == "static"}, 20)
+    made += [Item("barrier, with", resnet_step, {"barrier": True}, 60)]
+    made += [Item("barrier, without", resnet_step, {"barrier": False}, 60)]
+    made += [Item(f"turns, {kind}", turns, {"kernels": 3, "static": kind == "static"}, 20)
              for kind in ("dynamic", "static")]  # fmt: skip
     made += [_graphs()]
     made += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
-    made += [
-        Item(f"launches {w}", "benchmarks.gpu.speed.launches", {"workload": w, "lanes": LANES[w][0]}, 40)
-        for w in ("w4", "w1")
-    ]
+    made += [Item(f"launches {w}", launches, {"workload": w, "lanes": LANES[w][0]}, 40) for w in ("w4", "w1")]
     made += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w1", "w3", "w4", "w2")]
     made += [_sweep(name, *sizes) for name, sizes in {"w4small": (100, 1600), "w1": (10, 160)}.items()]
     made += [ours(w, lanes, precision, form) for precision in PRECISIONS for w in ("w1", "w3", "w2", "w4")
              for lanes in LANES[w] for form in (FORMS if lanes > 1 and w != "w4" else (None,))]  # fmt: skip
-    made += [
-        Item(
-            "scaffold w4", "benchmarks.gpu.speed.ours_once", {"workload": "w4", "lanes": 500, "method": "scaffold"}, 30
-        )
-    ]
-    made += [
-        Item(f"accuracy {p}", "benchmarks.gpu.speed.accuracy", {"precision": p, "rounds": 30}, 40) for p in PRECISIONS
-    ]
+    made += [Item("scaffold w4", ours_once, {"workload": "w4", "lanes": 500, "method": "scaffold"}, 30)]
+    made += [Item(f"accuracy {p}", accuracy, {"precision": p, "rounds": 30}, 40) for p in PRECISIONS]
     made += [_printed(name, method, PRINTED[name]["lanes"][1]) for name, method in _printed_methods()]
     made += [_torch(workload, "plain") for workload in ("w4", "w1", "w2", "w3")]
     made += [_torch(name, "tuned") for name in ("pfl-research", "PFLlib")]
@@ -89,13 +80,11 @@ def items(rehearse: bool) -> list[Item]:
 def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
     made = [ours("tiny", 2), ours("tiny", 2, "bfloat16", "grouped"), *(_torch("tiny", kind) for kind in TORCH)]
-    made += [Item("barrier, without", "benchmarks.gpu.speed.resnet_step", {"barrier": False, "tiny": True}, 10)]
-    made += [Item("turns, dynamic", "benchmarks.gpu.speed.turns", {"kernels": 3, "static": False}, 5)]
-    made += [Item("launches tiny", "benchmarks.gpu.speed.launches", {"workload": "tiny", "lanes": 3}, 10)]
+    made += [Item("barrier, without", resnet_step, {"barrier": False, "tiny": True}, 10)]
+    made += [Item("turns, dynamic", turns, {"kernels": 3, "static": False}, 5)]
+    made += [Item("launches tiny", launches, {"workload": "tiny", "lanes": 3}, 10)]
     made += [_sweep("digits", 2, 4, experiments=2, rounds=1)]
-    made += [
-        Item("accuracy tf32", "benchmarks.gpu.speed.accuracy", {"precision": "tf32", "rounds": 2, "model": "mlp"}, 10)
-    ]
+    made += [Item("accuracy tf32", accuracy, {"precision": "tf32", "rounds": 2, "model": "mlp"}, 10)]
     return made + [_printed("PFLlib", "fedavg", 2, tiny=True)]
 
 
@@ -103,28 +92,24 @@ def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = 
     """Our engine's round; form: how lanes of convolutions run, None for what the models choose."""
     options = {"workload": workload, "lanes": lanes, "precision": precision, "form": form}
     name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *([form] if form else [])])
-    return Item(name, "benchmarks.gpu.speed.ours_once", options, 45 if workload in ("w2", "w3") else 25)
+    return Item(name, ours_once, options, 45 if workload in ("w2", "w3") else 25)
 
 
 def _torch(workload: str, kind: str) -> Item:
     seconds = {"compiled": 80, "vmap": 40}.get(kind, 25) * (2 if workload == "w3" else 1)
-    return Item(
-        f"torch {workload}, {kind}", "benchmarks.gpu.speed.torch", {"workload": workload, "kind": kind}, seconds
-    )
+    return Item(f"torch {workload}, {kind}", torch, {"workload": workload, "kind": kind}, seconds)
 
 
 def _graphs() -> Item:
     """The same turns where XLA may put whole loops into command buffers (CUDA graphs)."""
     flags = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL --xla_gpu_graph_min_graph_size=1"
     options = {"kernels": 3, "static": False}
-    return Item(
-        "turns, in command buffers", "benchmarks.gpu.speed.turns", options, 20, environment={"XLA_FLAGS": flags}
-    )
+    return Item("turns, in command buffers", turns, options, 20, environment={"XLA_FLAGS": flags})
 
 
 def _sweep(name: str, alone: int, together: int, experiments: int = 16, rounds: int = 10) -> Item:
     options = {"name": name, "experiments": experiments, "rounds": rounds, "lanes": together}
-    return Item(f"sweep {name}, {alone} and {together} lanes", "benchmarks.gpu.speed.sweep", options, 60)
+    return Item(f"sweep {name}, {alone} and {together} lanes", sweep, options, 60)
 
 
 def _printed_methods() -> list[tuple[str, str]]:
@@ -133,7 +118,7 @@ def _printed_methods() -> list[tuple[str, str]]:
 
 def _printed(name: str, method: str, lanes: int, *, tiny: bool = False) -> Item:
     options = {"name": name, "method": method, "lanes": lanes, "tiny": tiny}
-    return Item(f"printed {name}, {method}, {lanes} lanes", "benchmarks.gpu.speed.printed", options, 90)
+    return Item(f"printed {name}, {method}, {lanes} lanes", printed, options, 90)
 
 
 def _workload(name: str) -> Workload:

@@ -20,24 +20,14 @@ def items(rehearse: bool) -> list[Item]:
 
     methods, models = ("fedavg", "fedmr") if rehearse else METHODS, ("mlp", "simple_cnn") if rehearse else MODELS
     of = {"tiny": rehearse}
-    made = [Item("ceilings", "benchmarks.gpu.works.ceilings", seconds=40)]
-    made += [
-        Item(f"method {name}", "benchmarks.gpu.works.method", {"name": name, **of}, 45, together=True)
-        for name in methods
-    ]
-    made += [
-        Item(f"model {name}", "benchmarks.gpu.works.model", {"name": name, **of}, 60, together=True) for name in models
-    ]
-    made += [Item("killed and resumed", "benchmarks.gpu.works.resumed", {"name": "scaffold", **of}, 60, together=True)]
+    made = [Item("ceilings", ceilings, seconds=40)]
+    made += [Item(f"method {name}", method, {"name": name, **of}, 45, together=True) for name in methods]
+    made += [Item(f"model {name}", model, {"name": name, **of}, 60, together=True) for name in models]
+    made += [Item("killed and resumed", resumed, {"name": "scaffold", **of}, 60, together=True)]
     compared = ("fedavg",) if rehearse else ("fedavg", "scaffold", "fedmr")
-    made += [
-        Item(f"lanes {name}", "benchmarks.gpu.works.lanes", {"name": name, **of}, 60, together=True)
-        for name in compared
-    ]
+    made += [Item(f"lanes {name}", lanes, {"name": name, **of}, 60, together=True) for name in compared]
     clients = (3, 6) if rehearse else (500, 5000)
-    return made + [
-        Item(f"memory, {k} clients", "benchmarks.gpu.works.memory", {"clients": k, **of}, 30) for k in clients
-    ]
+    return made + [Item(f"memory, {k} clients", memory, {"clients": k, **of}, 30) for k in clients]
 
 
 def device() -> dict[str, Any]:
