@@ -109,7 +109,7 @@ def resumed(name: str, tiny: bool) -> dict[str, Any]:
         done = training.killed(options, home / "killed", after=2)
         training.train(options, home / "killed")
         training.train(options, home / "peace")
-        difference = training.largest_difference(*(training.rows(home / run) for run in ("killed", "peace")))
+        difference = training.largest_difference(training.rows(home / "killed"), training.rows(home / "peace"))
         assert difference < 1e-2, f"losses of the resumed run differ by {difference}, relatively"
     return {"killed_after": done, "rounds": 6, "loss_difference": difference} | device()
 
