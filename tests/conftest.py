@@ -74,5 +74,5 @@ def _pictures_are_empty(request):
     with pytest.MonkeyPatch.context() as patch:
         if runner and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
             patch.setattr(runner, "heat_map", lambda _, path: path.touch())
-            patch.setattr(runner.records, "draw_curves", lambda _, path, __: path.touch())
+            patch.setattr(runner, "draw_curves", lambda _, path, __: path.touch())
         yield

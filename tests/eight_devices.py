@@ -28,7 +28,7 @@ class Stacking(Method):
     def upload(self, variables, summary, context):
         return (), Message(each=variables)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         return Server(jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), message.each))
 
 

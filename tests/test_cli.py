@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -17,6 +16,7 @@ from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
+from fedjax_pcdd.training.presets import preset_values, read_preset
 
 PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 

@@ -39,11 +39,7 @@ REDUCES = {
 BUILT = {"fml": {"meme": "mlp"}}  # whose defaults are too large for a test
 
 
-def needs_public_images(method):
-    return method.exchange != "never" or method.distils
-
-
-NAMES = [name for name, method in METHODS.items() if not needs_public_images(method())]
+NAMES = [name for name, method in METHODS.items() if not method().traits().needs_public]
 everyone = pytest.mark.parametrize("name", NAMES)
 
 

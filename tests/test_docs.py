@@ -16,11 +16,11 @@ import pytest
 import toy
 import yaml
 
+import method_pages
+from documentation import relinked
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import sweep
 from fedjax_pcdd.cli.information import information
-from fedjax_pcdd.harness import pages
-from fedjax_pcdd.harness.documentation import relinked
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import run_folder
 from fedjax_pcdd.training.fields import options_of
@@ -159,7 +159,7 @@ def test_every_page_of_the_folder_is_in_the_navigation():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
-    text, cls = pages.method_page(name), METHODS[name]
+    text, cls = method_pages.method_page(name), METHODS[name]
     assert all(f"| `{option.flag}`" in text for option in options_of(cls).values())
     assert all(f"| `{hook}` |" in text for hook in ("upload", "penalty") if hook in vars(cls))
     assert f"class {cls.__name__}" in text
@@ -167,7 +167,7 @@ def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_the_page_of_a_method_parses(name):
-    assert cli.parse(shlex.split(pages.command(name))[2:], PRESETS)
+    assert cli.parse(shlex.split(method_pages.command(name))[2:], PRESETS)
 
 
 def folders_of(words):

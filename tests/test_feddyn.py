@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 from golden_vectors import cases
-from hooks import context, hyper, params, reduce, setting, start
+from hooks import aggregate, context, hyper, params, setting, start
 from trajectories import train
 
 from fedjax_pcdd import models
@@ -36,7 +36,7 @@ def round_of(method, server, clients, models, sizes=None, chosen=None):
         clients[k], message = method.upload(sent, (), at)
         messages.append(message)
     weights = [float(method.weight(context(method, server, clients[k], sizes=sizes, k=k).facts)) for k in chosen]
-    return method.aggregate(server, reduce(messages, weights), np.asarray(weights)), clients
+    return aggregate(method, server, messages, weights, clients=len(clients)), clients
 
 
 def w(variables):
@@ -172,8 +172,8 @@ def test_alpha_zero_is_uniform_fedavg():
 
 
 def test_alpha_zero_is_said():
-    assert len(FedDyn(alpha=0.0).advise(setting(2), hyper())) == 1
-    assert FedDyn(alpha=0.1).advise(setting(2), hyper(momentum=0.9)) == []
+    assert len(FedDyn(alpha=0.0).configure(setting(2), hyper())[1]) == 1
+    assert FedDyn(alpha=0.1).configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 @pytest.mark.usefixtures("x64")

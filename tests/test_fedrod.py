@@ -52,12 +52,12 @@ def test_personal_heads_agree_with_the_reference(g):
 
 def personal(method, layers, features=FEATURES):
     model = context(method, np.ones(len(layers["head"]["bias"])), features=features.shape[-1]).model
-    return method.predict_personal(model, (), (), None, {"params": layers}, jnp.asarray(features))
+    return method.logits(model, {"params": layers}, jnp.asarray(features), (), scope="personal")
 
 
 def generic(method, layers):
     model = context(method, COUNTS, features=4).model
-    return method.predict_generic(model, (), {"params": {"head": layers["head"]}}, jnp.asarray(FEATURES))
+    return method.logits(model, {"params": {"head": layers["head"]}}, jnp.asarray(FEATURES), ())
 
 
 def test_prior_has_the_sheets_value():

@@ -57,7 +57,7 @@ def test_parts_that_a_method_renews_begin_anew():
     tree = {"private": {"w": 1.0}, "meme": {"w": 2.0}}
     old = ({"private": {"w": 3.0}, "meme": {"w": 4.0}},)
     assert resumed((tree,), old, ("meme",)) == ({"private": {"w": 3.0}, "meme": {"w": 2.0}},)
-    assert METHODS["fml"].renewed == ("meme",)
+    assert METHODS["fml"]().traits().renewed == ("meme",)
 
 
 def test_participants_keep_theirs_but_for_the_meme():

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli.preset_files import Preset, preset_method, preset_values, read_preset
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
@@ -22,6 +21,7 @@ from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training import fields as options
 from fedjax_pcdd.training.config import TASK_DEFAULTS, build, partition_tag, values
+from fedjax_pcdd.training.presets import Preset, preset_method, preset_values, read_preset
 
 ROOT = Path(__file__).parents[1]
 PRESETS, EXPECTED = ROOT / "experiments" / "presets", ROOT / "experiments" / "expected"
@@ -233,7 +233,7 @@ def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
     averages = {}
     for name in ("fccl/table1", "fccl/table3"):
         _, method = cli.parse([f"--preset={name}", "--split=office-home", "--method=fccl"], PRESETS)
-        averages[name] = method.averages
+        averages[name] = method.traits().averages
     assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
 

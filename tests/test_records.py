@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.folder import RunFolder
@@ -131,7 +132,7 @@ def test_curves_are_drawn_whatever_is_known(tmp_path, rounds):
         {"round": r, "ga": None if r % 2 else r / 100, "pa": None, "loss": 1 / r if r != 7 else float("nan")}
         for r in range(1, rounds + 1)
     ]
-    records.draw_curves(rows, tmp_path / "curves.png", "a title")
+    draw_curves(rows, tmp_path / "curves.png", "a title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -8,14 +8,14 @@ import pytest
 
 from fedjax_pcdd.api import launch
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction import cells as cells_module
-from fedjax_pcdd.harness.reproduction import results
-from fedjax_pcdd.harness.reproduction.cells import OutOfTime, Place, deadline
-from fedjax_pcdd.harness.reproduction.command import reproduce_main
-from fedjax_pcdd.harness.reproduction.plan import check, configured, read_plan
-from fedjax_pcdd.harness.reproduction.session import Budget, typical_seconds, unfinished, work_off
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.config import values
+from reproduction import cells as cells_module
+from reproduction import results
+from reproduction.cells import Folders, OutOfTime, deadline
+from reproduction.command import reproduce_main
+from reproduction.plan import check, configured, read_plan
+from reproduction.session import Budget, typical_seconds, unfinished, work_off
 
 PRESET = """
 run: {dataset: digits, model: mlp, rounds: 3, lanes: 1, local_epochs: 1, fine_tune_epochs: 0, lr: 0.1}
@@ -36,18 +36,18 @@ EXPECTED = "split,method,variant,metric,value,std,note\nA,fedavg,,{metric},50.0,
 @pytest.fixture
 def place(tmp_path):
     experiments = tmp_path / "experiments"
-    for folder in ("presets/toy", "expected", "reproduce"):
+    for folder in ("presets/toy", "expected", "reproduction"):
         (experiments / folder).mkdir(parents=True)
     for table, metric in (("table1", "ga_pct"), ("table2", "eigenvalue_variance")):
         (experiments / f"presets/toy/{table}.yaml").write_text(PRESET)
         (experiments / f"expected/toy_{table}.csv").write_text(EXPECTED.format(metric=metric))
-    (experiments / "reproduce/tiny.yaml").write_text(PLAN)
-    return Place(tmp_path / "runs", tmp_path / "results", experiments, None)
+    (experiments / "reproduction/tiny.yaml").write_text(PLAN)
+    return Folders(tmp_path / "runs", tmp_path / "results", experiments, None)
 
 
 def planned(place, text=PLAN):
-    (place.experiments / "reproduce/tiny.yaml").write_text(text)
-    return read_plan("tiny", place.experiments / "reproduce", place.presets).cells
+    (place.experiments / "reproduction/tiny.yaml").write_text(text)
+    return read_plan("tiny", place.experiments / "reproduction", place.presets).cells
 
 
 def one(place, name, text=PLAN):

@@ -267,7 +267,7 @@ def test_the_help_has_a_group_for_tasks(capsys):
 
 @pytest.mark.parametrize("method", ["rcfl", "fedmatch"])
 def test_a_reconstruction_is_marked_wherever_it_is_listed(method, capsys):
-    assert "reconstructed" in METHODS[method].paper
+    assert "reconstructed" in METHODS[method]().traits().paper
     cli.main(["--list-methods"])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(method))
     assert "reconstruct" in line

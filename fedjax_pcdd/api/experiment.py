@@ -7,8 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
-
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.launch import kind_of_run
@@ -195,8 +193,8 @@ class InMemory(Run):
     def _open(self, config: RunConfig, method: Method, state: State) -> None:
         """Nothing is opened; what would be written to keeps nothing."""
         self.folder, self.checkpoints, self.writers = _Nothing(), _Watch(self), []  # pyright: ignore
-        self.tunes = self.method.fine_tune and config.fine_tune_epochs > 0
-        self.keeps_best = self.tunes and self.method.global_model
+        self.tunes = self.traits.fine_tunes and config.fine_tune_epochs > 0
+        self.keeps_best = self.tunes and self.traits.global_model
 
     def resolve(self, **values: Any) -> None:
         """Nobody asks what was not said in the options."""
@@ -216,8 +214,7 @@ class InMemory(Run):
         return assemble(self.config, method, self.federation, lanes, model=model, pipeline=pipeline)
 
     def _advise(self) -> None:
-        hyper = jax.tree.map(lambda x: x[0], self.simulation.hyper)
-        for sentence in self.method.advise(self.simulation.program.setting, hyper):
+        for sentence in self.simulation.advice[0]:
             warnings.warn(in_python(sentence), stacklevel=4)
 
     def _loss(self, *arguments: Any) -> float:

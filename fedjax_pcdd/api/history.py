@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
@@ -23,7 +24,6 @@ from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.trees import select
 
 CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
@@ -101,7 +101,7 @@ class History:
     @property
     def variables(self) -> Tree:
         """Variables of the global model; UserError where the method has none."""
-        if not self.method.global_model:
+        if not self.method.traits().global_model:
             raise UserError(f"{self.label} has no global model: take history.client_variables(k).")
         return self.method.generic_variables(self._place(0)[1])
 
@@ -124,9 +124,10 @@ class History:
         variables = self.variables if client is None else self.client_variables(client)
         features = forward(program.model, variables, x, train=False)[0].features
         if client is None:
-            return Outputs(features, method.predict_generic(program.model, server, variables, x))
+            return Outputs(features, method.logits(program.model, variables, x, server))
         facts = facts_of(program, simulation.data, row)
-        return Outputs(features, method.predict_personal(program.model, server, state.clients, facts, variables, x))
+        logits = method.logits(program.model, variables, x, server, state.clients, facts, scope="personal")
+        return Outputs(features, logits)
 
     def _place(self, client: int) -> tuple[Simulation, Tree, State, int]:
         """Of a client: the simulation that trains it, its server, its state, and its row."""
@@ -160,16 +161,9 @@ class History:
             return plot([self])
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
-        values = getattr(self, what) * (1 if what == "loss" else 100)
-        known = ~np.isnan(values)
-        marker = "o" if known.sum() <= 30 else None
-        line = {"marker": marker, "markersize": 3, "linewidth": 1.6} | style
-        ax.plot(self.rounds[known], values[known], label=label or self.label, **line)
-        ax.set(xlabel="round", ylabel=CURVES[what] + ("" if what == "loss" else " (%)"))
-        ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        ax.grid(color="0.92", linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        rounds, values = series(self.rows, what, 1 if what == "loss" else 100)
+        curve(ax, rounds, values, label=label or self.label, **style)
+        frame(ax, upwards=CURVES[what] + ("" if what == "loss" else " (%)"))
         return ax
 
     def to_table(self) -> list[dict[str, Any]]:
@@ -199,7 +193,8 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
     figure, panels = plt.subplots(1, len(what), figsize=(3.6 * len(what), 3.0), layout="constrained", squeeze=False)
     for ax, name in zip(panels[0], what, strict=True):
         for i, history in enumerate(histories):
-            history.plot(ax, what=name, color=COLOURS[i % len(COLOURS)])
+            colour, style = look(i)
+            history.plot(ax, what=name, color=colour, linestyle=style)
     if len(histories) > 1:
         panels[0][0].legend(fontsize=8, frameon=False)
     else:

@@ -193,7 +193,7 @@ class Joint:
         first, begun = self.members[0], time.perf_counter()
         if not first._is_due(trained.round):
             return None, 0.0
-        counts = self.simulation.evaluate(trained.state, personal=first.method.personal_model == "server")
+        counts = self.simulation.evaluate(trained.state, personal=first.traits.personal_model == "server")
         return jax.tree.map(np.array, counts), (time.perf_counter() - begun) / len(self.members)
 
     def _rows(self, member: Member) -> slice:

@@ -14,7 +14,8 @@ def kind_of_run(config: RunConfig, method: Method) -> type[Run]:
     """Whether clients are those of a partition, have models of their own, or are the domains of a task."""
     if config.task is not None:
         return TaskRun
-    own = method.exchange != "never" or method.averages != "never" or config.models or config.pretrain_epochs
+    traits = method.traits()
+    own = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
     return ParticipantRun if own else Run
 
 

@@ -89,7 +89,10 @@ def help_text(method: str) -> str:
         groups[group] = _form(text, [option for option in RUN.values() if option.group == group])
     own = list(options_of(cls).values())
     if own:
-        groups[method] = _form(f"Hyper-parameters of {method} ({cls.paper}).", own)
+        paper = cls().traits().paper
+        groups[method] = _form(
+            f"Hyper-parameters of {method} ({paper})." if paper else f"Hyper-parameters of {method}.", own
+        )
     fields = [
         (name, tyro.conf.OmitArgPrefixes[form], dataclasses.field(default_factory=form))
         for name, form in groups.items()

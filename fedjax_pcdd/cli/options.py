@@ -12,10 +12,10 @@ from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.information import LISTS, information
-from fedjax_pcdd.cli.preset_files import preset_method, preset_values, read_preset, read_run
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.training.config import (
+    MAY_CHANGE,
     PLACE,
     RESERVED,
     RUN,
@@ -27,15 +27,9 @@ from fedjax_pcdd.training.config import (
     values,
 )
 from fedjax_pcdd.training.fields import convert, options_of
+from fedjax_pcdd.training.presets import preset_method, preset_values, read_preset, read_run
 
 PRESETS = Path("experiments/presets")
-
-# May differ when a run is continued: they say where it runs and what is written, not what is computed.
-MAY_CHANGE = {
-    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
-    *("coordinator", "processes", "process", "patience"),
-}
 
 
 def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
@@ -170,8 +164,9 @@ def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
-    if name in options_of(methods.get(f"fedavg{methods.SUFFIX}")):
-        owners = [f"{method}{methods.SUFFIX}"]
+    wrappers = [suffix for suffix in methods.WRAPPERS if name in options_of(methods.get(f"fedavg+{suffix}"))]
+    if wrappers and not owners:
+        owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
         return _no_option(name, known)
     flag, several = "--" + name.replace("_", "-"), ", ".join(owners)

@@ -18,7 +18,8 @@ from fedjax_pcdd.engine.jobs import Lane, World, context_of, load, method_and_se
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.program import OPTIMISER, Program, State, Tree, lift, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
-from fedjax_pcdd.methods.method import Batch, Context, Message
+from fedjax_pcdd.methods.checks import alike
+from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import select
 
 
@@ -35,18 +36,20 @@ class Outcome(NamedTuple):
 def summary_of(program: Program, world: World, lane: Lane, context: Context) -> Tree:
     """The method's pass over the client's training data under the trained variables; () without one."""
     method, _ = method_and_server(program, world, lane.job)
-    augmented = method.summary_augmented
-    if augmented is None:
+    summary = method.traits().summary
+    if summary is None:
         return ()
     row, train = world.jobs.row[lane.job], world.data.train
 
     def summarise(index, mask):
-        key = jax.random.fold_in(context.key, index[0])
-        images = prepare(program.pipeline, train.images[index], key, train=augmented, dtype=program.dtype)
+        keys = Keys.of(jax.random.fold_in(context.keys.method, index[0]))
+        images = prepare(
+            program.pipeline, train.images[index], keys.augment, train=summary.augmented, dtype=program.dtype
+        )
         batch = Batch(images, train.labels[index], mask.astype(jnp.result_type(float)))
-        return method.summarise(lane.variables, batch, context._replace(key=key))
+        return method.summarise(lane.variables, batch, context._replace(keys=keys))
 
-    batch = program.setting.batch_size if method.summary_train else program.train_batch
+    batch = program.setting.batch_size if summary.train else program.train_batch
     return client_batches(summarise, train, row, batch)
 
 
@@ -58,9 +61,11 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     context = context_of(program, world, lane, steps)
     summary = summary_of(program, world, lane, context)
     client, message = method.upload(lane.variables, summary, context)
+    alike(method, "upload", "client's next state", client, lane.client, "`init_client` made it")
 
     def predict(images):
-        return method.predict_personal(program.model, server, client, context.facts, lane.variables, images)
+        facts = context.facts
+        return method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
 
     tests = world.data.test
     correct = client_batches(count_correct(predict, program, tests), tests, row, program.test_batch)

@@ -22,12 +22,13 @@ from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
 from fedjax_pcdd.methods.fml import FML
-from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting
+from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
-from fedjax_pcdd.methods.with_prototypes import SUFFIX, with_prototypes
+from fedjax_pcdd.methods.with_prototypes import with_prototypes
+from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -57,14 +58,26 @@ METHODS: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
 }
 
-__all__ = ["METHODS", "SUFFIX", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]
+# What `X+suffix` stands for; a new wrapper is one file and one line here.
+WRAPPERS: dict[str, Wrapper] = {
+    "prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8"),
+}
+
+__all__ = ["METHODS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits"]
 
 
 def get(name: str) -> type[Method]:
     """The class of a method by its name on the command line, as "moon" or "moon+prototypes"; UserError for no such."""
-    if name.endswith(SUFFIX):
-        plain = name.removesuffix(SUFFIX)
-        return with_prototypes(get(plain), plain)
-    if name not in METHODS:
-        raise UserError(f"there is no method '{name}': {nearest(name, METHODS)}")
-    return METHODS[name]
+    plain, *suffixes = name.split(SEPARATOR)
+    if plain not in METHODS:
+        raise UserError(f"there is no method '{plain}': {nearest(plain, METHODS)}")
+    return wrapped(METHODS[plain], plain, suffixes, WRAPPERS)
+
+
+def plain_name(name: str) -> str:
+    """The method without what is wrapped about it.
+
+    >>> plain_name("moon+prototypes")
+    'moon'
+    """
+    return name.split(SEPARATOR)[0]

@@ -17,6 +17,8 @@ SUMMARY_VALUES = {
 DOMAIN_METRICS = ("inter_top1_pct", "intra_top1_pct", "inter_top5_pct", "intra_top5_pct")
 EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, by --track=spectrum
 TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
+NOT_RANKED = ("seconds_per_round",)
+LOWER_IS_BETTER = ("rounds_to_target", EIGENVALUES)
 # Metrics with the same title share a table.
 TITLES = {
     "ga_pct": "generic accuracy (GA), best round, %",
@@ -87,8 +89,8 @@ def measured(run: RunRecord, metric: str) -> float | None:
 
 def _of_spectrum(run: RunRecord) -> float | None:
     row = run.tracked[-1] if run.tracked else {}
-    found = (row.get("spectrum") or {}).get("global") or {}
-    return found.get("variance") if row.get("round") == run.rounds_done else None
+    spectrum = (row.get("spectrum") or {}).get("global") or {}
+    return spectrum.get("variance") if row.get("round") == run.rounds_done else None
 
 
 def _of_domain(run: RunRecord, metric: str) -> float | None:

@@ -72,7 +72,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
-    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
+    clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     return Local(
         config.local_epochs or 1, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
         config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
@@ -119,7 +119,7 @@ def assemble(
     dataset, shape = federation.dataset, federation.image_shape
     pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
     public = None
-    if method.distils:
+    if method.traits().public:
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)

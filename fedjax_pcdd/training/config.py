@@ -36,6 +36,13 @@ TASK_DEFAULTS = {
 # Where a run lies is not what it computes.
 PLACE = ("run_dir", "resume")
 
+# May differ when a run is continued: they say where it runs and what is written, not what is computed.
+MAY_CHANGE = {
+    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
+    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
+    *("coordinator", "processes", "process", "patience"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:

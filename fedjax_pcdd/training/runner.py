@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.data.federation import Federation, heat_map
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.engine.program import State, Tree
@@ -52,6 +53,7 @@ class Run:
 
         self.simulation = make(1)
         self.method = select(self.simulation.methods, 0)
+        self.traits = self.method.traits()
         self._check_cohort(jobs)
         self._advise()
         state = self.simulation.start()
@@ -67,8 +69,8 @@ class Run:
     def _open(self, config: RunConfig, method: Method, state: State) -> int | None:
         """Open or create all that is written to; the number of lanes if the run had begun."""
         self.folder, lanes = self._folder(config, method, state)
-        self.tunes = self.method.fine_tune and config.fine_tune_epochs > 0
-        self.keeps_best = self.tunes and self.method.global_model
+        self.tunes = self.traits.fine_tunes and config.fine_tune_epochs > 0
+        self.keeps_best = self.tunes and self.traits.global_model
         self.checkpoints = Checkpoints(
             self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
             clients_every=config.checkpoint_clients_every,
@@ -109,8 +111,7 @@ class Run:
     def _advise(self) -> None:
         """Say what is without effect, and what the method thinks of these settings."""
         if not self.config.quiet:
-            hyper = select(self.simulation.hyper, self.index)
-            for sentence in unused(self.config) + self.method.advise(self.simulation.program.setting, hyper):
+            for sentence in unused(self.config) + self.simulation.advice[self.index]:
                 print(f"warning: {sentence}", file=sys.stderr)
 
     def _generic(self, state: State) -> Tree:
@@ -220,13 +221,13 @@ class Run:
         self._trained(report, jobs, history)
         if self._is_due(row["round"]):
             begun = time.perf_counter()
-            counts = self.simulation.evaluate(state, personal=self.method.personal_model == "server")
+            counts = self.simulation.evaluate(state, personal=self.traits.personal_model == "server")
             self._measure(row, counts, history)
             row["eval_seconds"] = time.perf_counter() - begun
 
     def _trained(self, report: Report, jobs: Jobs, history: History) -> None:
         """PA of the models just trained, where it is theirs."""
-        if self.method.personal_model == "local":
+        if self.traits.personal_model == "local":
             trained = jobs.steps > 0
             clients = jobs.row[trained]
             pa = accuracy(np.array(report.correct)[trained].sum(1), self.federation.test_sizes[clients])
@@ -238,11 +239,11 @@ class Run:
 
     def _measure(self, row: dict, counts: Evaluation, history: History) -> None:
         """GA, PA and GA of each class, from what this experiment's models said correctly."""
-        if self.method.personal_model == "server":
+        if self.traits.personal_model == "server":
             self._personal(counts.personal, history)
         total = np.bincount(self.federation.dataset.y_test, minlength=self.simulation.program.setting.num_classes)
         ga_local = None
-        if self.method.global_model:
+        if self.traits.global_model:
             correct = np.array(counts.generic)[0]
             row["ga"] = float(accuracy(correct.sum(), total.sum()))
         else:
@@ -285,7 +286,7 @@ class Run:
             "ga_mean_last10": history.mean_last("ga"), "pa_mean_last10": history.mean_last("pa"),
             "pa_protocol": "during training", "pa_best_per_client": history.best_pa_clients,
         }  # fmt: skip
-        if not self.method.global_model:
+        if not self.traits.global_model:
             result |= {"ga_best": history.without_global_model(), "ga_best_round": None}
         return result
 
@@ -294,7 +295,7 @@ class Run:
         config = self.config
         self.folder.write_summary(summary)
         title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-        records.draw_curves(history.rows, self.folder.path / "curves.png", title)
+        draw_curves(history.rows, self.folder.path / "curves.png", title)
         if self.recorder:
             self.recorder.draw()
 

@@ -50,7 +50,7 @@ class ParticipantRun(Run):
         return own, augment.pipeline(config.dataset, False, shape)
 
     def _public(self, method: Method, pipeline: augment.Pipeline) -> Public | None:
-        if method.exchange == "never" and not method.distils:
+        if not method.traits().needs_public:
             return None
         return Public(public_images(self.config, self.federation.image_shape), pipeline, self.config.public_batch)
 
@@ -67,9 +67,9 @@ class ParticipantRun(Run):
             raise UserError("participants with models of their own train on one device: drop --devices, --coordinator.")
         if config.model and config.models:
             raise UserError("--models names all architectures: drop --model.")
-        if not method.own_models and config.pretrain_epochs:
+        if not method.traits().own_models and config.pretrain_epochs:
             raise UserError(f"{config.method} has one common model, so nobody is pre-trained: drop --pretrain-epochs.")
-        if not method.own_models and config.task is None:
+        if not method.traits().own_models and config.task is None:
             raise UserError(f"{config.method} has one common model: name it with --model, not --models.")
 
     def _assemble(self, method: Method, lanes: int) -> Groups:
@@ -111,7 +111,7 @@ class TaskRun(ParticipantRun):
 
     def _check(self, method):
         super()._check(method)
-        if self.config.fine_tune_epochs and method.fine_tune:
+        if self.config.fine_tune_epochs and method.traits().fine_tunes:
             raise UserError("in a task PA is that of the models as they are: use --fine-tune-epochs=0.")
 
     def _assemble(self, method, lanes):
@@ -120,7 +120,8 @@ class TaskRun(ParticipantRun):
         return super()._assemble(method, lanes)
 
     def _default_models(self, method: Method) -> str:
-        if not method.own_models or method.averages != "never":
+        traits = method.traits()
+        if not traits.own_models or traits.averages != "never":
             return "simple_cnn" if self.task.side < 32 else ARCHITECTURES[0]
         return ",".join(SMALL_ARCHITECTURES if self.task.side < 32 else ARCHITECTURES)
 
@@ -130,7 +131,7 @@ class TaskRun(ParticipantRun):
 
     def _public(self, method, pipeline):
         config, task = self.config, self.task
-        if method.exchange == "never" and not method.distils:
+        if not method.traits().needs_public:
             return None
         samples = config.public_samples or (task.public_samples if config.public in (None, task.public) else None)
         named = replace(config, public=config.public or task.public, public_samples=samples)
@@ -140,7 +141,7 @@ class TaskRun(ParticipantRun):
         return None if self.config.local_epochs else self.task.local_epochs
 
     def _pretrain_epochs(self):
-        if not self.method.own_models:
+        if not self.traits.own_models:
             return 0  # and nobody asked for more, see `_check`
         return PRETRAIN_EPOCHS if self.config.pretrain_epochs is None else self.config.pretrain_epochs
 
