@@ -127,7 +127,7 @@ def _fast(done: Sequence[Line]) -> str:
     ours = [line for line in done if "median_s" in line and "precision" in line]
     grid = sorted(ours, key=lambda line: (line["workload"], line["method"], line["median_s"]))
     steps = _columns(_named(done, "barrier"), "name", "step_s", "tflop_s", "compiling_and_all_s")
-    turns = _columns(_named(done, "turns"), "name", "kernels", "turn_us")
+    turns = _columns(_named(done, "turns"), "name", "sums", "turn_us")
     heads = [
         "",
         "lanes",
@@ -147,7 +147,7 @@ def _fast(done: Sequence[Line]) -> str:
         _titled("Lanes, precision and forms", table(heads, cells)),
         _titled("Experiments of a sweep together, and one after another", _sweeps(_named(done, "sweep"))),
         _titled("What the device executes in a round", _launches(_named(done, "launches"))),
-        _titled("A turn of a loop of small kernels", table(["", "kernels a turn", "microseconds"], turns)),
+        _titled("A turn of a loop of small sums", table(["", "sums a turn", "microseconds"], turns)),
         _titled(
             "A training step of ResNet18, batch 50, alone", table(["", "s", "TFLOP/s", "all with compiling, s"], steps)
         ),

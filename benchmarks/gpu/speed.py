@@ -1,10 +1,8 @@
 """Part 2, how fast: ours beside PyTorch, lanes, precision and forms, sweeps, launches, and numbers others printed."""
 
 import importlib.util
-import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ PRECISIONS = ("tf32", "bfloat16", "float32")
 LANES = {"w1": (10, 1), "w2": (10, 1), "w3": (10, 2, 1), "w4": (500, 50)}  # several first
 FORMS = ("grouped", "gemm", "loop")
 TORCH = ("tuned", "compiled", "vmap", "plain")
-PREDICTED = Path(__file__).parents[1] / "results" / "accelerator.json"
 
 # Workloads for which others printed numbers. Images are random, so that nothing but the time is comparable.
 PRINTED: dict[str, dict[str, Any]] = {
@@ -60,7 +57,7 @@ def items(rehearse: bool) -> list[Item]:
     made += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
     made += [Item("barrier, with", resnet_step, {"barrier": True}, 60)]
     made += [Item("barrier, without", resnet_step, {"barrier": False}, 60)]
-    made += [Item(f"turns, {kind}", turns, {"kernels": 3, "static": kind == "static"}, 20)
+    made += [Item(f"turns, {kind}", turns, {"sums": 3, "static": kind == "static"}, 20)
              for kind in ("dynamic", "static")]  # fmt: skip
     made += [_graphs()]
     made += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
@@ -81,7 +78,7 @@ def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
     made = [ours("tiny", 2), ours("tiny", 2, "bfloat16", "grouped"), *(_torch("tiny", kind) for kind in TORCH)]
     made += [Item("barrier, without", resnet_step, {"barrier": False, "tiny": True}, 10)]
-    made += [Item("turns, dynamic", turns, {"kernels": 3, "static": False}, 5)]
+    made += [Item("turns, dynamic", turns, {"sums": 3, "static": False}, 5)]
     made += [Item("launches tiny", launches, {"workload": "tiny", "lanes": 3}, 10)]
     made += [_sweep("digits", 2, 4, experiments=2, rounds=1)]
     made += [Item("accuracy tf32", accuracy, {"precision": "tf32", "rounds": 2, "model": "mlp"}, 10)]
@@ -103,7 +100,7 @@ def _torch(workload: str, kind: str) -> Item:
 def _graphs() -> Item:
     """The same turns where XLA may put whole loops into command buffers (CUDA graphs)."""
     flags = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL --xla_gpu_graph_min_graph_size=1"
-    options = {"kernels": 3, "static": False}
+    options = {"sums": 3, "static": False}
     return Item("turns, in command buffers", turns, options, 20, environment={"XLA_FLAGS": flags})
 
 
@@ -222,27 +219,15 @@ def launches(workload: str, lanes: int) -> dict[str, Any]:
         "busy_ms": sum(map(sum, spent.values())),
         "longest": [{"name": name[:80], "times": len(spent[name]), "ms": sum(spent[name])} for name in longest],
     }
-    return {"workload": workload, "lanes": lanes, "predicted_kernels": predicted(workload, lanes)} | record | device()
+    return {"workload": workload, "lanes": lanes} | predicted(workload, lanes) | record | device()
 
 
-def predicted(workload: str, lanes: int) -> float | None:
-    """Kernels of such a round by the table that was counted without a device; None where it has no such line."""
-    if not PREDICTED.exists():
-        return None
-    asked = {"workload": workload, "lanes": lanes, "method": "fedavg", "program": "round"}
-    return next((record["kernels"] for record in _records(json.loads(PREDICTED.read_text()), asked)), None)
+def predicted(workload: str, lanes: int) -> dict[str, Any]:
+    """What `benchmarks.accelerator` has counted of such a round without a device; {} where it has not."""
+    from benchmarks.survey import RESULTS, read
 
-
-def _records(table: Any, asked: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Records in a table, however deep, that have kernels and are of the case asked for."""
-    if isinstance(table, Mapping):
-        case = {**asked, **table.get("case", {}), **table} if "kernels" in table else {}
-        if case.get("kernels") is not None and "workload" in {*table, *table.get("case", {})}:
-            if all(case[name] == value for name, value in asked.items()):
-                yield table
-            return
-    for child in table.values() if isinstance(table, Mapping) else table if isinstance(table, list) else ():
-        yield from _records(child, asked)
+    counted = read(RESULTS).get("h100", {}).get("rounds", {}).get(f"{workload}, {lanes} lanes", {})
+    return {f"predicted_{name}": counted[name] for name in ("kernels", "turns") if name in counted}
 
 
 def resnet_step(barrier: bool, tiny: bool = False) -> dict[str, Any]:
@@ -263,15 +248,15 @@ def resnet_step(barrier: bool, tiny: bool = False) -> dict[str, Any]:
     return {"step_s": seconds, "tflop_s": rate, "compiling_and_all_s": time.perf_counter() - begun} | device()
 
 
-def turns(kernels: int, static: bool) -> dict[str, Any]:
-    """Microseconds of one turn of a loop of small kernels, by the difference between long and short loops."""
+def turns(sums: int, static: bool) -> dict[str, Any]:
+    """Microseconds of one turn of a loop of a few small sums, by the difference between long and short loops."""
     import jax
     import jax.numpy as jnp
 
     from benchmarks.limits import seconds_of
 
     def body(_, x):
-        for _ in range(kernels):
+        for _ in range(sums):
             x = x / (1.0 + jnp.abs(x).sum())  # a sum over everything ends a kernel
         return x
 

@@ -2,6 +2,8 @@
 
 import math
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +44,30 @@ def ceilings() -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.limits import matrix_rate, seconds_of
-
-    size = 2**20 if jax.default_backend() == "cpu" else 2**30
-    source = jnp.ones(size // 4, jnp.float32)
-    copy = jax.jit(lambda x: -x)
-    record = {"copy_gb_s": 2 * size / seconds_of(lambda: copy(source), 5) / 1e9}
+    size, side = (2**20, 512) if jax.default_backend() == "cpu" else (2**32, 8192)
+    copied = jax.jit(lambda x: -x)
+    record = {"copy_gb_s": 2 * size / _seconds(copied, jnp.ones(size // 4, jnp.float32)) / 1e9}
     for name, precision, dtype in (
         ("float32", "highest", jnp.float32),
         ("tf32", None, jnp.float32),
         ("bfloat16", None, jnp.bfloat16),
     ):
+        a, b = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
         with jax.default_matmul_precision(precision):
-            record[f"{name}_tflop_s"] = matrix_rate(dtype) / 1e12
+            record[f"{name}_tflop_s"] = 2 * side**3 / _seconds(jax.jit(jnp.matmul), a, b) / 1e12
     return record | device()
+
+
+def _seconds(function: Callable[..., Any], *operands: Any, times: int = 20) -> float:
+    """Of one of so many calls in a row, after one that compiles; the device does not wait for the host between them."""
+    import jax
+
+    jax.block_until_ready(function(*operands))
+    begun = time.perf_counter()
+    for _ in range(times - 1):
+        function(*operands)
+    jax.block_until_ready(function(*operands))
+    return (time.perf_counter() - begun) / times
 
 
 def _two_rounds(options: dict[str, Any], folder: Path) -> dict[str, Any]:
