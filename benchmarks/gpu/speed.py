@@ -55,19 +55,18 @@ def items(rehearse: bool) -> list[Item]:
         return _rehearsal()
     made = [ours("w4", 500), ours("w1", 10), ours("w3", 1), ours("w3", 10), ours("w2", 10)]
     made += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
-    made += [Item("barrier, with", resnet_step, {"barrier": True}, 60)]
-    made += [Item("barrier, without", resnet_step, {"barrier": False}, 60)]
-    made += [Item(f"turns, {kind}", turns, {"sums": 3, "static": kind == "static"}, 20)
-             for kind in ("dynamic", "static")]  # fmt: skip
-    made += [_graphs()]
+    made += [_resnet(barrier) for barrier in (True, False)]
+    made += [_turns("dynamic"), _turns("static"), _turns("dynamic", graphs=True)]
+    made += [_launches(workload, LANES[workload][0]) for workload in ("w4", "w1")]
+    made += [_torch(workload, "vmap") for workload in ("w4", "w1")]
+    made += [_torch(workload, "compiled") for workload in ("w1", "w3")]
     made += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
-    made += [Item(f"launches {w}", launches, {"workload": w, "lanes": LANES[w][0]}, 40) for w in ("w4", "w1")]
-    made += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w1", "w3", "w4", "w2")]
+    made += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w4", "w3", "w2")]
     made += [_sweep(name, *sizes) for name, sizes in {"w4small": (100, 1600), "w1": (10, 160)}.items()]
     made += [ours(w, lanes, precision, form) for precision in PRECISIONS for w in ("w1", "w3", "w2", "w4")
              for lanes in LANES[w] for form in (FORMS if lanes > 1 and w != "w4" else (None,))]  # fmt: skip
-    made += [Item("scaffold w4", ours_once, {"workload": "w4", "lanes": 500, "method": "scaffold"}, 30)]
-    made += [Item(f"accuracy {p}", accuracy, {"precision": p, "rounds": 30}, 40) for p in PRECISIONS]
+    made += [ours("w4", 500, method="scaffold")]
+    made += [_accuracy(precision) for precision in PRECISIONS]
     made += [_printed(name, method, PRINTED[name]["lanes"][1]) for name, method in _printed_methods()]
     made += [_torch(workload, "plain") for workload in ("w4", "w1", "w2", "w3")]
     made += [_torch(name, "tuned") for name in ("pfl-research", "PFLlib")]
@@ -77,18 +76,16 @@ def items(rehearse: bool) -> list[Item]:
 def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
     made = [ours("tiny", 2), ours("tiny", 2, "bfloat16", "grouped"), *(_torch("tiny", kind) for kind in TORCH)]
-    made += [Item("barrier, without", resnet_step, {"barrier": False, "tiny": True}, 10)]
-    made += [Item("turns, dynamic", turns, {"sums": 3, "static": False}, 5)]
-    made += [Item("launches tiny", launches, {"workload": "tiny", "lanes": 3}, 10)]
-    made += [_sweep("digits", 2, 4, experiments=2, rounds=1)]
-    made += [Item("accuracy tf32", accuracy, {"precision": "tf32", "rounds": 2, "model": "mlp"}, 10)]
+    made += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
+    made += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=2, model="mlp")]
     return made + [_printed("PFLlib", "fedavg", 2, tiny=True)]
 
 
-def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = None) -> Item:
+def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = None, method: str = "fedavg") -> Item:
     """Our engine's round; form: how lanes of convolutions run, None for what the models choose."""
-    options = {"workload": workload, "lanes": lanes, "precision": precision, "form": form}
-    name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *([form] if form else [])])
+    options = {"workload": workload, "lanes": lanes, "precision": precision, "form": form, "method": method}
+    other = [word for word in (form, method) if word not in (None, "fedavg")]
+    name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *map(str, other)])
     return Item(name, ours_once, options, 45 if workload in ("w2", "w3") else 25)
 
 
@@ -97,11 +94,25 @@ def _torch(workload: str, kind: str) -> Item:
     return Item(f"torch {workload}, {kind}", torch, {"workload": workload, "kind": kind}, seconds)
 
 
-def _graphs() -> Item:
-    """The same turns where XLA may put whole loops into command buffers (CUDA graphs)."""
+def _resnet(barrier: bool, *, tiny: bool = False) -> Item:
+    name = "barrier, with" if barrier else "barrier, without"
+    return Item(name, resnet_step, {"barrier": barrier, "tiny": tiny}, 60)
+
+
+def _turns(kind: str, *, graphs: bool = False) -> Item:
+    """Turns of a loop; graphs: where XLA may put whole loops into command buffers (CUDA graphs)."""
     flags = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL --xla_gpu_graph_min_graph_size=1"
-    options = {"sums": 3, "static": False}
-    return Item("turns, in command buffers", turns, options, 20, environment={"XLA_FLAGS": flags})
+    name = f"turns, {kind}" + (", command buffers allowed" if graphs else "")
+    environment = {"XLA_FLAGS": flags} if graphs else {}
+    return Item(name, turns, {"sums": 3, "static": kind == "static"}, 20, environment=environment)
+
+
+def _launches(workload: str, lanes: int) -> Item:
+    return Item(f"launches {workload}", launches, {"workload": workload, "lanes": lanes}, 40)
+
+
+def _accuracy(precision: str, rounds: int = 30, model: str = "mcmahan_cnn") -> Item:
+    return Item(f"accuracy {precision}", accuracy, {"precision": precision, "rounds": rounds, "model": model}, 40)
 
 
 def _sweep(name: str, alone: int, together: int, experiments: int = 16, rounds: int = 10) -> Item:
@@ -151,9 +162,7 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
     return timed | {"lanes": simulated.program.lanes, "device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
 
 
-def ours_once(
-    workload: str, lanes: int, precision: str = "tf32", form: str | None = None, method: str = "fedavg"
-) -> dict[str, Any]:
+def ours_once(workload: str, lanes: int, precision: str, form: str | None, method: str) -> dict[str, Any]:
     """A workload's round by our engine."""
     dtype = _precise(precision)
     record = _timed(_workload(workload), lanes, ROUNDS, form, method=method, dtype=dtype)
@@ -230,7 +239,7 @@ def predicted(workload: str, lanes: int) -> dict[str, Any]:
     return {f"predicted_{name}": counted[name] for name in ("kernels", "turns") if name in counted}
 
 
-def resnet_step(barrier: bool, tiny: bool = False) -> dict[str, Any]:
+def resnet_step(barrier: bool, tiny: bool) -> dict[str, Any]:
     """A training step of ResNet18, with the barrier between a strided slice and its product, or without it.
 
     Without it XLA's GPU compiler aborts, where it was asked without a device (docs/performance.md).
@@ -268,13 +277,13 @@ def turns(sums: int, static: bool) -> dict[str, Any]:
         loops = {n: lambda x, n=n: dynamic(jnp.int32(n), x) for n in (few, many)}
     seconds = {n: seconds_of(lambda n=n: loops[n](x), 7) for n in loops}
     return {
-        "kernels": kernels,
+        "sums": sums,
         "static": static,
         "turn_us": 1e6 * (seconds[many] - seconds[few]) / (many - few),
     } | device()
 
 
-def accuracy(precision: str, rounds: int, model: str = "mcmahan_cnn") -> dict[str, Any]:
+def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     """GA on scikit-learn's digits in a precision, and seconds."""
     dtype = _precise(precision)
     options = {
