@@ -14,8 +14,6 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-import tyro
-
 from fedjax_pcdd.errors import UserError
 
 
@@ -102,6 +100,8 @@ def convert(option: Option, text: str | None, label: str) -> Any:
 
 def _read(kind: Any, text: str) -> Any:
     """Tyro's reading of one value; SystemExit where it does not fit the type."""
+    import tyro  # only what is written as text needs it: a run from values does not
+
     form = dataclasses.make_dataclass("Form", [("value", Annotated[kind, tyro.conf.arg(name="value")])])
     flags = (tyro.conf.FlagConversionOff,)
     # Tyro prints its own multi-line box for some mistakes even without console outputs.

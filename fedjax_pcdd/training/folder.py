@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pcdd import __version__
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.disk import for_user
 from fedjax_pcdd.training.progress import final_table as final_table
@@ -28,7 +29,7 @@ from fedjax_pcdd.training.progress import show as show
 
 CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
-PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class RunFolder:
@@ -125,8 +126,9 @@ class RunFolder:
 def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
+    own = {"python": platform.python_version(), "fedjax-pcdd": __version__}
     return {
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": own | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
