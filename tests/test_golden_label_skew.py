@@ -243,7 +243,8 @@ def test_equal_features_are_at_the_upper_end_of_feduv_without_gradient(g, precis
 BALANCED = {"one": (1.0, 1.0), "removed": (1.0, None), "gamma0.5": (0.5, 1.0)}  # gamma, count that stands in for 0
 
 
-def etf_logits(f, weight, bias, beta, directions):
+def etf_logits(inputs, directions):
+    f, weight, bias, beta = inputs
     return scaled_logits(f @ weight.T + bias, directions, jnp.ones(directions.shape[1], f.dtype), beta)
 
 
@@ -256,7 +257,7 @@ def test_balanced_softmax_on_an_etf_agrees_with_fedetf(g, variant, precision):
     power, missing = BALANCED[variant]
 
     def loss(inputs):
-        logits = etf_logits(*inputs, directions)
+        logits = etf_logits(inputs, directions)
         return balanced_cross_entropy(logits, labels, counts, power=power, missing=missing), logits
 
     inputs = [precision.array(g[f"in_{name}"]) for name in ("f", "Wp", "bp", "beta")]

@@ -1,7 +1,7 @@
 """The simplex equiangular tight frame: C unit vectors whose angles are all equal and as wide as possible.
 
-A fixed classifier: FedGELA and FedETF have it as it is, FedLoGe sparse and short (Xiao et al., "FedLoGe: Joint Local and
-Generic Federated Learning under Long-tailed Data", ICLR 2024). Letters: D feature width, C classes.
+A fixed classifier: FedGELA and FedETF have it as it is, FedLoGe sparse and short (SSE-C: Xiao et al., "FedLoGe: Joint
+Local and Generic Federated Learning under Long-tailed Data", ICLR 2024). Letters: D feature width, C classes.
 """
 
 import functools
