@@ -7,6 +7,8 @@ import pytest
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.decorrelation import batch_decorrelation, intra_class
+from fedjax_pcdd.methods.feddecorr import FedDecorr
+from fedjax_pcdd.methods.method import Setting
 
 FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
 FORMS = pytest.mark.parametrize("form", ["offdiag", "frobenius"])
@@ -68,3 +70,10 @@ def test_a_batch_of_one_class_has_fedmrs_intra_class_loss():
 def test_unknown_form_is_refused():
     with pytest.raises(UserError, match="Unknown form 'frob'"):
         batch_decorrelation(FEATURES, form="frob")
+
+
+def test_advice_is_given_where_nothing_can_correlate():
+    setting = Setting(5, 4, 1, 1, 1, 8, False)
+    assert FedDecorr().configure(setting, None)[1] == []
+    for small in (setting._replace(batch_size=1), setting._replace(feature_dim=1)):
+        assert "it is FedAvg" in FedDecorr().configure(small, None)[1][0]

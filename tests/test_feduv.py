@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_model import dense, loss
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
+from fedjax_pcdd.methods.feduv import FedUV
+from fedjax_pcdd.methods.method import Setting
 
 FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
 SURE = 50.0
+LABELS, COUNTS = np.array([0, 1, 2, 0, 1, 2, 0]), [3, 2, 2]
 
 
 def test_uniformity_has_the_sheets_value():
@@ -70,3 +74,19 @@ def test_gradient_of_uniformity_is_that_of_its_value(x64):
 def test_unknown_width_is_refused():
     with pytest.raises(UserError, match="Unknown width 'mean'"):
         uniformity(FEATURES, width="mean")
+
+
+def test_a_batch_of_one_sample_is_advised_against():
+    setting = Setting(5, 4, 1, 1, 1, 1, False)
+    assert "it is FedAvg" in FedUV().configure(setting, None)[1][0]
+    assert FedUV().configure(setting._replace(batch_size=2), None)[1] == []
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_features_are_of_unit_length_only_where_asked(normalise):
+    layers = {"head": dense(np.eye(3, 4, dtype=np.float32), np.zeros(3, np.float32))}
+    stretched = np.asarray(FEATURES) * np.arange(1, 8, dtype=np.float32)[:, None]
+    values = [loss(FedUV(lam=0.0, normalise=normalise), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
+    plain = [loss(FedUV(lam=0.0, mu=0.0), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
+    spread = [value - other for value, other in zip(values, plain, strict=True)]
+    assert np.isclose(*spread, rtol=1e-4) == normalise

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_model import context, dense
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.masked_distillation import masked_kl
 from fedjax_pcdd.losses.vacant_classes import calibrated_cross_entropy, logit_suppression
+from fedjax_pcdd.methods.fedvls import FedVLS
+from fedjax_pcdd.methods.method import Batch, Method, Setting
 
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(RNG.normal(size=(6, 5)), jnp.float32)
@@ -80,3 +83,61 @@ def test_unknown_forms_are_refused():
     for loss in (calibrated_cross_entropy, logit_suppression):
         with pytest.raises(UserError, match="Unknown form 'printed'"):
             loss(LOGITS, LABELS, COUNTS, form="printed")
+
+
+# The method
+
+FEATURES = RNG.normal(size=(6, 4)).astype(np.float32)
+LAYERS = {"head": dense(RNG.normal(size=(5, 4)).astype(np.float32), RNG.normal(size=5).astype(np.float32))}
+MOVED = jax.tree.map(lambda x: x + 0.3 * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) / x.size, LAYERS)
+
+
+def value_and_gradient(method, received, counts=COUNTS):
+    """Loss and gradient for the head of a client that received other layers."""
+    known = context(method, counts, features=4)._replace(start={"params": received})
+    batch = Batch(jnp.asarray(FEATURES), LABELS, jnp.ones(6))
+    return jax.value_and_grad(lambda layers: method.loss({"params": layers}, batch, known)[0])(LAYERS)
+
+
+def assert_same(one, other):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), one, other)
+
+
+def test_a_client_that_has_not_moved_has_nothing_to_distil():
+    methods = [FedVLS(lam=lam, omega=0.005) for lam in (5.0, 0.0)]
+    assert_same(*(value_and_gradient(method, LAYERS) for method in methods))
+
+
+def test_a_client_with_all_classes_or_all_but_one_has_nothing_to_distil():
+    for counts in (jnp.asarray([9, 2, 3, 8, 1]), COUNTS):
+        methods = [FedVLS(lam=lam, omega=0.005) for lam in (5.0, 0.0)]
+        assert_same(*(value_and_gradient(method, MOVED, counts) for method in methods))
+
+
+def test_a_client_that_lacks_two_classes_is_drawn_to_the_received_model():
+    counts = jnp.asarray([9, 0, 0, 8, 1])
+    strong, weak = (value_and_gradient(FedVLS(lam=lam, omega=0.005), MOVED, counts) for lam in (5.0, 0.0))
+    assert strong[0] > weak[0]
+    assert np.all(strong[1]["head"]["bias"][1:3] != weak[1]["head"]["bias"][1:3])
+
+
+def test_without_calibration_and_both_weights_it_is_fedavg():
+    assert_same(
+        value_and_gradient(FedVLS(lam=0.0, omega=0.0, calibrated=False), MOVED), value_and_gradient(Method(), MOVED)
+    )
+
+
+def test_weight_of_the_suppression_belongs_to_its_form():
+    setting = Setting(5, 4, 1, 1, 1, 6, False)
+    weights = {form: FedVLS(form=form).configure(setting, None)[0].omega for form in ("code", "paper")}
+    assert weights == {"code": 0.005, "paper": 1.0}
+    assert FedVLS(omega=0.3).configure(setting, None)[0].omega == 0.3
+
+
+def test_advice_is_given_where_the_loss_is_unbounded_or_constant():
+    none, few = (Setting(5, 4, 1, 1, 1, 6, False, one_class_clients=n) for n in (0, 3))
+    assert FedVLS().configure(few, None)[1] == []
+    assert "unbounded below" in FedVLS(form="paper").configure(none, None)[1][0]
+    assert FedVLS(form="paper", omega=0.05).configure(none, None)[1] == []
+    assert "set --lam above 0" in FedVLS(lam=0.0).configure(few, None)[1][0]
+    assert "--calibrated=no" in FedVLS().configure(few._replace(num_classes=2), None)[1][0]
