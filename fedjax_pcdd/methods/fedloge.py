@@ -35,7 +35,9 @@ class FedLoGe(Method):
     """L = CE(S^T z) + CE(g(sg[z])) + CE(l_k(sg[z])), with the sparse ETF S and heads g and l_k."""
 
     sparsity: float = hyperparameter(0.6, help="share of the ETF's entries that are 0", low=0.0, high=0.95, static=True)
-    ssec_norm: float = hyperparameter(0.1, help="norm of its columns", above=0.0, static=True)
+    ssec_norm: float = hyperparameter(
+        0.1, help="norm of its columns; small networks learn faster with 1", above=0.0, static=True
+    )
     head_norm: float = hyperparameter(1.7, help="norm of the rows of the generic head in GA", above=0.0)
     rows: Literal["raw", "unit"] = hyperparameter(
         "raw", help="rows of the common head that take the personal norms: as they are, or of length 1", static=True
@@ -107,8 +109,9 @@ class FedLoGe(Method):
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Of the model's head; for PA over the client's own classes."""
         logits = forward(model, variables, images, train=False)[0].logits
-        own = facts is not None and scope == "personal"
-        return jnp.where(facts.class_counts > 0, logits, -jnp.inf) if own else logits
+        if scope != "personal" or facts is None:
+            return logits
+        return jnp.where(facts.class_counts > 0, logits, -jnp.inf)
 
 
 def _norms(kernel):
