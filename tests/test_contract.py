@@ -31,6 +31,13 @@ REDUCES = {
     "solo": None,  # nothing is aggregated
     "fedrs": {"alpha": 1.0, "bias": True},
     "fedlc": {"tau": 0.0},
+    "fedvls": {"lam": 0.0, "omega": 0.0, "calibrated": False},
+    "fedntd": {"beta_ntd": 0.0},
+    "fedlmd": {"beta_lmd": 0.0},
+    "feddecorr": {"beta_dec": 0.0},
+    "feduv": {"lam": 0.0, "mu": 0.0},
+    "fedetf": None,  # another classifier
+    "fedloge": None,  # the body never learns from a head
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},

@@ -171,6 +171,11 @@ def test_the_command_on_the_page_of_a_method_parses(name):
     assert cli.parse(shlex.split(method_pages.command(name))[2:], PRESETS)
 
 
+def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():
+    exchanging = {name for name in METHODS if "--task=" in method_pages.command(name)}
+    assert exchanging == {"fccl", "fedmd", "rcfl", "fedmatch"}
+
+
 def folders_of(words):
     """Folders of the runs that a command makes."""
     script, *argv = words

@@ -405,7 +405,7 @@ def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
     from fedjax_pcdd.cli.run import main
 
     found = {}
-    monkeypatch.setattr(runs, "run", lambda config, method, origin, *_: found.update(origin) or {})
+    monkeypatch.setattr(runs, "run", lambda config, method, origin, **_: found.update(origin) or {})
     assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
     assert found == {
         "preset": None, "split": None, "variant": None,

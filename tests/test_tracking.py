@@ -7,8 +7,10 @@ import pytest
 
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.analysis.trained import Watched
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
 from fedjax_pcdd.training.tracking import names_of
@@ -31,6 +33,12 @@ def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
 
 def test_a_quantity_named_twice_is_tracked_once():
     assert names_of("intra, angles,intra") == ("intra", "angles")
+
+
+@pytest.mark.parametrize("method", ["fml", "fedrep", "fedgela"])
+def test_training_that_is_repeated_for_tracking_knows_the_traits_of_the_method(method):
+    own = METHODS[method]().traits()
+    assert Watched(METHODS[method](), (), print).traits() == own._replace(summary=None)
 
 
 def lines_of(folder):

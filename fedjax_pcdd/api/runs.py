@@ -59,7 +59,8 @@ class Asked(NamedTuple):
     config: RunConfig
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] = ()  # beside those that the options ask for
+    last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
 
 
 def run(
@@ -67,12 +68,13 @@ def run(
     method: Method,
     origin: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    last: Sequence[Callback] = (),
     say: Say = warn,
 ) -> Result:
     """Run, or resume, one experiment.
 
     Args:
-      config, method, origin, callbacks: as in `Asked`.
+      config, method, origin, callbacks, last: as in `Asked`.
       say: told of settings without effect, or that the method advises against.
 
     Returns:
@@ -81,7 +83,7 @@ def run(
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
     """
-    (summary,) = run_together([Asked(config, method, origin or {}, callbacks)], say)
+    (summary,) = run_together([Asked(config, method, origin or {}, callbacks, last)], say)
     if isinstance(summary, UserError):
         raise summary
     return summary
@@ -188,7 +190,7 @@ class Record:
         kept = f"; the checkpoints before it in {path} are good"
         measured = [setup.accuracies(e, kept=kept), *as_callbacks(list(asked.callbacks))]
         self.checkpoint = Checkpoint(checkpoints, measured)
-        self.callbacks = [*measured, *self._writers(), self.checkpoint]
+        self.callbacks = [*measured, *self._writers(), self.checkpoint, *asked.last]
 
     def _created(self, state: State) -> RunFolder:
         config, federation = self.asked.config, self.setup.federations[self.e]
@@ -295,7 +297,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     config, method = read_run(Path(folder))
     config = dataclasses.replace(config, resume=Path(folder), run_dir=Path(folder))
     shown = [bar()] if progress else []
-    run(config, method, callbacks=[*as_callbacks(callbacks), *shown])
+    run(config, method, callbacks=as_callbacks(callbacks), last=shown)
     return load_run(folder)
 
 

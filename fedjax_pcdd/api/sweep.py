@@ -99,7 +99,7 @@ class Sweep:
 
     def _run_part(self, asked: Mapping[str, Asked], bar: SweepBar) -> None:
         """Run experiments together, or one by one where there is but one or some cannot be prepared."""
-        shown = {name: one._replace(callbacks=[PartOfSweep(bar, name)]) for name, one in asked.items()}
+        shown = {name: one._replace(last=[PartOfSweep(bar, name)]) for name, one in asked.items()}
         try:
             results = run_together(list(shown.values()), _silent) if len(shown) > 1 else []
         except UserError:
@@ -116,7 +116,7 @@ class Sweep:
         again = self._asked(Planned(name, asked.config, asked.method, asked.origin))
         if again is not None:
             try:
-                self._note(name, run(again.config, again.method, again.origin, asked.callbacks, _silent))
+                self._note(name, run(again.config, again.method, again.origin, last=asked.last, say=_silent))
             except UserError as error:
                 self._note(name, error)
 

@@ -14,7 +14,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
 from fedjax_pcdd.report.contents import own_table, paper_tables
-from fedjax_pcdd.report.expected import TITLES, kind, read_expected
+from fedjax_pcdd.report.expected import kind, read_expected, title
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
 from fedjax_pcdd.report.plots import LABELS, curves, in_words
@@ -103,7 +103,7 @@ def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[
     for preset in dict.fromkeys(one.preset for one in groups if one.preset):
         numbers = read_expected(expected, preset)
         tables += paper_tables(preset, [one for one in groups if one.preset == preset], numbers)
-        unread = dict.fromkeys(kind(one.metric) for one in numbers if kind(one.metric) not in TITLES)
+        unread = dict.fromkeys(kind(one.metric) for one in numbers if title(one.metric) is None)
         if unread:
             notes.append(f"{preset} also prints {', '.join(unread)}, which is not read from run folders.")
     return tables, notes

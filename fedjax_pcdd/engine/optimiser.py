@@ -45,13 +45,15 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
 
 def clip_apart(limit, parts: tuple[str, ...]) -> optax.GradientTransformation:
     """`clip_by_norm` of each of these parts of the parameters by itself, and of all others together."""
-    labels = {part: part for part in parts}
-    transforms = {part: clip_by_norm(limit) for part in [*parts, "others"]}
 
-    def label(params):
-        return {name: jax.tree.map(lambda _, name=name: labels.get(name, "others"), p) for name, p in params.items()}
+    def update(updates, state, params=None):
+        groups = [[name for name in updates if name not in parts], *([part] for part in parts)]
+        clipped = dict(updates)
+        for group in groups:
+            clipped |= clip_by_norm(limit).update({name: updates[name] for name in group}, state)[0]
+        return clipped, state
 
-    return optax.partition(transforms, label)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def make_optimiser(

@@ -66,5 +66,6 @@ class FedProto(Selective):
         outputs, _ = forward(model, variables, images, train=False)
         if self.predict == "classifier":
             return outputs.logits
-        allowed = server.valid & (facts.class_counts > 0) if scope == "personal" else server.valid
+        own = scope == "personal" and facts is not None
+        allowed = server.valid & (facts.class_counts > 0) if own else server.valid
         return nearest_prototype_scores(outputs.features, server.prototypes, allowed)

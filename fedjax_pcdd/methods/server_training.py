@@ -28,14 +28,15 @@ def train_on_public(
       steps: number of steps.
       size: B, images of a step, drawn without replacement.
     """
-    assert context.public is not None  # the engine has seen to it
-    number = context.public.images.shape[0]
+    public = context.public
+    assert public is not None  # the engine has seen to it
+    number = public.images.shape[0]
 
     def step(t, carry):
         variables, state = carry
         keys = Keys.of(jax.random.fold_in(context.key, t))
         index = jax.random.choice(keys.method, number, (size,), replace=False)
-        images = context.public.prepare(index, keys.augment)
+        images = public.prepare(index, keys.augment)
 
         def objective(params):
             model, start = context.model, {**variables, "params": params}
