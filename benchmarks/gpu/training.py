@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import CLASSES
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ class Enough(BaseException):
     """A run has come as far as it was asked to."""
 
 
-class Until:
+class Until(Callback):
     """What a run tells of its rounds; ends it after a round, or when another one would not fit into the time."""
 
     def __init__(self, last: int | None, seconds: float | None):
@@ -31,19 +32,13 @@ class Until:
         self.last, self.end = last, math.inf if seconds is None else now + seconds
         self.before, self.longest = now, None
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def update(self, row: Mapping[str, Any]) -> None:
+    def on_round(self, run: Run, report: RoundReport) -> None:
         """A round is done, and in the checkpoint that is being written."""
         now = time.monotonic()
         # The first round of a process compiles, so that it says nothing about the next one.
         self.longest = 0.0 if self.longest is None else max(self.longest, now - self.before)
         self.before = now
-        if row["round"] == self.last or now + 1.2 * self.longest > self.end:
+        if run.round == self.last or now + 1.2 * self.longest > self.end:
             raise Enough
 
 
@@ -58,7 +53,7 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     Returns:
       Whether it has come to its last round.
     """
-    from fedjax_pcdd.api.launch import run
+    from fedjax_pcdd.api.runs import run
     from fedjax_pcdd.training.config import build
 
     begun = (folder / "config.yaml").is_file()
@@ -67,7 +62,7 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     where = {"resume": folder} if begun else {}
     config, method = build({**options, "run_dir": folder, "quiet": True, **where})
     try:
-        run(config, method, None, Until(last, seconds))
+        run(config, method, last=[Until(last, seconds)])
     except Enough:
         return len(rows(folder)) >= config.rounds and train(options, folder)
     return True
