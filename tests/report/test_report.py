@@ -268,7 +268,7 @@ def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, 
 
 
 def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
-    folder = Path(__file__).parent.parent / "experiments/expected"
+    folder = Path(__file__).parents[2] / "experiments/expected"
     (table,) = paper_tables(
         "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
     )
@@ -351,7 +351,7 @@ def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cel
 
 
 def test_the_expected_tables_of_the_papers_can_all_be_read():
-    folder = Path(__file__).parent.parent / "experiments/expected"
+    folder = Path(__file__).parents[2] / "experiments/expected"
     presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv")]
     assert all(read_expected(folder, preset) for preset in presets)
 

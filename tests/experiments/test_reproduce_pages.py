@@ -16,7 +16,7 @@ from reproduction.columns import columns, with_means
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
     "claims", "ambiguities"
