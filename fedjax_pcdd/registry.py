@@ -78,7 +78,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
             try:
                 self._parts[name] = point.load()
             except Exception as error:  # whatever another package's code does
-                raise UserError(f"{self.kind} '{name}' cannot be loaded ({point.value}): {_in_words(error)}.") from error
+                sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
+                raise UserError(sentence) from error
         return self._parts[name]
 
     def __setitem__(self, name: str, part: T) -> None:

@@ -1,8 +1,8 @@
 """What every method must fulfil, for those who write one: `check_method(FedKeep)`, in a test or a notebook.
 
-A made-up federation stands for all that goes wrong: five clients with 1 to 30 samples, classes that clients lack, a class
-that no client has, a client that takes no part. Each claim is a function of `make(**options)`, which gives the method's
-`Simulation` there; `CLAIMS` lists them. A claim that does not hold is an AssertionError.
+A made-up federation stands for all that goes wrong: five clients with 1 to 30 samples, classes that clients lack, a
+class that no client has, a client that takes no part. Each claim is a function of `make(**options)`, which gives the
+method's `Simulation` there; `CLAIMS` lists them. A claim that does not hold is an AssertionError.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,9 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
 
     def make(**options: Any) -> Simulation:
         key = tuple(sorted(options.items()))
-        return programs.setdefault(key, simulation(tested, **options)) if key not in programs else programs[key]
+        if key not in programs:
+            programs[key] = simulation(tested, **options)
+        return programs[key]
 
     for claim in CLAIMS:
         try:
@@ -158,7 +160,7 @@ def order_of_clients_does_not_change_results(make: Make) -> None:
     simulated = make()
     jobs, batches = simulated.jobs(0)
     order = np.array([2, 0, 1])
-    shuffled = jax.tree.map(lambda x: x[order], jobs)._replace(experiment=jobs.experiment)
+    shuffled = jax.tree.map(lambda x: x[order], jobs)
     plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
     expected, _ = simulated.step(simulated.start(), 0)
     state, _ = simulated.step(simulated.start(), 0, (plan, shuffled))

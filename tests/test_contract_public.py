@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_contract
 import toy
-from test_contract import assert_close, leaves
+from fedjax_pcdd.testing import assert_close, leaves
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition

@@ -171,7 +171,7 @@ def test_the_command_on_the_page_of_a_method_parses(name):
 
 
 def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():
-    exchanging = {name for name in METHODS if "--task=" in pages.command(name)}
+    exchanging = {name for name in METHODS if "--task=" in method_pages.command(name)}
     assert exchanging == {"fccl", "fedmd", "rcfl", "fedmatch"}
 
 
