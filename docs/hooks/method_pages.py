@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 from fedjax_pcdd.cli.catalogue import Row, rows
+from fedjax_pcdd.cli.options import flag, sentence
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import Option, bounds, options_of
@@ -75,8 +76,7 @@ def _source(cls: type[Method]) -> str:
 
 def command(name: str) -> str:
     """A command that runs the method without any file of data."""
-    cls = METHODS[name]
-    task = " --task=digits_domains" if cls.own_models and cls.exchange != "never" else ""
+    task = " --task=digits_domains" if METHODS[name]().traits().exchange != "never" else ""
     return f"python experiments/run.py --method={name}{task}"
 
 
@@ -95,8 +95,8 @@ def _hyperparameters(cls: type[Method]) -> str:
     for option in options_of(cls).values():
         default = "–" if option.default is None else f"`{option.default}`"
         static = cls.__dataclass_fields__[option.name].metadata.get("static")
-        name = f"`{option.flag}` {typeset(option.symbol)}".rstrip()
-        lines.append((name, typeset(option.help), default, _values(option), "yes" if static else ""))
+        name = f"`{flag(option.name)}` {typeset(option.symbol)}".rstrip()
+        lines.append((name, typeset(sentence(option.help)), default, _values(option), "yes" if static else ""))
     if not lines:
         return "None of its own."
     lines = table(("option", "meaning", "default", "values", "recompiles"), lines)
@@ -120,8 +120,7 @@ def _hooks(cls: type[Method]) -> str:
     lines = []
     for name, plain in vars(Method).items():
         own = inspect.getattr_static(cls, name)
-        hook = callable(own) or isinstance(own, property)
-        if own is plain or not hook or name == "replace" or name.startswith("_"):  # `replace` is every dataclass's
+        if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
             continue
         text = (inspect.getdoc(own) or "").split("\n\n")[0]
         lines.append((f"`{name}`", typeset(" ".join(text.split()))))

@@ -41,9 +41,10 @@ def rows(counts: Mapping[str, Mapping[str, str]] | None = None) -> list[Row]:
     lines = []
     for name, cls in METHODS.items():
         down, up, client, held = (known.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held"))
-        status = "reconstruction" if "reconstructed" in cls.paper else "complete"
+        traits = cls().traits()
+        status = "reconstruction" if "reconstructed" in traits.paper else "complete"
         file = cls.__module__.replace(".", "/") + ".py"
-        lines.append(Row(name, cls.paper, cls().target, down, up, client, held, file, status))
+        lines.append(Row(name, traits.paper, traits.target, down, up, client, held, file, status))
     return lines
 
 
