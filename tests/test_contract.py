@@ -87,6 +87,29 @@ def test_a_lane_for_every_client_does_not_change_results(name):
 
 
 @everyone
+def test_jobs_of_one_block_are_those_of_one_lane(name):
+    one, block = (simulation(name, **options) for options in ({}, {"lanes": 3, "block": 3}))
+    assert block.program.blocks.together
+    assert_close(toy.train(block, (0,)), toy.train(one, (0,)), 1e-5)
+
+
+ALL = 5
+SHAPES = [(3, 1), (3, 2), (3, 3), (ALL, 1), (ALL, 2), (ALL, ALL)]  # lanes and b
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
+def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
+    def outcome(lanes, block):
+        simulated = simulation(name, cohort=ALL, lanes=lanes, block=block, dtype=jnp.float64)
+        state, report = toy.train(simulated)
+        return state, report, simulated.evaluate(state, personal=True)
+
+    expected = outcome(1, 1)
+    for lanes, block in SHAPES:
+        assert_close(outcome(lanes, block), expected, 1e-10)
+
+
+@everyone
 def test_client_state_on_the_host_does_not_change_results(name):
     device = simulation(name)
     if not jax.tree.leaves(device.start().clients):
