@@ -47,7 +47,7 @@ CASES = {
         "hyper": ({"mu": 0.0}, {"mu": 1.0}),
         "devices": ((2, 3),),
         "block": 2,
-    },  # fmt: skip
+    },
 }
 
 
