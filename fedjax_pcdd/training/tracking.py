@@ -63,9 +63,9 @@ class Tracker:
         self.after, self.between = local and not exchanged, local and exchanged
         programs = [part.simulation.program for part in self.parts]
         looks = [partial(_look, program, self.names) for program in programs]
-        pairs = zip(programs, looks, strict=True)
+        pairs = list(zip(programs, looks, strict=True))
         self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
-        self._between = [jax.jit(partial(look_between_rounds, look)) for look in looks]
+        self._between = [jax.jit(partial(look_between_rounds, program, look)) for program, look in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
