@@ -212,6 +212,7 @@ class Record:
             found.append(loggers.TensorBoard(folder.path / "tensorboard"))
         if config.wandb:
             found.append(loggers.WandB(folder.path, dataclasses.asdict(config)))
+        found += loggers.made(config.loggers, folder.path, dataclasses.asdict(config))
         if config.profile:
             found.append(Profile(folder.path / "profile"))
         return found

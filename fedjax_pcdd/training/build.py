@@ -14,7 +14,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.domains import load_public
 from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
-from fedjax_pcdd.data.partition import partition
+from fedjax_pcdd.data.lists import is_file, partition
 from fedjax_pcdd.data.subset import subset
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
 from fedjax_pcdd.engine.program import State
@@ -54,6 +54,8 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
         clients=config.clients or 0, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
         retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=groups,
     )  # fmt: skip
+    if is_file(config.partition) and config.clients not in (None, len(parts.train)):
+        raise UserError(f"{config.partition} has {len(parts.train)} clients, not {config.clients}: drop `clients`.")
     return Federation(dataset, parts)
 
 
@@ -130,7 +132,9 @@ def assemble(
       others: experiments that share the program, after this one.
     """
     dataset, shape = federation.dataset, federation.image_shape
-    pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
+    pipeline = pipeline or augment.pipeline(
+        config.dataset, config.augment, shape, text=dataset.text, own=config.augmentation
+    )
     public = None
     if method.traits().public:
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)

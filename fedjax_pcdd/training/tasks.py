@@ -97,7 +97,7 @@ class ParticipantSetup(Setup):
         """Of private and of public images."""
         config, federation = self.config, self.federations[0]
         shape, text = federation.image_shape, federation.dataset.text
-        own = augment.pipeline(config.dataset, config.augment, shape, text=text)
+        own = augment.pipeline(config.dataset, config.augment, shape, text=text, own=config.augmentation)
         return own, augment.pipeline(config.dataset, False, shape)
 
     def _public(self, method: Method, pipeline: augment.Pipeline) -> Public | None:
