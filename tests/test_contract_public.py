@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import test_contract
 import toy
-from fedjax_pcdd.testing import assert_close, leaves
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
@@ -15,6 +14,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.participant import model_of
+from fedjax_pcdd.testing import assert_close, leaves
 
 ONE, TWO = (0, 0, 0, 0, 0), (0, 1, 0, 1, 0)
 
