@@ -61,7 +61,7 @@ def finish(program: Program, world: World, lane: Lane, outcome: Outcome) -> Outc
     context = context_of(program, world, lane, steps)
     summary = summary_of(program, world, lane, context)
     client, message = method.upload(lane.variables, summary, context)
-    alike(method, "upload", "client's next state", client, lane.client, "`init_client` made it")
+    alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
 
     def predict(images):
         facts = context.facts

@@ -61,7 +61,7 @@ def training_round(
             program.model, program.setting, hyper, round, clients, count, key, unlabelled(program, data)
         )
         after = method.aggregate(server, message, weights, known)
-        alike(method, "aggregate", "server's next state", after, server, "`init_server` made it")
+        alike(method, "aggregate", "server's next state", after, server, "init_server made it")
         return where(weights.sum() > 0, after, server)
 
     mean, total = message.mean, message.total

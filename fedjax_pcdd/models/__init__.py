@@ -169,8 +169,8 @@ def build(
 def _from_outside(name: str, part: Any, known: dict[str, Any]) -> nn.Module:
     """A backbone `__call__(x, train=False)` from images to features, made with those of the arguments that it takes."""
     if not isinstance(part, nn.Module):
-        parameters = inspect.signature(part).parameters
-        part = part(**{key: value for key, value in known.items() if key in parameters})
+        taken = inspect.signature(part).parameters if callable(part) else {}
+        part = part(**{key: value for key, value in known.items() if key in taken}) if callable(part) else part
     if not isinstance(part, nn.Module):
         raise UserError(
             f"model {name} must be a Flax module or a function that returns one, not {type(part).__name__}."

@@ -15,7 +15,7 @@ SUMMARY_VALUES = {
     "seconds_per_round": ("seconds_per_round", 1.0),
 }
 DOMAIN_METRICS = ("inter_top1_pct", "intra_top1_pct", "inter_top5_pct", "intra_top5_pct")
-EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, by --track=spectrum
+EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, by `track=spectrum`
 TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
 NOT_RANKED = ("seconds_per_round",)
 LOWER_IS_BETTER = ("rounds_to_target", EIGENVALUES)
