@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import (
     Data,
     Program,
@@ -50,6 +51,7 @@ def count_correct(predict: Callable, program: Program, samples: Samples) -> Call
     return count
 
 
+@full_precision
 def domain_correct(program: Program, methods, state: State, data: Data, tests: Samples) -> jax.Array:
     """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5."""
     method, server = select((methods, state.servers), 0)
@@ -75,6 +77,7 @@ def domain_correct(program: Program, methods, state: State, data: Data, tests: S
     return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients, state.statistics))
 
 
+@full_precision
 def public_logits(
     program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
 ) -> jax.Array:
@@ -113,6 +116,7 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, devices
     return sum_over_samples(function, images, start, size, batch, template)
 
 
+@full_precision
 def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
 
@@ -135,6 +139,7 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
     return count(methods, servers, data)
 
 
+@full_precision
 def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows, slots) -> jax.Array:
     """Correct predictions [n, C] of the personal models of n rows between rounds.
 

@@ -126,6 +126,7 @@ def build(
     norm: str = "batch",
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
+    precision: str | None = None,
 ) -> Classifier:
     """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
 
@@ -137,6 +138,7 @@ def build(
       norm: "batch" or "group", for models that normalise.
       dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
       param_dtype: of the parameters.
+      precision: of products of float32 operands, as for `jax.default_matmul_precision`.
 
     Raises:
       UserError: for an unknown name or norm, images that are too small for the model, or text in their place.
@@ -151,7 +153,7 @@ def build(
         raise UserError(_misfit(name, image_shape, text))
     vocabulary = {"vocabulary": num_classes} if text else {}
     backbone = _FAMILIES[name].backbone(norm, **vocabulary, dtype=dtype, param_dtype=param_dtype)
-    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype, norm=norm)
+    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype, norm=norm, precision=precision)
 
 
 def smallest_side(name: str) -> int:

@@ -59,6 +59,8 @@ class Classifier(nn.Module):
       head_bias: whether that head has a bias.
       dtype: of the computation, but for the head, which reads at least float32; None promotes.
       param_dtype: of the parameters.
+      precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
+        for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
       norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
     """
 
@@ -72,13 +74,15 @@ class Classifier(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     norm: str = "batch"
+    precision: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        features = self.backbone(x, train=train, mask=mask)
-        if self.neck:
-            features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
+        with jax.default_matmul_precision(self.precision or jax.config.jax_default_matmul_precision):
+            features = self.backbone(x, train=train, mask=mask)
+            if self.neck:
+                features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
             features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))

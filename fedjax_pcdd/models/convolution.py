@@ -118,7 +118,10 @@ def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | 
         padding = lax.padtype_to_pads(image, kernel, strides, padding)
     (top, bottom), (left, right) = padding
     pads = ((int(top), int(bottom)), (int(left), int(right)))
-    return Window(image, kernel, (height, width), pads, precision) if min(*pads[0], *pads[1]) >= 0 else None
+    if min(*pads[0], *pads[1]) < 0:
+        return None
+    # Gradients are traced where what surrounds the forward pass no longer holds.
+    return Window(image, kernel, (height, width), pads, precision or jax.config.jax_default_matmul_precision)
 
 
 def _plane(array: jax.Array, axis: int) -> Pair:

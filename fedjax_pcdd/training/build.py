@@ -18,7 +18,9 @@ from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.config import RunConfig
 
-PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# For --precision: the type of images and activations, and how JAX calls what products of float32 operands take.
+TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}
+PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "bfloat16"}
 
 
 def load(config: RunConfig) -> Dataset:
@@ -65,7 +67,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
     model = models.build(
         name, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",
-        dtype=None if config.precision == "float32" else PRECISION[config.precision],
+        dtype=TYPES[config.precision] if config.precision == "bfloat16" else None, precision=PRODUCTS[config.precision],
     )  # fmt: skip
     return model.clone(neck=config.neck) if config.neck else model
 
@@ -129,5 +131,5 @@ def assemble(
         devices=count_devices(config.devices), rounds=config.rounds, weights=config.weights,
         local_statistics=config.bn == "local", keeps_optimiser=config.optimizer_state == "kept",
         client_state=config.client_state, public=public, eval_batch=config.eval_batch,
-        dtype=PRECISION[config.precision],
+        dtype=TYPES[config.precision],
     )  # fmt: skip

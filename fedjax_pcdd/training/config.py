@@ -78,7 +78,12 @@ class RunConfig:
     bn: Literal["average", "local", "group"] = run_option(
         "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
     )
-    precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
+    precision: Literal["float32", "tf32", "bfloat16"] = run_option(
+        "float32",
+        "model",
+        "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
+        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md",
+    )
 
     task: str | None = run_option(
         None, "task", "domains as participants in place of data set and partition, see --list-tasks"

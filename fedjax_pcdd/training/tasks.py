@@ -20,7 +20,7 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.participant import Exchanging
-from fedjax_pcdd.training.build import PRECISION, build_model, default_model, local_training, public_images
+from fedjax_pcdd.training.build import TYPES, build_model, default_model, local_training, public_images
 from fedjax_pcdd.training.metrics import History, accuracy, plain
 from fedjax_pcdd.training.runner import Run
 
@@ -82,7 +82,7 @@ class ParticipantRun(Run):
             epochs=self._epochs(), public=self._public(method, public), pipeline=private, lanes=lanes,
             rounds=config.rounds, weights=config.weights, local_statistics=config.bn == "local",
             keeps_optimiser=config.optimizer_state == "kept", eval_batch=config.eval_batch,
-            dtype=PRECISION[config.precision],
+            dtype=TYPES[config.precision],
         )  # fmt: skip
 
     def _measured_lanes(self, make, state, jobs):
