@@ -29,7 +29,7 @@ def federation() -> Federation:
     """Two clients with images [16, 16, 3] that a small network tells apart."""
     rng = np.random.default_rng(0)
     labels = np.tile(np.arange(CLASSES), CLIENTS * EACH // CLASSES)
-    means = rng.integers(60, 196, (CLASSES, 1, 1, 3))
+    means = np.array([[40, 40, 40], [220, 40, 40], [40, 220, 40], [220, 220, 220]]).reshape(CLASSES, 1, 1, 3)
     images = np.clip(means[labels] + rng.normal(0, 30, (len(labels), 16, 16, 3)), 0, 255).astype(np.uint8)
     lists = tuple(np.split(np.arange(len(labels)), CLIENTS))
     return Federation(Dataset("colours", images, labels, images, labels, CLASSES), Partition(lists, lists))
@@ -45,7 +45,7 @@ def simulation(name: str, precision: str, method="fedmr", lanes=1) -> Simulation
     chosen = METHODS[method]()
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4, None)
     return Simulation(
-        chosen.build(network(name, precision)), [Experiment(federation(), chosen, local, 0)], pipeline=Pipeline(),
+        chosen.build(network(name, precision)), [Experiment(federation(), chosen, local, 0)], pipeline=Pipeline((0.5,), (0.25,)),
         cohort=CLIENTS, lanes=lanes, rounds=3, dtype=TYPES[precision],
     )  # fmt: skip
 
