@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.models.convolution_choices import Choices, choosing
 from fedjax_pcdd.models.layers import BatchNorm, Linear
 
 Variables = dict[str, Any]
@@ -61,6 +62,7 @@ class Classifier(nn.Module):
       param_dtype: of the parameters.
       precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
         for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
+      convolutions: which forms they take; None for those of the packaged table.
       norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
     """
 
@@ -75,11 +77,13 @@ class Classifier(nn.Module):
     param_dtype: Any = jnp.float32
     norm: str = "batch"
     precision: str | None = None
+    convolutions: Choices | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        with jax.default_matmul_precision(self.precision or jax.config.jax_default_matmul_precision):
+        precision = self.precision or jax.config.jax_default_matmul_precision
+        with jax.default_matmul_precision(precision), choosing(self.convolutions):
             features = self.backbone(x, train=train, mask=mask)
             if self.neck:
                 features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
