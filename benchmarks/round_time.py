@@ -77,7 +77,7 @@ def prepare(workload: Workload, lanes: str, devices: int, rounds: int) -> Simula
 
     if lanes != "auto":
         return make(int(lanes))
-    return make(choose_lanes(make, make(1).start(), workload.clients, rounds))
+    return choose_lanes(make, make(1).start(), workload.clients, rounds)
 
 
 def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:

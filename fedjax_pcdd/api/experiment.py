@@ -5,6 +5,7 @@ Letters: K clients, C classes, T rounds.
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from fedjax_pcdd.api.launch import kind_of_run
 from fedjax_pcdd.api.sentences import in_python, python_sentences
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
@@ -24,6 +26,7 @@ from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.fields import Option, check, convert, options_of
 from fedjax_pcdd.training.metrics import History as Record
 from fedjax_pcdd.training.runner import Progress, Run
+from fedjax_pcdd.training.tuning import fewer_lanes, lanes_of
 
 __all__ = ["Pipeline", "simulate"]
 
@@ -33,7 +36,7 @@ OPTIONS = tuple(
     for name, option in RUN.items()
     if option.group in ("model", "training", "evaluation") and name != "model" and not name.startswith("track")
 ) + (
-    *("cohort", "client_state", "data_dir", "models", "public", "public_samples", "public_batch"),
+    *("cohort", "client_state", "tune", "data_dir", "models", "public", "public_samples", "public_batch"),
     *("pretrain_epochs", "pretrain_batch_size"),
 )
 
@@ -74,7 +77,7 @@ def simulate(
       progress: whether a bar is shown.
       options: further options of `experiments/run.py`, with its defaults: cohort, momentum, weight_decay, optimizer,
         optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision,
-        client_state, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
+        client_state, tune, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
         methods that need public images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have
         models of their own.
 
@@ -105,9 +108,22 @@ def simulate(
         config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options)))
         kind = type("InMemory", (InMemory, kind_of_run(config, chosen)), {})
         own = model if isinstance(model, Classifier) else None
-        run = kind(config, chosen, Given(federation, own, pipeline, callback, label or config.method))
-        done = run.rounds(run.begin())
-        return run.history(done.state, done.history, run.summary(done))
+        given = Given(federation, own, pipeline, callback, label or config.method)
+        return _simulated(kind, config, chosen, given)
+
+
+def _simulated(kind: type["InMemory"], config: RunConfig, method: Method, given: "Given") -> History:
+    """A run from its start to its end; anew with half of the lanes where the device is out of memory."""
+    with in_sentences("preparing the run"):
+        run = kind(config, method, given)
+    try:
+        with in_sentences("training"):
+            done = run.rounds(run.begin())
+            return run.history(done.state, done.history, run.summary(done))
+    except OutOfMemory as error:
+        lanes = fewer_lanes(lanes_of(run.simulation), error)
+    del run  # and what it has on the device
+    return _simulated(kind, replace(config, lanes=lanes), method, given)
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -213,7 +229,9 @@ class InMemory(Run):
             return super()._assemble(method, lanes)
         if kind_of_run(self.config, method) is not Run:
             raise UserError(f"{self.config.method} takes models by name, and the customary pipeline: drop your own.")
-        return assemble(self.config, method, self.federation, lanes, model=model, pipeline=pipeline)
+        return assemble(
+            self.config, method, self.federation, lanes, model=model, pipeline=pipeline, convolutions=self.convolutions
+        )
 
     def _advise(self) -> None:
         hyper = jax.tree.map(lambda x: x[0], self.simulation.hyper)

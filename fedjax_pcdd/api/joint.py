@@ -10,6 +10,7 @@ Letters: E members, K clients, S cohort, R = E * K rows, J = E * S jobs.
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Evaluation, Report, Simulation
@@ -32,6 +34,7 @@ from fedjax_pcdd.training.loop import Progress, Trained, train
 from fedjax_pcdd.training.metrics import History
 from fedjax_pcdd.training.progress import Bar
 from fedjax_pcdd.training.runner import Run
+from fedjax_pcdd.training.tuning import convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
 Result = dict[str, Any] | str
@@ -57,15 +60,23 @@ def run_together(asked: Sequence[Asked]) -> list[Result]:
     Raises:
       UserError: one of them cannot be prepared or continued; none has trained then.
     """
-    work = Joint(asked)
+    with in_sentences("preparing the runs"):
+        work = Joint(asked)
+    found, done = [], []
     try:
         work.open()
-        found = work.begin()
-        done = [progress.round for progress in found]
-        if len(set(done)) == 1:
-            return work.finish(*work.rounds(found))
+        with in_sentences("training"):
+            found = work.begin()
+            done = [progress.round for progress in found]
+            if len(set(done)) == 1:
+                return work.finish(*work.rounds(found))
+    except OutOfMemory as error:
+        asked, done = work.with_fewer_lanes(error), []
     finally:
         work.close()
+    del work, found  # and what they have on the device
+    if not done:
+        return run_together(asked)
     results: dict[int, Result] = {}
     for round in sorted(set(done)):
         chosen = [e for e, reached in enumerate(done) if reached == round]
@@ -86,10 +97,10 @@ class Member(Run):
         self._check_cohort(config.cohort or federation.num_clients)
         self._advise()
 
-    def note(self, lanes: int, origin: Mapping[str, Any]) -> None:
+    def note(self, settled: Mapping[str, Any], origin: Mapping[str, Any]) -> None:
         """Write resolved.json; what it said of the origin before, it keeps."""
         known = self.folder.read_json("resolved.json") or {}
-        new = {"lanes": lanes, "together": self.together}
+        new = {**settled, "together": self.together}
         self.resolve(**{"hyperparameters": self._hyperparameters(), **origin} | known | new)
 
     def write_round(self, trained: Trained, counts: Evaluation | None, seconds: float, progress: Progress) -> Progress:
@@ -136,20 +147,36 @@ class Joint:
         """Open or create all folders, and settle the number of lanes."""
         state, recorded = self.simulation.start(), []
         for member, one in zip(self.members, self.asked, strict=True):
-            recorded.append(member._open(one.config, one.method, self.own_state(state, member.index)) or 0)
+            recorded.append(member._open(one.config, one.method, self.own_state(state, member.index)))
             self.opened.callback(member.close)
-        lanes = max(recorded) or self._lanes(state)
-        if lanes > 1:
+        resolved = max(filter(None, recorded), key=lambda noted: noted["lanes"], default=None)
+        convolutions = convolutions_of(self.config, self.simulation, state, resolved)
+        self.make = partial(self.make, convolutions=convolutions)
+        lanes = resolved["lanes"] if resolved else self.config.lanes
+        if lanes == "auto":
+            self.simulation = self._fastest(state)
+            lanes = lanes_of(self.simulation)
+        elif lanes > 1 or convolutions:
             self.simulation = self.make(lanes)
+        settled = {"lanes": lanes, "convolutions": note(convolutions)}
         for member, one in zip(self.members, self.asked, strict=True):
             member.simulation = self.simulation
-            member.note(lanes, one.origin)
+            member.note(settled, one.origin)
 
-    def _lanes(self, state: State) -> int:
-        if self.config.lanes != "auto":
-            return int(self.config.lanes)
+    def _fastest(self, state: State) -> Simulation:
+        """The simulation for --lanes=auto."""
         jobs = len(self.members) * self.simulation.cohort_size
         return choose_lanes(self.make, state, jobs, self.config.rounds)
+
+    def with_fewer_lanes(self, error: OutOfMemory) -> list[Asked]:
+        """The experiments as they go on with half of the lanes; the error where there is but one."""
+        lanes = fewer_lanes(lanes_of(self.simulation), error)
+        for member in self.members:
+            member.resolve(lanes=lanes)
+        return [
+            one._replace(config=replace(one.config, resume=member.folder.path))
+            for one, member in zip(self.asked, self.members, strict=True)
+        ]
 
     def close(self) -> None:
         """Wait for what is still being written."""

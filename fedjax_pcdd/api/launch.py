@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import progress as display
 from fedjax_pcdd.training.config import RunConfig
@@ -33,17 +34,24 @@ def run(
       What summary.json holds.
 
     Raises:
-      UserError: a setting that cannot work, or a loss that is no longer finite; its text says what to do.
+      UserError: a setting that cannot work, a loss that is no longer finite, or a device that fails; its text says
+        what to do. One that is out of memory goes on with fewer lanes while there are any.
     """
-    work = kind_of_run(config, method)(config, method)
+    with in_sentences("preparing the run"):
+        work = kind_of_run(config, method)(config, method)
     try:
         if origin and config.resume is None:
             work.resolve(**origin)
-        progress = work.rounds(work.begin(), bar)
-        summary = work.summary(progress)
+        with in_sentences("training"):
+            progress = work.rounds(work.begin(), bar)
+            summary = work.summary(progress)
         work.conclude(summary, progress.history)
+        if not config.quiet:
+            display.show(summary, work.folder.path)
+        return summary
+    except OutOfMemory as error:
+        config = work.with_fewer_lanes(error)
     finally:
         work.close()
-    if not config.quiet:
-        display.show(summary, work.folder.path)
-    return summary
+    del work  # and what it has on the device
+    return run(config, method, origin, bar)

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from fedjax_pcdd.api.launch import kind_of_run
-from fedjax_pcdd.engine.devices import select_device
+from fedjax_pcdd.engine.devices import free_memory, select_device
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import snapshot
@@ -74,9 +74,8 @@ def affordable(config: RunConfig, method: Method) -> int:
 
 def free_bytes() -> float:
     """Free memory of the device, of the machine where computing shares its memory; infinite where unknown."""
-    known = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in known:
-        return known["bytes_limit"] - known["bytes_in_use"]
+    if (own := free_memory()) < math.inf:
+        return own
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)

@@ -58,21 +58,20 @@ def _work(operation: Operation) -> int:
     return operation.batch * math.prod((*window.out, *window.kernel, operation.inputs, operation.outputs))
 
 
-def time_forms(asked: Iterable[Operation], deadline: float, done: Callable[[int], None]) -> Choices:
+def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
     """The fastest rule of each operation, until `time.perf_counter()` reaches the deadline.
 
     A form that the compiler refuses, or for which memory does not suffice, is no candidate.
 
     Args:
       asked: most important first.
-      done: told how many operations are timed.
+      deadline: after which no operation is begun.
     """
     timed: list[tuple[Operation, Rule]] = []
     for operation in asked:
         if time.perf_counter() >= deadline:
             break
         timed.append((operation, _fastest_rule(operation, deadline)))
-        done(len(timed))
     return Choices(tuple(timed))
 
 

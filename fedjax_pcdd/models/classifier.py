@@ -5,6 +5,7 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 
 import functools
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -82,8 +83,8 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        precision = self.precision or jax.config.jax_default_matmul_precision
-        with jax.default_matmul_precision(precision), choosing(self.convolutions):
+        precise = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
+        with precise, choosing(self.convolutions):
             features = self.backbone(x, train=train, mask=mask)
             if self.neck:
                 features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)

@@ -121,8 +121,9 @@ def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | 
     pads = ((int(top), int(bottom)), (int(left), int(right)))
     if min(*pads[0], *pads[1]) < 0:
         return None
-    # Gradients are traced where what surrounds the forward pass no longer holds.
-    return Window(image, kernel, (height, width), pads, precision or jax.config.jax_default_matmul_precision)
+    # Gradients are traced where the precision of what surrounds the forward pass no longer holds.
+    surrounding = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return Window(image, kernel, (height, width), pads, precision or surrounding)
 
 
 def _plane(array: jax.Array, axis: int) -> Pair:

@@ -16,6 +16,7 @@ from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.convolution_choices import Choices
 from fedjax_pcdd.training.config import RunConfig
 
 # For --precision: the type of images and activations, and how JAX calls what products of float32 operands take.
@@ -67,7 +68,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
     model = models.build(
         name, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",
-        dtype=TYPES[config.precision] if config.precision == "bfloat16" else None, precision=PRODUCTS[config.precision],
+        dtype=TYPES[config.precision] if config.precision == "bfloat16" else None,
     )  # fmt: skip
     return model.clone(neck=config.neck) if config.neck else model
 
@@ -112,11 +113,13 @@ def assemble(
     model: Classifier | None = None,
     pipeline: augment.Pipeline | None = None,
     others: Sequence[Experiment] = (),
+    convolutions: Choices | None = None,
 ) -> Simulation:
     """Model, method and data as one simulation; a model or pipeline of one's own in place of what the options say.
 
     Args:
       others: experiments that share the program, after this one.
+      convolutions: forms that were timed on the device.
     """
     dataset, shape = federation.dataset, federation.image_shape
     pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
@@ -125,6 +128,9 @@ def assemble(
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
+    plain_model = plain_model.clone(
+        precision=plain_model.precision or PRODUCTS[config.precision], convolutions=convolutions
+    )
     return Simulation(
         method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,
         cohort=config.cohort or federation.num_clients, lanes=lanes,

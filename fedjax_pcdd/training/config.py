@@ -140,6 +140,11 @@ class RunConfig:
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
     lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
+    tune: Literal["auto", "off"] = run_option(
+        "auto",
+        "run",
+        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule",
+    )
     client_state: Literal["device", "host"] = run_option(
         "device",
         "run",

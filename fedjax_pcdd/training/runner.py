@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.federation import Federation, heat_map
+from fedjax_pcdd.engine.device_errors import OutOfMemory
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, select_device
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Evaluation, Report
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.models.convolution_choices import Choices
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress as display
 from fedjax_pcdd.training.build import assemble, federate
@@ -29,6 +31,7 @@ from fedjax_pcdd.training.loop import Progress as Progress
 from fedjax_pcdd.training.loop import Trained, profiled, train
 from fedjax_pcdd.training.metrics import History, accuracy, mean, new_history, plain
 from fedjax_pcdd.training.tracking import Recorder, Tracker, names_of
+from fedjax_pcdd.training.tuning import convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
 
@@ -38,6 +41,7 @@ class Run:
     index = 0  # of this experiment among those of its simulation
     together = 1  # how many those are
     recorder: Recorder | None = None  # of what --track names
+    convolutions: Choices | None = None  # forms that were timed on the device
 
     def __init__(self, config: RunConfig, method: Method):
         """Prepare the simulation and open or create the run folder; UserError before anything is written."""
@@ -55,18 +59,23 @@ class Run:
         self._check_cohort(jobs)
         self._advise()
         state = self.simulation.start()
-        lanes = self._open(config, method, state)
-        if lanes is None:
-            lanes = self._measured_lanes(make, state, jobs) if config.lanes == "auto" else int(config.lanes)
-            self.resolve(lanes=lanes, hyperparameters=self._hyperparameters())
-        if lanes > 1:
+        resolved = self._open(config, method, state)
+        self.convolutions = convolutions_of(config, self.simulation, state, resolved)
+        lanes = config.lanes if resolved is None else resolved["lanes"]
+        if lanes == "auto":
+            self.simulation = self._fastest(make, state, jobs)
+            lanes = lanes_of(self.simulation)
+        elif lanes > 1 or self.convolutions:
             self.simulation = make(lanes)
+        if resolved is None:
+            noted = note(self.convolutions)
+            self.resolve(lanes=lanes, convolutions=noted, hyperparameters=self._hyperparameters())
         tracker = Tracker(names_of(config.track), self.simulation, config.seed, local=config.track_local)
         self.recorder = Recorder(tracker, self.folder, every=config.track_every, rounds=config.rounds)
 
-    def _open(self, config: RunConfig, method: Method, state: State) -> int | None:
-        """Open or create all that is written to; the number of lanes if the run had begun."""
-        self.folder, lanes = self._folder(config, method, state)
+    def _open(self, config: RunConfig, method: Method, state: State) -> dict[str, Any] | None:
+        """Open or create all that is written to; what the run has noted if it had begun."""
+        self.folder, resolved = self._folder(config, method, state)
         self.tunes = self.method.fine_tune and config.fine_tune_epochs > 0
         self.keeps_best = self.tunes and self.method.global_model
         self.checkpoints = Checkpoints(
@@ -74,11 +83,23 @@ class Run:
             clients_every=config.checkpoint_clients_every,
         )  # fmt: skip
         self.writers = writers_for(config.tensorboard, config.wandb, self.folder.path, dataclasses.asdict(config))
-        return lanes
+        return resolved
 
     def resolve(self, **values: Any) -> None:
         """Note in resolved.json what was not said in the options."""
         self.folder.write_json("resolved.json", (self.folder.read_json("resolved.json") or {}) | values)
+
+    def with_fewer_lanes(self, error: OutOfMemory) -> RunConfig:
+        """The options that continue a run which is out of memory, with half of its lanes, as resolved.json then notes.
+
+        Raises:
+          OutOfMemory: the error, where there is but one lane or where other processes would have to know.
+        """
+        lanes = fewer_lanes(lanes_of(self.simulation), error)
+        self.resolve(lanes=lanes)
+        if jax.process_count() > 1:
+            raise OutOfMemory(f"{error} Continued with --resume, the run has {lanes} lanes.") from error
+        return dataclasses.replace(self.config, resume=self.folder.path)
 
     def _federate(self) -> Federation:
         """The data and who holds it."""
@@ -86,10 +107,10 @@ class Run:
 
     def _assemble(self, method: Method, lanes: int) -> Any:
         """The simulation."""
-        return assemble(self.config, method, self.federation, lanes)
+        return assemble(self.config, method, self.federation, lanes, convolutions=self.convolutions)
 
-    def _measured_lanes(self, make: Callable[[int], Any], state: State, jobs: int) -> int:
-        """The number of lanes for --lanes=auto."""
+    def _fastest(self, make: Callable[[int], Any], state: State, jobs: int) -> Any:
+        """The simulation for --lanes=auto."""
         return choose_lanes(make, state, jobs, self.config.rounds)
 
     def _prepared(self, state: State) -> State:
@@ -117,12 +138,11 @@ class Run:
         """A copy of the global variables [1, ...] that GA is read from."""
         return jax.tree.map(jnp.copy, jax.vmap(self.method.generic_variables)(state.servers))
 
-    def _folder(self, config: RunConfig, method: Method, state: State) -> tuple[records.RunFolder, int | None]:
-        """The run folder, and the number of lanes if the run had begun."""
+    def _folder(self, config: RunConfig, method: Method, state: State) -> tuple[records.RunFolder, dict | None]:
+        """The run folder, and what it has noted if the run had begun."""
         if config.resume:
             folder = records.RunFolder.open(config.resume)
-            resolved = folder.read_json("resolved.json")
-            return folder, resolved and resolved["lanes"]
+            return folder, folder.read_json("resolved.json")
         path = run_folder(config)
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * self.together)

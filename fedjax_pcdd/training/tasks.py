@@ -20,7 +20,7 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.participant import Exchanging
-from fedjax_pcdd.training.build import TYPES, build_model, default_model, local_training, public_images
+from fedjax_pcdd.training.build import PRODUCTS, TYPES, build_model, default_model, local_training, public_images
 from fedjax_pcdd.training.metrics import History, accuracy, plain
 from fedjax_pcdd.training.runner import Run
 
@@ -75,7 +75,9 @@ class ParticipantRun(Run):
     def _assemble(self, method: Method, lanes: int) -> Groups:
         config = self.config
         self._check(method)
-        plain_models = [build_model(config, name, self.federation.dataset) for name in self._model_names(method)]
+        ways = {"precision": PRODUCTS[config.precision], "convolutions": self.convolutions}
+        names = self._model_names(method)
+        plain_models = [build_model(config, name, self.federation.dataset).clone(**ways) for name in names]
         private, public = self._pipelines()
         return Groups(
             plain_models, self.federation, method, local_training(config, method), seed=config.seed,
@@ -85,9 +87,9 @@ class ParticipantRun(Run):
             dtype=TYPES[config.precision],
         )  # fmt: skip
 
-    def _measured_lanes(self, make, state, jobs):
+    def _fastest(self, make, state, jobs):
         """All participants of an architecture at once, but one after another on a CPU."""
-        return 1 if jax.default_backend() == "cpu" else jobs
+        return make(1 if jax.default_backend() == "cpu" else jobs)
 
     def _prepared(self, state: State) -> State:
         epochs = self._pretrain_epochs()
