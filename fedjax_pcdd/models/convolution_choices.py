@@ -42,7 +42,8 @@ class Operation(NamedTuple):
     @property
     def default(self) -> Rule:
         """The rule of the packaged table."""
-        return rule_for(jax.default_backend(), self.name, self.window, self.inputs, self.outputs)
+        window, channels = self.window, (self.inputs, self.outputs)
+        return rule_for(jax.default_backend(), self.name, window, *channels, self.lanes, self.dtype)
 
 
 @dataclass(frozen=True)
