@@ -1,9 +1,9 @@
 """What a run says of its settings before it trains."""
 
 import pytest
+from fedjax_pcdd.training.runner import Run
 
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 SMALL = {"lanes": 1, "clients": 3, "min_samples": 1, "rounds": 1}
 

@@ -6,9 +6,9 @@ import types
 from pathlib import Path
 
 import pytest
+from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS

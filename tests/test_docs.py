@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import toy
 import yaml
+from fedjax_pcdd.cli.information import information
 
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import sweep
-from fedjax_pcdd.cli.information import information
 from fedjax_pcdd.harness import pages
 from fedjax_pcdd.harness.documentation import relinked
 from fedjax_pcdd.methods import METHODS

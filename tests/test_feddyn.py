@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from fedjax_pcdd.training.runner import Run
 from golden_vectors import cases
 from hooks import context, hyper, params, reduce, setting, start
 from trajectories import train
@@ -20,7 +21,6 @@ from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from fedjax_pcdd.training.runner import Run
 from golden_vectors import cases
 from linear_model import context, dense, loss, loss_and_gradients
 from trajectories import train
@@ -13,7 +14,6 @@ from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.method import Batch, Server
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(6, 4)).astype(np.float32), np.array([0, 0, 1, 1, 0, 1])

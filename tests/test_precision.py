@@ -45,8 +45,8 @@ def simulation(name: str, precision: str, method="fedmr", lanes=1) -> Simulation
     chosen = METHODS[method]()
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4, None)
     return Simulation(
-        chosen.build(network(name, precision)), [Experiment(federation(), chosen, local, 0)], pipeline=Pipeline((0.5,), (0.25,)),
-        cohort=CLIENTS, lanes=lanes, rounds=3, dtype=TYPES[precision],
+        chosen.build(network(name, precision)), [Experiment(federation(), chosen, local, 0)],
+        pipeline=Pipeline((0.5,), (0.25,)), cohort=CLIENTS, lanes=lanes, rounds=3, dtype=TYPES[precision],
     )  # fmt: skip
 
 

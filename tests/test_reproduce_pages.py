@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from scipy.stats import spearmanr
 
 from fedjax_pcdd.cli.options import parse
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.reproduction.ambiguities import effects, read_ambiguities, tags_of
 from fedjax_pcdd.harness.reproduction.averages import averages

@@ -1,9 +1,9 @@
 """What a run records before its clients have trained."""
 
 import numpy as np
+from fedjax_pcdd.training.runner import Run
 
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 
 def test_clients_without_steps_have_the_initial_models_accuracy(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from fedjax_pcdd.training.runner import Run
 from test_end_to_end import kill_after, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
@@ -12,7 +13,6 @@ from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.training.runner import Run
 from fedjax_pcdd.training.tasks import ParticipantRun, TaskRun, intra_and_inter
 
 TINY = [

@@ -33,14 +33,14 @@ def in_sentences(doing: str) -> Iterator[None]:
         reason, device = in_one_line(error), jax.devices()[0].device_kind
         if is_out_of_memory(error):
             raise OutOfMemory(
-                f"{device} is out of memory when {doing} ({reason}): choose fewer --lanes, a smaller --batch-size or "
-                "--eval-batch, --precision=bfloat16 or --client-state=host."
+                f"{device} is out of memory when {doing} ({reason}): choose fewer `lanes`, a smaller `batch_size` or "
+                "`eval_batch`, `precision=bfloat16` or `client_state=host`."
             ) from error
         if jax.process_count() > 1:
             raise
         raise UserError(
-            f"{device} failed when {doing} ({reason}): continue with --resume, or try --tune=off, another --precision "
-            "or --device=cpu in a new run."
+            f"{device} failed when {doing} ({reason}): continue with `resume`, or try `tune=off`, another `precision` "
+            "or `device=cpu` in a new run."
         ) from error
 
 
@@ -67,7 +67,7 @@ def started_platforms(name: str) -> set[str]:
         reason = complaints[0] if complaints else in_one_line(error)
         raise UserError(
             f"JAX cannot start {wanted} ({reason}): install its extra and its driver, or update them, or run with "
-            "--device=cpu."
+            "`device=cpu`."
         ) from None
     if name in ("auto", *platforms):
         for complaint in complaints:
@@ -76,7 +76,7 @@ def started_platforms(name: str) -> set[str]:
     reason = f" ({complaints[0]})" if complaints else ""
     raise UserError(
         f"JAX finds no {name} here, only {', '.join(sorted(platforms))}{reason}: install its extra and its driver, or "
-        "drop --device."
+        "drop `device`."
     )
 
 

@@ -72,7 +72,7 @@ def count_devices(asked: Literal["auto"] | int) -> int:
         return jax.process_count() * (1 if platform == "cpu" else found)
     if asked > found:
         late = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
-        raise UserError(f"--devices={asked} is more than the {found} {platform} devices that JAX has here; {late}.")
+        raise UserError(f"`devices={asked}` is more than the {found} {platform} devices that JAX has here; {late}.")
     return jax.process_count() * asked
 
 

@@ -114,7 +114,7 @@ class Simulation(Planner):
         first = experiments[0]
         federation, local = first.federation, first.local
         if first.method.distils and public is None:
-            raise UserError("this method needs unlabelled public images: name a data set with --public.")
+            raise UserError("this method needs unlabelled public images: name a data set with `public`.")
         everybody = tuple(range(federation.num_clients))
         self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
         setting = _setting(model, experiments, rounds, weights)
@@ -168,7 +168,7 @@ class Simulation(Planner):
         if rule == "batches":
             full = self.sizes // self.local.batch_size
             if not full.any(axis=1).all():
-                raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
+                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
             return full.astype(float)
 
         methods, data = here((self.methods, self.data))

@@ -80,10 +80,10 @@ class FedGELA(Method):
         """What belongs to the ETF does nothing without it; a softmax over one class is constant."""
         said = []
         if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
-            said.append("--ew, --scale and --normalise belong to the ETF: with --classifier=learned they do nothing.")
+            said.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
         if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
             number = setting.one_class_clients
-            said.append(f"{number} clients have one class, where the loss has no gradient: use --denominator=all.")
+            said.append(f"{number} clients have one class, where the loss has no gradient: use `denominator=all`.")
         return said
 
     def init_server(self, setting, variables, class_counts, key):

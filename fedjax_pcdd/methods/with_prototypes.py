@@ -40,7 +40,7 @@ def _extended(server: type) -> type:
 def with_prototypes(cls: type[Method], name: str) -> type[Method]:
     """The method `cls` of that name with a contrast to class prototypes; UserError where it cannot have one."""
     if cls.summary_augmented is not None or cls.exchange != "never" or not cls.global_model or cls.own_models:
-        raise UserError(f"--method={name}{SUFFIX} does not exist: {name} is no method that only averages models.")
+        raise UserError(f"`method={name}{SUFFIX}` does not exist: {name} is no method that only averages models.")
 
     @struct.dataclass
     class WithPrototypes(cls):

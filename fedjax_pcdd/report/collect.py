@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
-from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.fields import Option, load_mapping, options_of, read_text
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
-from fedjax_pcdd.training.mappings import load_mapping
 
 
 @dataclass(frozen=True)

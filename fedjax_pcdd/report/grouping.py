@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.cli.options import MAY_CHANGE
-from fedjax_pcdd.cli.preset_files import Preset, preset_values, read_preset
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.config import MAY_CHANGE, PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
 
 # These options do not change what is computed.
 INDIFFERENT = {*PLACE, *MAY_CHANGE, "seed", "lanes", "client_state", "eval_batch"}

@@ -2,6 +2,7 @@
 
 config.yaml    the whole configuration
 metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
+clients.jsonl  PA of every client, one line a round that is evaluated
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
 track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
@@ -20,13 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.disk import for_user
-from fedjax_pcdd.training.progress import final_table as final_table
-from fedjax_pcdd.training.progress import progress as progress
-from fedjax_pcdd.training.progress import show as show
+from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
-CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
+CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
+    "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
+)  # fmt: skip
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 COLOURS = {"ga": "#0072B2", "pa": "#D55E00", "loss": "#555555"}
@@ -48,14 +48,14 @@ class RunFolder:
         path = Path(path)
         if (path / CONFIG).exists():
             raise UserError(
-                f"{path} already holds a run: continue it with --resume={path} or choose another --run-dir."
+                f"{path} already holds a run: continue it with `resume={path}` or choose another `run_dir`."
             )
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"{path} is not an empty folder: choose another --run-dir.")
+            raise UserError(f"{path} is not an empty folder: choose another `run_dir`.")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise for_user(error, path) from error
+            raise failed_write(error, path) from error
         folder = cls(path)
         folder.write(CONFIG, config_yaml)
         return folder
@@ -65,7 +65,7 @@ class RunFolder:
         """A run to continue or to read; UserError where the folder holds none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
-            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to --resume.")
+            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
         return cls(path)
 
     @property
@@ -80,7 +80,7 @@ class RunFolder:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(_dumps(ordered) + "\n")
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
 
     def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored."""
@@ -120,7 +120,26 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, self.path / name)
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
+
+
+class Records(Callback):
+    """Writes every round into the folder of a run."""
+
+    def __init__(self, folder: RunFolder):
+        """Args: folder: it goes back to the rounds that the run begins with."""
+        self.folder = folder
+
+    def on_start(self, run: Run) -> None:
+        """Forget rounds that no checkpoint knows."""
+        self.folder.truncate(run.history.rows)
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Append a line to metrics.jsonl, and to clients.jsonl where the round was evaluated."""
+        row = run.history.rows[-1]
+        self.folder.append(row)
+        if row["ga"] is not None:
+            self.folder.append({"round": run.round, "pa_per_client": run.history.pa_clients}, CLIENTS)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -198,11 +217,11 @@ def _label(axes: Any, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
     missing = 0.16 * (high - low) - abs(ends.get("ga", math.inf) - ends.get("pa", -math.inf))
     upper = max(ends, key=lambda name: ends[name], default=None)
     for name, (rounds, values) in curves.items():
-        place = ends[name] + max(missing, 0) / 2 * (1 if name == upper else -1)
+        height = ends[name] + max(missing, 0) / 2 * (1 if name == upper else -1)
         best = values.argmax()
         text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
         axes.annotate(
-            text, (1.01, place), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
+            text, (1.01, height), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
             color=COLOURS[name], fontsize=9, va="center",
         )  # fmt: skip
 

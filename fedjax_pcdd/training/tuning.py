@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,14 @@ SECONDS = 20.0
 MOST_LANES = 16  # with which ways of lanes are timed; more lanes have the same ways
 
 Timed = dict[Operation, Rule]
+Say = Callable[[str], None]
 
 
 class Kept:
-    """The timings that the user's cache folder has of one kind of device; what fails there is a warning."""
+    """The timings that the user's cache folder has of one kind of device; what fails there is only said."""
 
-    def __init__(self, device_kind: str):
-        name = re.sub(r"\W+", "_", device_kind)
+    def __init__(self, device_kind: str, say: Say):
+        self._say, name = say, re.sub(r"\W+", "_", device_kind)
         self.path = cache_folder() / "convolutions" / f"{name}-jax{jax.__version__}.json"
 
     def read(self) -> Timed:
@@ -51,7 +52,7 @@ class Kept:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            _warn(f"{self.path} cannot be read ({in_one_line(error)}): convolutions are timed anew.")
+            self._say(f"{self.path} cannot be read ({in_one_line(error)}): convolutions are timed anew.")
             return {}
 
     def write(self, timed: Timed) -> None:
@@ -62,7 +63,7 @@ class Kept:
             temporary.write_text(json.dumps(as_json(Choices(tuple(timed.items()))), indent=1), encoding="utf-8")
             temporary.replace(self.path)
         except OSError as error:
-            _warn(f"{self.path} cannot be written ({error.strerror}): the next run times its convolutions again.")
+            self._say(f"{self.path} cannot be written ({error.strerror}): the next run times its convolutions again.")
 
 
 def cache_folder() -> Path:
@@ -72,20 +73,21 @@ def cache_folder() -> Path:
 
 
 def convolutions_of(
-    config: RunConfig, simulation: Simulation | Groups, state: State, resolved: Mapping[str, Any] | None
+    config: RunConfig, simulation: Simulation | Groups, state: State, noted: Mapping[str, Any] | None, say: Say
 ) -> Choices | None:
     """Forms of the convolutions of a run: as noted, else as kept or timed now; None for those of the packaged table.
 
     Args:
       simulation: of one lane.
       state: before the first round.
-      resolved: what a run that is continued has noted, None for a new one.
+      noted: what a run that is continued has in its resolved.json, None for a new one.
+      say: told of a cache folder that cannot be used.
 
     Raises:
       UserError: what was noted is damaged.
     """
-    if resolved is not None:
-        return _noted(resolved.get("convolutions"))
+    if noted is not None:
+        return _noted(noted.get("convolutions"))
     if config.tune == "off" or table().get(jax.default_backend(), {}).get("shapes"):
         return None
     parts = _parts(simulation)
@@ -94,7 +96,7 @@ def convolutions_of(
     wanted = list(dict.fromkeys(operation for part in parts for operation in _operations(part, lanes)))
     if not wanted:
         return None
-    chosen = _timed(wanted, quiet=config.quiet) if jax.process_index() == 0 else Choices()
+    chosen = _timed(wanted, say, quiet=config.quiet) if jax.process_index() == 0 else Choices()
     return _of_first_process(chosen)
 
 
@@ -128,10 +130,10 @@ def _operations(simulation: Simulation, lanes: int) -> list[Operation]:
     return operations(program.model, shape, program.setting.batch_size, lanes, program.dtype)
 
 
-def _timed(wanted: list[Operation], *, quiet: bool) -> Choices:
+def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
     """Rules of these operations, those that are not kept timed now."""
     device = jax.local_devices()[0].device_kind
-    kept = Kept(device)
+    kept = Kept(device, say)
     known = kept.read()
     missing = [operation for operation in wanted if operation not in known]
     if missing:
@@ -157,7 +159,7 @@ def _of_first_process(chosen: Choices) -> Choices:
     return from_json(json.loads(bytes(np.asarray(sent))))
 
 
-def fewer_lanes(lanes: int, error: OutOfMemory) -> int:
+def fewer_lanes(lanes: int, error: OutOfMemory, say: Say) -> int:
     """Half of the lanes of a run that is out of memory, which is said.
 
     Raises:
@@ -165,10 +167,6 @@ def fewer_lanes(lanes: int, error: OutOfMemory) -> int:
     """
     if lanes == 1:
         raise error
-    reason, half = str(error).partition(": ")[0], lanes // 2
-    _warn(f"{reason}: going on with {half} of {lanes} lanes.")
+    reason, half = error.sentence.partition("): ")[0], lanes // 2
+    say(f"{reason}): going on with {half} of {lanes} lanes.")
     return half
-
-
-def _warn(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr)

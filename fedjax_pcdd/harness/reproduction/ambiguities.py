@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.reproduction.statistics import Difference, difference
 from fedjax_pcdd.harness.reproduction.tables import BASELINE, Column, Result, Row, printed
 from fedjax_pcdd.report.expected import Expected
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 
 METRIC = "ga_pct"
 INTRODUCTION = """# What the papers do not say

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pcdd.api import launch
-from fedjax_pcdd.cli.options import configure
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.cli.options import configure, sentence
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
@@ -97,12 +97,13 @@ def run_cell(cell: Cell, place: Place) -> dict[str, Any]:
             pair = configure({"resume": str(folder), **more}, place.presets)
         else:
             pair = configured(cell, place.presets, **more, run_dir=str(folder))
-        launch.run(*pair, {**cell.origin, "command": results.command(cell, options)})
+        origin = {**cell.origin, "command": results.command(cell, options)}
+        runs.run(runs.Asked(*pair, origin), lambda sentence: None)
         return add_eigenvalues(results.finished(cell, read_run(folder), place.expected), folder, place.expected)
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
             raise
-        return results.failed(cell, options, str(error).replace(str(folder), "its run folder"))
+        return results.failed(cell, options, sentence(error.sentence).replace(str(folder), "its run folder"))
     finally:
         jax.clear_caches()
         gc.collect()

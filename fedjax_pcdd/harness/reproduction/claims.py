@@ -5,12 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.harness.reproduction.statistics import VERDICTS, Difference, difference
 from fedjax_pcdd.harness.reproduction.tables import BASELINE, LAST_TEN, Column, printed
 from fedjax_pcdd.report.expected import Expected
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 
 
 class Claim(NamedTuple):

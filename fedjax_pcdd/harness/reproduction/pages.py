@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedjax_pcdd.errors import failed_write
 from fedjax_pcdd.harness.reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
 from fedjax_pcdd.harness.reproduction.averages import averages
 from fedjax_pcdd.harness.reproduction.claims import counts, findings, read_claims
@@ -10,7 +11,6 @@ from fedjax_pcdd.harness.reproduction.reproduction_page import reproduction_page
 from fedjax_pcdd.harness.reproduction.results import read_results
 from fedjax_pcdd.harness.reproduction.tables import columns
 from fedjax_pcdd.report.expected import Expected, read_expected
-from fedjax_pcdd.training.disk import for_user
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
@@ -50,6 +50,6 @@ def write_pages(results: Path, experiments: Path, docs: Path) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise for_user(error, path) from error
+            raise failed_write(error, path) from error
         written.append(path)
     return written

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.cli.options import configure
-from fedjax_pcdd.cli.preset_files import Preset, read_preset, read_text
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
+from fedjax_pcdd.training.presets import Preset, read_preset
 
 KEYS = ("table", "splits", "methods", "variants", "seeds", "settings", "own", "tag", "note")
 
