@@ -18,7 +18,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.cnn import simple_cnn
 from fedjax_pcdd.models.resnet import ResNet
-from fedjax_pcdd.training.build import PRODUCTS, TYPES
+from fedjax_pcdd.training.build import TYPES, products
 
 CLASSES, CLIENTS, EACH = 4, 2, 16
 PRECISIONS = ("float32", "tf32", "bfloat16")
@@ -38,7 +38,7 @@ def federation() -> Federation:
 def network(name: str, precision: str) -> Classifier:
     dtype = TYPES[precision] if precision == "bfloat16" else None
     backbone = simple_cnn(dtype=dtype) if name == "w1" else ResNet((1, 1), width=4, norm="batch", dtype=dtype)
-    return Classifier(backbone, CLASSES, dtype=dtype, precision=PRODUCTS[precision])
+    return Classifier(backbone, CLASSES, dtype=dtype, precision=products(precision))
 
 
 def simulation(name: str, precision: str, method="fedmr", lanes=1) -> Simulation:
@@ -83,12 +83,12 @@ def test_what_crosses_rounds_stays_float32_in_bfloat16(name):
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}
 
 
-def products(simulated: Simulation) -> Counter:
-    """(element type, precision) of each matrix product and convolution in the round as it is lowered for a GPU."""
+def lowered(simulated: Simulation, platform: str = "cuda") -> Counter:
+    """(element type, precision) of each matrix product and convolution in the round as it is lowered for a device."""
     state = simulated.start()
     plan, jobs = simulated.plan(0)
     arguments = simulated.methods, simulated.hyper, simulated.data, simulated.keys, state, plan, jobs, np.int32(0)
-    text = simulated.round.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    text = simulated.round.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line or "stablehlo.convolution" in line]
     return Counter(_type_and_precision(line) for line in lines)
 
@@ -109,22 +109,27 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("name", ["w1", "resnet"])
 def test_products_on_a_gpu_have_the_type_asked_for(gpu, name, lanes):
-    exact, tf32, short = (products(simulation(name, precision, lanes=lanes)) for precision in PRECISIONS)
+    exact, tf32, short = (lowered(simulation(name, precision, lanes=lanes)) for precision in PRECISIONS)
     assert set(exact) == {("f32", "HIGHEST")}
-    assert set(tf32) == {("f32", "HIGHEST"), ("f32", "HIGH")}
+    assert set(tf32) == {("f32", "HIGHEST"), ("f32", "DEFAULT")}  # TF32 is the default of a GPU
     assert {pair for pair in short if pair[0] == "f32"} == {("f32", "HIGHEST")}
     # The same products of the model, forward and backward, take the shorter type in both.
     shortened = sum(count for (kind, _), count in short.items() if kind == "bf16")
-    assert tf32["f32", "HIGH"] == shortened >= 3 * 4 - 1
+    assert tf32["f32", "DEFAULT"] == shortened >= 3 * 4 - 1
     assert exact.total() == tf32.total() == short.total()
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedgela", "moon", "fedgen"])
 def test_no_product_of_a_method_is_left_to_the_device(gpu, method):
-    assert {precision for _, precision in products(simulation("w1", "tf32", method))} == {"HIGHEST", "HIGH"}
+    assert set(lowered(simulation("w1", "float32", method))) == {("f32", "HIGHEST")}
+
+
+def test_a_tpu_takes_three_products_of_bfloat16_for_tf32(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert set(lowered(simulation("w1", "tf32"), "tpu")) == {("f32", "HIGHEST"), ("f32", "HIGH")}
 
 
 def test_parts_of_a_pair_of_models_have_the_same_precision():
     plain = dataclasses.replace(METHODS["fml"](), meme="simple_cnn")
     pair = plain.build(network("w1", "tf32"))
-    assert pair.private.precision == pair.meme.precision == "tensorfloat32"
+    assert pair.private.precision == pair.meme.precision == products("tf32")

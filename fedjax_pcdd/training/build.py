@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,9 +34,19 @@ from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
 
-# For --precision: the type of images and activations, and how JAX calls what products of float32 operands take.
-TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}
-PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": "bfloat16"}
+TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}  # of images and activations
+
+
+def products(precision: str) -> str:
+    """What products of a model's float32 operands take, as `jax.default_matmul_precision` has it.
+
+    A GPU's default is TF32. What JAX calls "tensorfloat32" is so in cuDNN alone: in the matrix products that XLA writes
+    itself it is full float32, by the code that XLA generates for an H100. On a TPU, whose default rounds operands to
+    bfloat16, it is three products of these, which are as exact as TF32.
+    """
+    if precision == "tf32" and jax.default_backend() == "tpu":
+        return "tensorfloat32"
+    return "float32" if precision == "float32" else "default"
 
 
 def load(config: RunConfig) -> Dataset:
@@ -144,7 +155,7 @@ def assemble(
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
     plain_model = plain_model.clone(
-        precision=plain_model.precision or PRODUCTS[config.precision], convolutions=convolutions
+        precision=plain_model.precision or products(config.precision), convolutions=convolutions
     )
     return Simulation(
         method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,

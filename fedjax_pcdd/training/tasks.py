@@ -25,7 +25,6 @@ from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.training.accuracies import Accuracies, further
 from fedjax_pcdd.training.build import (
     NOTHING,
-    PRODUCTS,
     TYPES,
     Given,
     Pair,
@@ -33,6 +32,7 @@ from fedjax_pcdd.training.build import (
     build_model,
     default_model,
     local_training,
+    products,
     public_images,
 )
 from fedjax_pcdd.training.config import RunConfig
@@ -69,7 +69,7 @@ class ParticipantSetup(Setup):
         (config, method), federation = self.pairs[0], self.federations[0]
         method = self._completed(method)
         self._check_options(method)
-        ways = {"precision": PRODUCTS[config.precision], "convolutions": self.convolutions}
+        ways = {"precision": products(config.precision), "convolutions": self.convolutions}
         models = [build_model(config, name, federation.dataset).clone(**ways) for name in self.model_names(method)]
         private, public = self._pipelines()
         return Groups(
