@@ -2,13 +2,11 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import textwrap
 
 import jax
-import numpy as np
 import pytest
 import toy
 
@@ -268,29 +266,50 @@ def test_a_cache_of_programs_that_cannot_be_written_is_a_warning_and_is_not_used
         jax.config.update("jax_enable_compilation_cache", enabled)
 
 
+def process(code, *options, **given):
+    """What a new process that runs some code with command-line options did."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | given).items()]
+    command = [sys.executable, "-c", textwrap.dedent(code), *flags, *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 ABORTING = """
     import os, sys, jax
     from fedjax_pcdd.cli.run import main
     from fedjax_pcdd.engine.round import Simulation
-    if "--resume" not in sys.argv[1]:
-        jax.default_backend = lambda: "gpu"
-        Simulation.launch = lambda *_: os.abort()
+    jax.default_backend = lambda: "gpu"
+    Simulation.launch = lambda *_: os.abort()
     sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_a_compiler_that_ends_the_process_leaves_a_sentence_and_a_folder_that_goes_on(tmp_path):
-    def process(*arguments):
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        command = [sys.executable, "-c", textwrap.dedent(ABORTING), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    options = SMALL | {"lanes": 1, "tune": "off", "model": "mlp", "run_dir": tmp_path / "run", "quiet": True}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    died = process(*flags)
+    died = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
     assert died.returncode < 0
     assert f"--resume={tmp_path / 'run'}" in died.stderr.splitlines()[-1]
-    again = process(f"--resume={tmp_path / 'run'}")
-    assert again.returncode == 0, again.stderr
+    fp.resume(tmp_path / "run")
     assert [row["round"] for row in rows(tmp_path / "run")] == [1, 2]
-    assert np.isfinite([row["loss"] for row in rows(tmp_path / "run")]).all()
+
+
+EXHAUSTED_DEVICES = """
+    import sys, jax
+    from fedjax_pcdd.cli.run import main
+    from fedjax_pcdd.engine.round import Simulation
+    launch = Simulation.launch
+    def launched(self, *arguments):
+        if self.program.lanes > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.")
+        assert self.program.devices == 2
+        return launch(self, *arguments)
+    Simulation.launch = launched
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_path):
+    done = process(
+        EXHAUSTED_DEVICES, "--device=cpu", "--no-quiet", lanes=2, devices=2, rounds=1, run_dir=tmp_path / "run"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "with 1 of 2 lanes" in done.stderr
+    assert noted_lanes(tmp_path / "run") == 1
