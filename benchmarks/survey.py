@@ -7,6 +7,7 @@ where it was, and after a change of the engine the models' records still hold.
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ WORKER_MB = 5000  # what a compilation may need
 SMALL = "mlp,simple_cnn,mcmahan_cnn,fedrl_cnn"
 LARGE = "resnet10,resnet12,efficientnet_b0,mobilenet_v2"
 RESNETS = ("resnet10", "resnet18", "resnet50")
+SECTIONS = ("rounds", "methods", "other programs", "models", "forms")
 Record = dict[str, Any]
 Measure = Callable[[Case, str], Record]
 
@@ -76,7 +78,9 @@ def is_quick(section: str, case: Case) -> bool:
         return case.model in RESNETS and case.program == "gradient"
     if section == "forms":
         return str(case.layer).startswith(("3x3 / 2, 64", "5x5, 3 to 6"))
-    return not (case.workload in ("w2", "w3") and case.lanes > 1) and case.model != LARGE
+    if case.program == "exchange":
+        return case.method == "fccl" and case.model == SMALL
+    return not (case.workload in ("w2", "w3") and case.lanes > 1)
 
 
 def digest(section: str) -> str:
@@ -102,12 +106,15 @@ class Survey:
 
     def records(self, target: str, section: str) -> dict[str, Record]:
         """The records of a section, by the names of their cases."""
-        return self.targets.setdefault(target, {}).setdefault(section, {})
+        return self.targets.get(target, {}).get(section, {})
 
     def add(self, target: str, section: str, name: str, record: Record) -> None:
         """Keep a record, in the file too."""
         with self._lock:
-            self.records(target, section)[name] = record
+            sections = self.targets.setdefault(target, {})
+            records = sections.get(section, {}) | {name: record}
+            sections[section] = {name: records[name] for name in sorted(records, key=in_order)}
+            self.targets[target] = {name: sections[name] for name in SECTIONS if name in sections}
             if self.path:
                 self._write(self.path)
 
@@ -117,6 +124,15 @@ class Survey:
             new = path.with_suffix(f"{suffix}.new")
             new.write_text(text)
             os.replace(new, path.with_suffix(suffix))
+
+
+def in_order(name: str) -> list[str]:
+    """What sorts names of cases by the numbers in them.
+
+    >>> sorted(["w3, 10 lanes", "w3, 2 lanes"], key=in_order)
+    ['w3, 2 lanes', 'w3, 10 lanes']
+    """
+    return [part.zfill(6) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:

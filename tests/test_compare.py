@@ -1,13 +1,12 @@
 """Paired comparison over made-up run folders."""
 
-import numpy as np
 import pytest
 from made_up_runs import write_run
 
+from fedjax_pcdd.cli.report import compare_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect
-from fedjax_pcdd.report.command import compare_main
-from fedjax_pcdd.report.compare import compare, interval
+from fedjax_pcdd.report.compare import compare
 
 
 def pairs(folder, first, second, **more):
@@ -19,40 +18,38 @@ def pairs(folder, first, second, **more):
 
 
 def test_a_difference_is_the_mean_over_pairs(tmp_path):
-    found, notes = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.31, 0.52, 0.73)))
-    (best,) = [one for one in found if one.metric == "ga_best"]
-    assert (best.first, best.other, best.seeds, notes) == ("fedavg", "fedgela", (0, 1, 2), [])
-    assert best.difference == pytest.approx(2.0)
+    results, notes = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.31, 0.52, 0.73)))
+    (best,) = [one for one in results if one.metric == "ga_best"]
+    assert (best.first, best.other, best.difference.seeds, notes) == ("fedavg", "fedgela", (0, 1, 2), [])
+    assert best.difference.mean == pytest.approx(2.0)
 
 
 def test_equal_differences_have_an_interval_of_no_width(tmp_path):
-    found, _ = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.35, 0.55, 0.75)))
-    assert (found[0].low, found[0].high) == (pytest.approx(5.0), pytest.approx(5.0))
+    results, _ = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.35, 0.55, 0.75)))
+    assert (results[0].difference.low, results[0].difference.high) == (pytest.approx(5.0), pytest.approx(5.0))
 
 
-def test_the_interval_of_many_pairs_is_near_the_normal_one():
-    differences = np.random.default_rng(3).normal(1.0, 2.0, 400)
-    low, high = interval(differences, 0.95)
-    half = 1.96 * differences.std() / 20
-    assert low == pytest.approx(differences.mean() - half, abs=0.1 * half)
-    assert high == pytest.approx(differences.mean() + half, abs=0.1 * half)
+def test_of_one_pair_only_the_sign_is_said(tmp_path):
+    results, _ = compare(pairs(tmp_path, (0.3,), (0.5,)))
+    assert (results[0].difference.low, results[0].difference.verdict()) == (None, "one seed, above")
 
 
-def test_one_pair_has_no_interval(tmp_path):
-    found, _ = compare(pairs(tmp_path, (0.3,), (0.5,)))
-    assert (found[0].low, found[0].verdict) == (None, "one pair: no interval, likely noise")
-
-
-def test_few_pairs_are_said(tmp_path):
-    found, _ = compare(pairs(tmp_path, (0.3, 0.4), (0.5, 0.7)))
-    assert found[0].verdict == "above; few pairs, interval too narrow"
+def test_two_methods_beside_the_first_are_one_family(tmp_path):
+    first, second = (0.3, 0.4, 0.5), (0.31, 0.42, 0.51)
+    alone = compare(pairs(tmp_path / "runs", first, second))[0][0].difference
+    for seed, ga in enumerate((0.9, 0.1, 0.5)):
+        write_run(tmp_path / f"runs/c{seed}", ga, seed=seed, shift=seed, method="moon")
+    results, _ = compare(collect([tmp_path / "runs"]))
+    both = next(one.difference for one in results if one.other == "fedgela" and one.metric == "ga_best")
+    assert both.p == pytest.approx(2 * alone.p)
+    assert (both.low, both.high) == (alone.low, alone.high)
 
 
 def test_seeds_without_a_partner_are_said(tmp_path):
     runs = pairs(tmp_path, (0.3, 0.5), (0.4, 0.6))
     extra = collect([write_run(tmp_path / "c", seed=9)])
-    found, notes = compare([*runs, *extra])
-    assert found[0].seeds == (0, 1)
+    results, notes = compare([*runs, *extra])
+    assert results[0].difference.seeds == (0, 1)
     assert notes == ["digits · dirichlet0.1: seed 9 of fedavg has no partner and is left out."]
 
 
@@ -71,11 +68,14 @@ def test_one_method_alone_cannot_be_compared(tmp_path):
 def test_settings_of_one_method_can_be_compared(tmp_path):
     write_run(tmp_path / "runs/a", method="fedprox", mu=0.1)
     write_run(tmp_path / "runs/b", method="fedprox", mu=1.0)
-    found, _ = compare(collect([tmp_path / "runs"]))
-    assert (found[0].first, found[0].other) == ("fedprox (mu=0.1)", "fedprox (mu=1.0)")
+    results, _ = compare(collect([tmp_path / "runs"]))
+    assert (results[0].first, results[0].other) == ("fedprox (mu=0.1)", "fedprox (mu=1.0)")
 
 
 def test_the_command_prints_a_comparison(tmp_path, capsys):
     pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
     assert compare_main([str(tmp_path)]) == 0
-    assert "| fedgela less fedavg | GA best | 2 | −10.00 | [−10.00, −10.00] | below;" in capsys.readouterr().out
+    assert (
+        "| fedgela less fedavg | GA best | 2 | −10.00 | [−10.00, −10.00] | 0.500 | – | not distinguishable |"
+        in capsys.readouterr().out
+    )

@@ -31,6 +31,13 @@ REDUCES = {
     "solo": None,  # nothing is aggregated
     "fedrs": {"alpha": 1.0, "bias": True},
     "fedlc": {"tau": 0.0},
+    "fedvls": {"lam": 0.0, "omega": 0.0, "calibrated": False},
+    "fedntd": {"beta_ntd": 0.0},
+    "fedlmd": {"beta_lmd": 0.0},
+    "feddecorr": {"beta_dec": 0.0},
+    "feduv": {"lam": 0.0, "mu": 0.0},
+    "fedetf": None,  # another classifier
+    "fedloge": None,  # the body never learns from a head
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},
@@ -39,11 +46,7 @@ REDUCES = {
 BUILT = {"fml": {"meme": "mlp"}}  # whose defaults are too large for a test
 
 
-def needs_public_images(method):
-    return method.exchange != "never" or method.distils
-
-
-NAMES = [name for name, method in METHODS.items() if not needs_public_images(method())]
+NAMES = [name for name, method in METHODS.items() if not method().traits().needs_public]
 everyone = pytest.mark.parametrize("name", NAMES)
 
 

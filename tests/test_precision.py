@@ -13,12 +13,12 @@ import pytest
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.cnn import simple_cnn
 from fedjax_pcdd.models.resnet import ResNet
-from fedjax_pcdd.training.build import TYPES, products
 
 CLASSES, CLIENTS, EACH = 4, 2, 16
 PRECISIONS = ("float32", "tf32", "bfloat16")

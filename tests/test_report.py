@@ -9,14 +9,14 @@ import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
 from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, read_run
-from fedjax_pcdd.report.command import compare_main, report_main
-from fedjax_pcdd.report.curves import band
+from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import read_expected
-from fedjax_pcdd.report.formats import beside, own
 from fedjax_pcdd.report.grouping import Cells, Group, group
-from fedjax_pcdd.report.tables import own_table, paper_tables
+from fedjax_pcdd.report.plots import band
+from fedjax_pcdd.report.tables import Cell, aside, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 
@@ -37,8 +37,8 @@ def papers(runs, cells, experiments, preset=None):
 
 
 def row(table, label):
-    (found,) = [one for one, name in zip(table.rows, table.labels, strict=True) if name == label]
-    return dict(zip(table.columns, found.cells, strict=True))
+    (found,) = [one for one in table.rows if one.label == label]
+    return dict(zip((column.heading for column in table.columns), found.cells, strict=True))
 
 
 def test_runs_below_a_folder_are_found_once(tmp_path):
@@ -87,7 +87,7 @@ def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
 )
 def test_a_command_that_was_not_recorded_is_made_from_the_options(tmp_path, argv):
     (tmp_path / "config.yaml").write_text(dump(*parse(argv)))
-    command = read_run(tmp_path).command.split()
+    command = command_of(read_run(tmp_path).config).split()
     assert dump(*parse(command[2:])) == dump(*parse(argv))
 
 
@@ -96,7 +96,7 @@ def test_mean_and_sample_deviation_are_over_seeds(tmp_path, cells):
         write_run(tmp_path / f"runs/{seed}", ga, seed=seed)
     (one,) = group(collect([tmp_path / "runs"]), cells)
     found = row(own_table(one), "fedavg")["GA best"]
-    assert (found.mean, found.std, found.seeds) == (pytest.approx(60.0), pytest.approx(10.0), 3)
+    assert (found.mean, found.std, found.n) == (pytest.approx(60.0), pytest.approx(10.0), 3)
 
 
 def test_one_seed_has_no_deviation(tmp_path, cells):
@@ -108,7 +108,7 @@ def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
     for method, ga in {"fedavg": 0.5, "fedprox": 0.7, "fedrs": 0.6, "fedlc": 0.6}.items():
         write_run(tmp_path / f"runs/{method}", ga, method=method)
     (one,) = group(collect([tmp_path / "runs"]), cells)
-    ranks = {entry.method: entry.cells[0].rank for entry in own_table(one).rows}
+    ranks = {entry.label: entry.cells[0].rank for entry in own_table(one).rows}
     assert ranks == {"fedavg": 0, "fedprox": 1, "fedrs": 2, "fedlc": 2}
 
 
@@ -122,7 +122,7 @@ def test_seconds_are_not_ranked(tmp_path, cells):
     write_run(tmp_path / "runs/b", method="fedprox")
     (one,) = group(collect([tmp_path / "runs"]), cells)
     table = own_table(one)
-    assert {entry.cells[table.columns.index("s a round")].rank for entry in table.rows} == {0}
+    assert {entry.cells[table.headings.index("s a round") - 1].rank for entry in table.rows} == {0}
 
 
 def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
@@ -167,19 +167,19 @@ def test_a_cell_of_the_paper_is_joined_and_the_difference_taken(tmp_path, cells,
     in_preset(tmp_path / "runs/b", "A", ga=0.54, seed=1)
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedavg")["A"]
-    assert (found.mean, found.paper, found.paper_std) == (pytest.approx(53.0), 50.0, 0.5)
+    assert (found.mean, found.beside.mean, found.beside.std) == (pytest.approx(53.0), 50.0, 0.5)
     assert found.difference == pytest.approx(3.0)
 
 
 def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, experiments):
     table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
     found = row(table, "moon")["A"]
-    assert (found.mean, found.paper, found.difference) == (None, 55.0, None)
+    assert (found.mean, found.beside.mean, found.difference) == (None, 55.0, None)
 
 
 def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
     table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
-    assert table.columns == ("A",)
+    assert table.headings == ["method", "A"]
 
 
 def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
@@ -187,19 +187,19 @@ def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/b", "A", "fedrs", "strong", ga=0.3)
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     assert row(table, "fedrs weak")["A"].difference == pytest.approx(2.0)
-    assert row(table, "fedrs strong")["A"].paper is None
+    assert row(table, "fedrs strong")["A"].beside is None
 
 
 def test_a_smaller_run_says_what_differs_from_the_preset(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A", rounds=2)
     in_preset(tmp_path / "runs/b", "A")
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
-    assert row(table, "fedavg (rounds=2)")["A"].paper == row(table, "fedavg")["A"].paper == 50.0
+    assert row(table, "fedavg (rounds=2)")["A"].beside == row(table, "fedavg")["A"].beside == Cell(50.0, 0.5)
 
 
 def test_what_differs_in_all_runs_is_said_once(tmp_path, cells, experiments):
     table, _ = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
-    assert "fedavg" in table.labels
+    assert "fedavg" in [one.label for one in table.rows]
     assert table.remarks.startswith("Not as the preset in all runs: rounds=2. ")
 
 
@@ -209,7 +209,7 @@ def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cell
     in_preset(tmp_path / "runs/b", "B", ga=0.4)
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedavg")["avg"]
-    assert (found.mean, found.seeds, found.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+    assert (found.mean, found.n, found.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
 
 
 def accuracies(folder, *shares):
@@ -224,7 +224,7 @@ def test_rounds_to_fedavgs_best_accuracy_and_the_speed_up_are_pairs_of_one_seed(
         accuracies(in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed), *(best - 0.1, best, 0.9)[seed:])
     _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedprox")
-    assert (found["A rounds"].mean, found["A rounds"].seeds) == (1.5, 2)
+    assert (found["A rounds"].mean, found["A rounds"].n) == (1.5, 2)
     assert found["A speed-up"].mean == (3 / 2 + 3 / 1) / 2
 
 
@@ -232,7 +232,7 @@ def test_fedavg_itself_counts_all_its_rounds(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A")
     _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
     found = row(table, "fedavg")
-    assert (found["A rounds"].mean, found["A rounds"].paper, found["A speed-up"].mean) == (3.0, 2.0, 1.0)
+    assert (found["A rounds"].mean, found["A rounds"].beside.mean, found["A speed-up"].mean) == (3.0, 2.0, 1.0)
 
 
 def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
@@ -241,15 +241,15 @@ def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
         accuracies(write_run(tmp_path / f"runs/b{seed}", seed=seed, method="moon"), 0.1, 0.2, last)
     (one,) = group(collect([tmp_path / "runs"]), cells)
     found = row(own_table(one), "moon")["rounds to target"]
-    assert (found.mean, found.missed, found.seeds) == (None, 1, 2)
-    assert own(found, "rounds_to_target") == "/"
+    assert (found.mean, found.n, found.note) == (None, 2, "not reached by 1 of them")
+    assert shown(found) == "/"
 
 
 def test_a_run_without_a_fedavg_of_its_seed_has_no_rounds_to_a_target(tmp_path, cells):
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b", method="moon", seed=1)
     (one,) = group(collect([tmp_path / "runs"]), cells)
-    assert own(row(own_table(one), "moon")["rounds to target"]) == "–"
+    assert shown(row(own_table(one), "moon")["rounds to target"]) == "–"
 
 
 def test_the_fewest_rounds_are_the_best(tmp_path, cells):
@@ -272,8 +272,8 @@ def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
     (table,) = paper_tables(
         "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
     )
-    assert beside(row(table, "scaffold")["cifar10-dir0.5 rounds"]) == "/"
-    assert beside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
+    assert aside(row(table, "scaffold")["cifar10-dir0.5 rounds"]) == "/"
+    assert aside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
 
 
 def spectra(folder, *variances):
@@ -290,8 +290,8 @@ def eigenvalues(tmp_path, cells, experiments):
 
     def column():
         table = papers(collect([tmp_path / "runs"]), cells, experiments)[-1]
-        assert table.metrics == ("eigenvalue_variance",)
-        return {name: found.cells[0] for name, found in zip(table.labels, table.rows, strict=True)}
+        assert [column.metric for column in table.columns] == ["eigenvalue_variance"]
+        return {found.label: found.cells[0] for found in table.rows}
 
     return column
 
@@ -300,7 +300,7 @@ def test_eigenvalues_are_those_tracked_after_the_last_round(tmp_path, eigenvalue
     for seed, last in enumerate((10.0, 14.0)):
         spectra(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), 99.0, 50.0, last)
     found = eigenvalues()["fedavg"]
-    assert (found.mean, found.seeds, found.paper) == (12.0, 2, 1201.0)
+    assert (found.mean, found.n, found.beside.mean) == (12.0, 2, 1201.0)
 
 
 def test_the_least_spread_eigenvalues_are_the_best(tmp_path, eigenvalues):
@@ -401,12 +401,12 @@ def test_help_lists_the_options(capsys, main):
 
 
 def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
-    from fedjax_pcdd.api import launch
-    from fedjax_pcdd.cli import options as cli
+    from fedjax_pcdd.api import runs
+    from fedjax_pcdd.cli.run import main
 
     found = {}
-    monkeypatch.setattr(launch, "run", lambda config, method, origin: found.update(origin))
-    assert cli.main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
+    monkeypatch.setattr(runs, "run", lambda config, method, origin, **_: found.update(origin) or {})
+    assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
     assert found == {
         "preset": None, "split": None, "variant": None,
         "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",

@@ -6,7 +6,7 @@ import browser
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 
-from fedjax_pcdd.report.command import report_main
+from fedjax_pcdd.cli.report import report_main
 
 pytestmark = pytest.mark.skipif(browser.executable() is None, reason="no Chromium or Chrome on this machine")
 METHODS = {"fedavg": 0.5, "moon": 0.7, "fedprox": 0.6}
@@ -76,9 +76,9 @@ def test_a_click_on_a_heading_sorts(chromium, address, heading, clicks, order):
 
 def test_cells_without_a_number_stay_last(chromium, address):
     chromium.open(address)
-    column = "[...document.querySelectorAll('table.runs tbody tr')].map((row) => row.cells[8].textContent)"
+    column = "[...document.querySelectorAll('section.runs tbody tr')].map((row) => row.cells[8].textContent)"
     for _ in range(2):
-        chromium.value("document.querySelectorAll('table.runs th button')[8].click()")
+        chromium.value("document.querySelectorAll('section.runs th button')[8].click()")
         assert chromium.value(column)[-1] == "–"
 
 

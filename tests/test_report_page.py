@@ -7,13 +7,14 @@ from html.parser import HTMLParser
 
 import pytest
 from made_up_runs import in_preset, write_experiments, write_run
+from rich.console import Console
 
+from fedjax_pcdd.cli.report import report_main
 from fedjax_pcdd.report.collect import collect
-from fedjax_pcdd.report.command import report_main
-from fedjax_pcdd.report.curves import curves, inline
-from fedjax_pcdd.report.formats import comma_separated, latex, markdown
+from fedjax_pcdd.report.contents import own_table
 from fedjax_pcdd.report.grouping import Cells, group
-from fedjax_pcdd.report.tables import own_table
+from fedjax_pcdd.report.plots import curves, inline
+from fedjax_pcdd.report.tables import comma_separated, latex, markdown, terminal
 
 
 @pytest.fixture
@@ -79,6 +80,54 @@ def test_a_row_has_as_many_cells_as_the_table_columns_in_each_format(tmp_path, c
     assert {line.count("|") for line in markdown(table).splitlines() if line.startswith("|")} == {8}
     assert {line.count(" & ") for line in latex(table).splitlines() if " & " in line} == {6}
     assert {len(line) for line in csv.reader(io.StringIO(comma_separated([table])))} == {14}
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A report over a run whose folder, preset and command are markup."""
+    tmp_path = tmp_path_factory.mktemp("hostile")
+    origin = {"command": "x `` <img src=x> | *y*\n# z"}
+    write_run(tmp_path / "<b>a|b*c*`d`[e](f)_g_", finished=False)
+    write_run(tmp_path / "runs", origin=origin, data_dir="<i>|")
+    assert report_main(tmp_path, [str(tmp_path), f"--output={tmp_path / 'out'}"]) == 0
+    return tmp_path / "out"
+
+
+def test_what_the_markdown_quotes_is_no_markup(hostile):
+    text = (hostile / "report.md").read_text()
+    assert r"&lt;b&gt;a\|b\*c\*\`d\`[e\](f)\_g\_ is unfinished" in text
+    assert "```x `` <img src=x> | *y* # z```" in text
+    assert not re.search(r"^# z", text, re.MULTILINE)
+
+
+def test_what_the_page_quotes_is_no_markup(hostile):
+    page = Page((hostile / "report.html").read_text())
+    assert "b" not in page.tags
+    assert page.tags.count("i") == 1  # of the key
+    assert page.tags.count("img") == 1
+
+
+def test_nothing_is_marked_among_runs_of_different_lengths(tmp_path, cells):
+    write_run(tmp_path / "runs/a", 0.5)
+    write_run(tmp_path / "runs/b", 0.7, method="moon", rounds=9)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert {cell.rank for row in own_table(one).rows for cell in row.cells} == {0}
+
+
+def test_every_picture_has_words_for_who_does_not_see_it(report):
+    text = (report / "report.md").read_text()
+    assert "![GA (%) over the rounds: fedavg, fedprox](curves/0-ga.svg)" in text
+    for path in (report / "curves").iterdir():
+        assert re.search(r'<svg role="img" aria-label="[^"]+over the rounds', path.read_text())
+
+
+def test_the_terminal_shows_the_same_cells(tmp_path, cells):
+    (one,) = group(collect([write_run(tmp_path / "a", data_dir="[red]")]), cells)
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(terminal(own_table(one)))
+    text = console.export_text()
+    assert "GA mean of last 10" in text
+    assert "25.00" in text
 
 
 class Page(HTMLParser):

@@ -3,26 +3,22 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
-from scipy.stats import spearmanr
 
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.harness.reproduction.ambiguities import effects, read_ambiguities, tags_of
-from fedjax_pcdd.harness.reproduction.averages import averages
-from fedjax_pcdd.harness.reproduction.claims import Claim, counts, findings, read_claims
-from fedjax_pcdd.harness.reproduction.pages import pages, write_pages
-from fedjax_pcdd.harness.reproduction.plan import configured, read_plan
-from fedjax_pcdd.harness.reproduction.statistics import VERDICTS, Difference, difference, rank_correlation
-from fedjax_pcdd.harness.reproduction.tables import columns
 from fedjax_pcdd.report.expected import Expected, read_expected
+from fedjax_pcdd.training.presets import preset_values, read_preset
+from reproduction.ambiguities import effects, read_ambiguities, tags_of
+from reproduction.claims import Claim, counts, findings, read_claims
+from reproduction.columns import columns, with_means
+from reproduction.pages import pages, write_pages
+from reproduction.plan import configured, read_plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "experiments"
-PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduce").glob("*.yaml") if path.stem not in (
+PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
     "claims", "ambiguities"
 ))  # fmt: skip
 
@@ -47,38 +43,6 @@ def printed_numbers(**values):
 
 
 PAPER = printed_numbers(fedavg=60.0, fedmr=70.0, moon=65.0)
-
-
-# Statistics
-
-
-def test_differences_are_paired_by_seed():
-    found = difference({0: 52.0, 1: 64.0, 2: 1.0}, {1: 60.0, 0: 50.0, 5: 99.0})
-    assert found == Difference(3.0, pytest.approx(1.0), 2)
-
-
-@pytest.mark.parametrize(
-    ("mean", "error", "claimed", "verdict"),
-    [
-        (2.0, 1.0, 5.0, "held"), (-2.0, 1.0, -5.0, "held"), (-2.0, 1.0, 5.0, "did not hold"),
-        (1.9, 1.0, 5.0, "not distinguishable"), (0.0, 0.0, 5.0, "not distinguishable"),
-        (9.0, None, 5.0, "one seed, same sign"), (-9.0, None, 5.0, "one seed, opposite sign"),
-        (0.0, None, 5.0, "one seed, no sign"),
-    ],
-)  # fmt: skip
-def test_a_claim_holds_from_two_standard_errors_on(mean, error, claimed, verdict):
-    assert Difference(mean, error, 1 if error is None else 3).against(claimed) == verdict
-    assert verdict in VERDICTS
-
-
-def test_the_rank_correlation_is_spearmans_also_with_ties():
-    ours, paper = np.random.default_rng(0).integers(0, 6, (2, 12))
-    assert rank_correlation(list(ours), list(paper)) == pytest.approx(spearmanr(ours, paper).statistic)
-
-
-@pytest.mark.parametrize("ours", [[1.0, 2.0], [3.0, 3.0, 3.0]])
-def test_few_or_equal_values_have_no_order(ours):
-    assert rank_correlation(ours, list(range(len(ours)))) is None
 
 
 # Tables
@@ -111,13 +75,13 @@ def test_a_row_is_repeated_by_one_command_for_all_seeds():
 
 def test_printed_means_are_taken_over_seeds_that_all_splits_have():
     results = [made_up("fedmr", 40.0, 0), made_up("fedmr", 44.0, 1), made_up("fedmr", 60.0, 1, split="B")]
-    average = averages(columns(results, PAPER), PAPER)[-1]
+    average = with_means(columns(results, PAPER), PAPER)[-1]
     assert average.split == "avg"
     assert average.rows[0].values("ga_pct") == {1: 52.0}
 
 
 def test_a_mean_without_one_of_its_splits_is_left_out():
-    assert len(averages(columns([made_up("fedmr", 40.0)], PAPER), PAPER)) == 1
+    assert len(with_means(columns([made_up("fedmr", 40.0)], PAPER), PAPER)) == 1
 
 
 # Claims
@@ -148,7 +112,7 @@ def test_methods_are_counted_against_fedavg():
 
 def test_the_effect_of_a_reading_is_against_the_default(tmp_path):
     (tmp_path / "a.yaml").write_text(
-        "ambiguities: [{paper: P, question: Q, said: S, default: D, other: [], "
+        "ambiguities: [{paper: P, question: Q, evidence: S, default: D, other: [], "
         "measured: {table: toy/table1, split: A, rows: [fedmr], tags: [other]}}]"
     )
     (one,) = read_ambiguities(tmp_path / "a.yaml")
@@ -183,7 +147,7 @@ def test_pages_are_written_where_they_are_wanted(tmp_path):
 
 
 def test_every_claim_is_about_rows_and_splits_of_its_preset():
-    for claim in read_claims(EXPERIMENTS / "reproduce/claims.yaml"):
+    for claim in read_claims(EXPERIMENTS / "reproduction/claims.yaml"):
         preset = read_preset(claim.table, EXPERIMENTS / "presets")
         names = {(row.split, row.metric) for row in read_expected(EXPERIMENTS / "expected", claim.table)}
         for split in claim.splits:
@@ -195,7 +159,7 @@ def test_every_claim_is_about_rows_and_splits_of_its_preset():
 
 
 def test_every_other_reading_is_a_command_line():
-    for one in read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"):
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for options in one.other:
             parse(options.split(), EXPERIMENTS / "presets")
 
@@ -203,28 +167,28 @@ def test_every_other_reading_is_a_command_line():
 def test_every_measured_reading_is_in_the_plan_of_the_cpu():
     planned = {
         (cell.table, cell.split, cell.tag, cell.method)
-        for cell in read_plan("cpu", EXPERIMENTS / "reproduce", EXPERIMENTS / "presets").cells
+        for cell in read_plan("cpu", EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
     }
-    for one in read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"):
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for tag in one.measured.tags if one.measured else ():
             for row in one.measured.rows:
                 assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
 
 
 def test_tags_of_readings_are_no_tags_of_whole_tables():
-    readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduce/ambiguities.yaml"))
+    readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"))
     assert "fmnist" not in readings
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_name_only_what_their_presets_have(name):
-    cells = read_plan(name, EXPERIMENTS / "reproduce", EXPERIMENTS / "presets").cells
+    cells = read_plan(name, EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
     for cell in {(cell.table, cell.method, cell.variant): cell for cell in cells}.values():
         configured(cell, EXPERIMENTS / "presets")
 
 
 def test_plans_are_valid_yaml_without_data_folders():
     for name in PLANS:
-        text = (EXPERIMENTS / f"reproduce/{name}.yaml").read_text(encoding="utf-8")
+        text = (EXPERIMENTS / f"reproduction/{name}.yaml").read_text(encoding="utf-8")
         assert yaml.safe_load(text)["blocks"]
         assert "data_dir" not in text

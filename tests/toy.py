@@ -60,7 +60,8 @@ def forget():
 def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
     norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
-    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd", **hyper,
+    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
+    block=None, **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
     parts = federation(noise=noise)
@@ -70,7 +71,7 @@ def simulation(
     simulated = Simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
-        eval_batch=eval_batch,
+        eval_batch=eval_batch, block=block,
     )  # fmt: skip
     return shared(simulated)
 

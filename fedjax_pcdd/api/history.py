@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
@@ -19,7 +20,6 @@ from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.trained_models import TrainedModels
 
 CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
@@ -108,16 +108,9 @@ class History(TrainedModels):
             return plot([self])
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
-        values = getattr(self, what) * (1 if what == "loss" else 100)
-        known = ~np.isnan(values)
-        marker = "o" if known.sum() <= 30 else None
-        line = {"marker": marker, "markersize": 3, "linewidth": 1.6} | style
-        ax.plot(self.rounds[known], values[known], label=label or self.label, **line)
-        ax.set(xlabel="round", ylabel=CURVES[what] + ("" if what == "loss" else " (%)"))
-        ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        ax.grid(color="0.92", linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        rounds, values = series(self.rows, what, 1 if what == "loss" else 100)
+        curve(ax, rounds, values, label=label or self.label, **style)
+        frame(ax, upwards=CURVES[what] + ("" if what == "loss" else " (%)"))
         return ax
 
     def to_table(self) -> list[dict[str, Any]]:
@@ -147,7 +140,8 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
     figure, panels = plt.subplots(1, len(what), figsize=(3.6 * len(what), 3.0), layout="constrained", squeeze=False)
     for ax, name in zip(panels[0], what, strict=True):
         for i, history in enumerate(histories):
-            history.plot(ax, what=name, color=COLOURS[i % len(COLOURS)])
+            colour, style = look(i)
+            history.plot(ax, what=name, color=colour, linestyle=style)
     if len(histories) > 1:
         panels[0][0].legend(fontsize=8, frameon=False)
     else:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.data.federation import heat_map
 from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
@@ -36,7 +37,6 @@ from fedjax_pcdd.training.folder import (
     Records,
     RunFolder,
     describe_machine,
-    draw_curves,
     peak_memory_mb,
 )
 from fedjax_pcdd.training.loop import Callback, Each, Progress, Run, loop, own_state
@@ -61,14 +61,22 @@ class Asked(NamedTuple):
     config: RunConfig
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] = ()  # beside those that the options ask for
+    last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
 
 
-def run(asked: Asked, say: Say = warn) -> Result:
+def run(
+    config: RunConfig,
+    method: Method,
+    origin: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    last: Sequence[Callback] = (),
+    say: Say = warn,
+) -> Result:
     """Run, or resume, one experiment.
 
     Args:
-      asked: which.
+      config, method, origin, callbacks, last: as in `Asked`.
       say: told of settings without effect, or that the method advises against.
 
     Returns:
@@ -77,7 +85,7 @@ def run(asked: Asked, say: Say = warn) -> Result:
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
     """
-    (summary,) = run_together([asked], say)
+    (summary,) = run_together([Asked(config, method, origin or {}, callbacks, last)], say)
     if isinstance(summary, UserError):
         raise summary
     return summary
@@ -209,7 +217,7 @@ class Record:
         kept = f"; the checkpoints before it in {path} are good"
         measured = [setup.accuracies(e, kept=kept), *as_callbacks(list(asked.callbacks))]
         self.checkpoint = Checkpoint(checkpoints, measured)
-        self.callbacks = [*measured, *self._writers(), self.checkpoint]
+        self.callbacks = [*measured, *self._writers(), self.checkpoint, *asked.last]
 
     def _created(self, state: State) -> RunFolder:
         config, federation = self.asked.config, self.setup.federations[self.e]
@@ -324,7 +332,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     config, method = read_run(Path(folder))
     config = dataclasses.replace(config, resume=Path(folder), run_dir=Path(folder))
     shown = [bar()] if progress else []
-    run(Asked(config, method, callbacks=[*as_callbacks(callbacks), *shown]))
+    run(config, method, callbacks=as_callbacks(callbacks), last=shown)
     return load_run(folder)
 
 

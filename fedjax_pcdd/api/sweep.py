@@ -100,7 +100,7 @@ class Sweep:
 
     def _run_part(self, asked: Mapping[str, Asked], bar: SweepBar) -> None:
         """Run experiments together, or one by one where there is but one or some cannot be prepared."""
-        shown = {name: one._replace(callbacks=[PartOfSweep(bar, name)]) for name, one in asked.items()}
+        shown = {name: one._replace(last=[PartOfSweep(bar, name)]) for name, one in asked.items()}
         try:
             results = run_together(list(shown.values()), _silent) if len(shown) > 1 else []
         except UserError:
@@ -117,7 +117,7 @@ class Sweep:
         again = self._asked(Planned(name, asked.config, asked.method, asked.origin))
         if again is not None:
             try:
-                self._note(name, run(again._replace(callbacks=asked.callbacks), _silent))
+                self._note(name, run(again.config, again.method, again.origin, last=asked.last, say=_silent))
             except UserError as error:
                 self._note(name, error)
 
@@ -133,7 +133,7 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     profiled, what writes to something that a process has but once, and servers that train on public images: hundreds of
     steps of Adam make another order of summation more than rounding.
     """
-    single = config.client_state == "host" or config.wandb or config.track or config.profile or method.distils
+    single = config.client_state == "host" or config.wandb or config.track or config.profile or method.traits().public
     if single or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)

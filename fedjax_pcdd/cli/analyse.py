@@ -32,6 +32,7 @@ from fedjax_pcdd.data.federation import heat_map
 from fedjax_pcdd.errors import UserError, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.expected import read_expected
+from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.config import RUN
 
@@ -265,11 +266,7 @@ def _number(value: Any) -> str:
 
 def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table, aligned so that it reads as text too."""
-    rows = [list(heads), *map(list, lines)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    texts = [f"| {' | '.join(row)} |" for row in padded]
-    return "\n".join([texts[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *texts[1:]])
+    return markdown(texts("", heads, lines), aligned=True).rstrip()
 
 
 COMMANDS = {name: _tracked(name) for name in QUANTITIES} | {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.report import tables
 
 COUNTS = Path(__file__).with_name("traffic.json")
 BLOCK = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->)", re.DOTALL)
@@ -40,9 +41,10 @@ def rows(counts: Mapping[str, Mapping[str, str]] | None = None) -> list[Row]:
     found = []
     for name, cls in METHODS.items():
         down, up, client, held = (known.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held"))
-        status = "reconstruction" if "reconstructed" in cls.paper else "complete"
+        traits = cls().traits()
+        status = "reconstruction" if "reconstructed" in traits.paper else "complete"
         file = cls.__module__.replace(".", "/") + ".py"
-        found.append(Row(name, cls.paper, cls().target, down, up, client, held, file, status))
+        found.append(Row(name, traits.paper, traits.target, down, up, client, held, file, status))
     return found
 
 
@@ -61,11 +63,8 @@ def count() -> dict[str, dict[str, str]]:
 
 def markdown(found: list[Row]) -> str:
     """The table for the README."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    for row in found:
-        file = f"[{Path(row.file).name}]({row.file})"
-        lines.append("| " + " | ".join(row._replace(file=file)) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [row._replace(file=f"[{Path(row.file).name}]({row.file})") for row in found]
+    return tables.markdown(tables.texts("", HEADER, lines, left=HEADER), escape=str)
 
 
 def with_table(text: str, table: str) -> str:

@@ -12,7 +12,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
 
-_PLAIN = (int, float, str, Path)
+_PLAIN = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
 
 # First-stage options: they decide which others there are. `method` is one too, and part of the run.
 _SELECTION = [
@@ -84,7 +84,8 @@ def help_text(method: str) -> str:
         groups.append((group, text, [option for option in RUN.values() if option.group == group]))
     own = list(options_of(cls).values())
     if own:
-        groups.append((method, f"Hyper-parameters of {method} ({cls.paper}).", own))
+        paper = cls().traits().paper
+        groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
     width = max(60, min(120, shutil.get_terminal_size().columns))
     parts = ["usage: run.py [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width)]
     for group, text, options in groups:
@@ -124,8 +125,5 @@ def _form(option: Option) -> str:
     name = flag(option.name)
     if option.kind is bool:
         return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
-    values = [
-        *map(str, choices(option.kind)),
-        *(part.__name__.upper() for part in members(option.kind) if part in _PLAIN),
-    ]
+    values = [*map(str, choices(option.kind)), *(_PLAIN[part] for part in members(option.kind) if part in _PLAIN)]
     return f"{name} {'|'.join(values)}"

@@ -148,8 +148,9 @@ def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
-    if name in options_of(methods.get(f"fedavg{methods.SUFFIX}")):
-        owners = [f"{method}{methods.SUFFIX}"]
+    wrappers = [suffix for suffix in methods.WRAPPERS if name in options_of(methods.get(f"fedavg+{suffix}"))]
+    if wrappers and not owners:
+        owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
         return _no_option(name, known)
     several = ", ".join(owners)

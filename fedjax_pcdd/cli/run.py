@@ -47,9 +47,9 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
 
     with hosts.together(config, sentence) as own:
         if own.quiet:
-            runs.run(runs.Asked(own, method, origin), lambda _: None)
+            runs.run(own, method, origin, say=lambda _: None)
             return
-        summary = runs.run(runs.Asked(own, method, origin, [progress.bar()]), _warn)
+        summary = runs.run(own, method, origin, last=[progress.bar()], say=_warn)
         progress.show(summary, own.run_dir or Path())
 
 

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.options import PRESETS, configure, flag, guarded, scan, sentence
 from fedjax_pcdd.cli.run import origin
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, terminal
 from fedjax_pcdd.training.fields import Option, convert, options_of
 
 WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
@@ -94,9 +94,8 @@ def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> 
         finished = [r for r in found if isinstance(r, dict)]
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(found) - len(finished)}
         for measure in MEASURES:
-            values = 100 * np.array([r[measure] for r in finished if r.get(measure) is not None], float)
-            row[measure] = values.mean().item() if len(values) else None
-            row[f"{measure}_std"] = values.std(ddof=1).item() if len(values) > 1 else None
+            cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
+            row |= {measure: cell.mean, f"{measure}_std": cell.std}
         rows.append(row)
     return rows
 
@@ -110,17 +109,15 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def as_table(rows: Sequence[Mapping[str, Any]]) -> RichTable:
     """For the terminal, in percent."""
-    table = Table("experiment", "seeds", *(measure.replace("_", " ").upper() for measure in MEASURES))
+    columns = [Column("seeds"), *(Column(measure.replace("_", " ").upper()) for measure in MEASURES)]
+    lines = []
     for row in rows:
-        cells = []
-        for measure in MEASURES:
-            mean, deviation = row[measure], row[f"{measure}_std"]
-            cells.append("-" if mean is None else f"{mean:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}"))
         failed = f" ({row['failed']} failed)" if row["failed"] else ""
-        table.add_row(row["experiment"], f"{row['seeds']}{failed}", *cells)
-    return table
+        cells = [Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES]
+        lines.append(Row(row["experiment"], (Cell(text=f"{row['seeds']}{failed}"), *cells)))
+    return terminal(Table("", tuple(columns), tuple(lines), stub="experiment"))
 
 
 def sweep_main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:

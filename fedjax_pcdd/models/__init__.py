@@ -1,9 +1,11 @@
 """Models: `build` makes one by its name, `MODELS` lists them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
@@ -44,6 +46,10 @@ __all__ = [
     "sizes",
     "uses_batch_norm",
 ]
+
+
+NORMS = (layers.BatchNorm, layers.GroupNorm, nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm, nn.RMSNorm)
+"""Modules that normalise what they are given."""
 
 
 class _Family(NamedTuple):
@@ -161,17 +167,30 @@ def smallest_side(name: str) -> int:
     return _FAMILIES[name].smallest or 0
 
 
-def uses_batch_norm(model: Classifier | Pair) -> bool:
+def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
     """Whether the model keeps running statistics."""
-    if isinstance(model, Pair):
-        return uses_batch_norm(model.private) or uses_batch_norm(model.meme)
-    return model.feature_norm or getattr(model.backbone, "norm", None) == "batch"
+    return "batch_stats" in _traced(model, image_shape)[0]
 
 
-def normalises(model: nn.Module) -> bool:
-    """Whether the model's backbone has normalisation layers, over batches or groups."""
+def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
+    """Whether the backbone has normalisation layers, over batches, groups, layers or instances: ours or Flax's."""
     model = model.private if isinstance(model, Pair) else model
-    return hasattr(getattr(model, "backbone", None), "norm")
+    return any(issubclass(module, NORMS) for module in _traced(getattr(model, "backbone", model), image_shape)[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[type]]:
+    """The collections of a module's variables, and the types of the modules that it calls; nothing is computed."""
+    types: set[type] = set()
+
+    def note(call, args, kwargs, context):
+        types.add(type(context.module))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        image = jnp.zeros((1, *image_shape))
+        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image, train=False))
+    return frozenset(variables), frozenset(types)
 
 
 def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:

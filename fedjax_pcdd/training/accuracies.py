@@ -53,7 +53,7 @@ class Accuracies(Callback):
 
     def measure(self, run: Run, row: dict[str, Any]) -> None:
         """Fill in GA, PA and GA of each class."""
-        own_model = run.method.personal_model == "server"
+        own_model = run.traits.personal_model == "server"
         counts, seconds = run.evaluate(personal=own_model)
         if own_model:
             self._personal(run, counts.personal)
@@ -64,7 +64,7 @@ class Accuracies(Callback):
         """GA of the global model, or the mean over the clients' models; of each class; of the server's other models."""
         dataset, ga_local = run.federation.dataset, None
         total = np.bincount(dataset.y_test, minlength=run.simulation.program.setting.num_classes)
-        if run.method.global_model:
+        if run.traits.global_model:
             correct = counts.generic[0]
             ga = float(accuracy(correct.sum(), total.sum()))
         else:
@@ -88,7 +88,7 @@ class Accuracies(Callback):
 
     def _just_trained(self, run: Run, report: RoundReport) -> None:
         """PA of the models just trained, where they are what a client uses."""
-        if run.method.personal_model == "local":
+        if run.traits.personal_model == "local":
             trained = report.jobs.steps > 0
             clients = report.jobs.row[trained]
             pa = accuracy(report.correct[trained].sum(1), run.federation.test_sizes[clients])

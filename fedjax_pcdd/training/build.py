@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd import models
@@ -19,6 +17,7 @@ from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.data.subset import subset
 from fedjax_pcdd.engine.device_errors import OutOfMemory
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
@@ -33,21 +32,6 @@ from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes
 from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
-
-TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}  # of images and activations
-
-
-def products(precision: str) -> str:
-    """What products of a model's float32 operands take, as `jax.default_matmul_precision` has it.
-
-    A GPU's default is TF32. What JAX calls "tensorfloat32" is so in cuDNN alone: in the matrix products that XLA writes
-    itself it is full float32, by the code that XLA generates for an H100. On a TPU, whose default rounds operands to
-    bfloat16, it is three products of these, which are as exact as TF32.
-    """
-    if precision == "tf32" and jax.default_backend() == "tpu":
-        return "tensorfloat32"
-    return "float32" if precision == "float32" else "default"
-
 
 def load(config: RunConfig) -> Dataset:
     """The data set, cut down to what the run uses of it."""
@@ -100,7 +84,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
-    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
+    clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     return Local(
         epochs=config.local_epochs or 1, batch_size=config.batch_size, last_batch=config.last_batch,
         optimizer=config.optimizer, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
@@ -150,7 +134,7 @@ def assemble(
     dataset, shape = federation.dataset, federation.image_shape
     pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
     public = None
-    if method.distils:
+    if method.traits().public:
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
@@ -205,12 +189,12 @@ class Setup:
     @property
     def tunes(self) -> bool:
         """Whether PA is measured after every client has fine-tuned the global model."""
-        return self.methods[0].fine_tune and self.config.fine_tune_epochs > 0
+        return self.methods[0].traits().fine_tunes and self.config.fine_tune_epochs > 0
 
     @property
     def keeps_best(self) -> bool:
         """Whether the global variables of the best GA are needed in the end."""
-        return self.tunes and self.methods[0].global_model
+        return self.tunes and self.methods[0].traits().global_model
 
     def _federate(self) -> list[Federation]:
         if self.given.federation is not None:
@@ -237,8 +221,7 @@ class Setup:
 
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
-        hyper = select(self.simulation.hyper, e)
-        return unused(self.pairs[e][0]) + self.methods[e].advise(self.simulation.program.setting, hyper)
+        return unused(self.pairs[e][0]) + self.simulation.advice[e]
 
     def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
         """The simulation with the lanes and the forms of convolutions that are used.

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pcdd import __version__
 from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
@@ -28,8 +29,7 @@ CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
-PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-COLOURS = {"ga": "#0072B2", "pa": "#D55E00", "loss": "#555555"}
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class RunFolder:
@@ -100,10 +100,6 @@ class RunFolder:
                 kept = [row for row in self.rows(path.name) if row["round"] <= last]
                 self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json; NaN becomes null."""
-        self.write_json(SUMMARY, summary)
-
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once or not at all; NaN becomes null."""
         self.write(name, _dumps(value, indent=2) + "\n")
@@ -145,8 +141,9 @@ class Records(Callback):
 def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
+    own = {"python": platform.python_version(), "fedjax-pcdd": __version__}
     return {
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": own | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -165,65 +162,6 @@ def peak_memory_mb() -> dict[str, float | None]:
     peaks = [s["peak_bytes_in_use"] / 1e6 for s in statistics if "peak_bytes_in_use" in s]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     return {"host": host, "device": max(peaks, default=None)}
-
-
-def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Draw GA and PA in percent, their best rounds marked, and the loss below.
-
-    Args:
-      rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
-      path: of the PNG.
-      title: above the curves.
-    """
-    from matplotlib.figure import Figure
-
-    rows = list(rows)
-    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
-    accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    accuracy.set_title(title, loc="left", fontsize=11)
-    accuracy.set_ylabel("accuracy (%)")
-    loss.set_ylabel("training loss")
-    loss.set_xlabel("round")
-    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    curves = {name: curve for name in ("ga", "pa") if len((curve := _column(rows, name, 100))[0])}
-    for name, (rounds, values) in curves.items():
-        best = values.argmax()
-        _line(accuracy, rounds, values, COLOURS[name])
-        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=COLOURS[name], mew=1.6, zorder=3)
-    _label(accuracy, curves)
-    _line(loss, *_column(rows, "loss", 1), COLOURS["loss"])
-    for axes in (accuracy, loss):
-        axes.grid(color="0.92", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
-def _column(rows: list, name: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [(row["round"], row[name] * scale) for row in rows if row.get(name) is not None]
-    pairs = [(round, value) for round, value in pairs if math.isfinite(value)]
-    return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
-
-
-def _line(axes: Any, rounds: np.ndarray, values: np.ndarray, colour: str) -> None:
-    few = len(rounds) <= 30
-    axes.plot(rounds, values, color=colour, linewidth=1.6, marker="o" if few else None, markersize=3)
-
-
-def _label(axes: Any, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Name each curve at its end; where two ends are close, move the names apart."""
-    low, high = axes.get_ylim()
-    ends = {name: float(values[-1]) for name, (_, values) in curves.items()}
-    missing = 0.16 * (high - low) - abs(ends.get("ga", math.inf) - ends.get("pa", -math.inf))
-    upper = max(ends, key=lambda name: ends[name], default=None)
-    for name, (rounds, values) in curves.items():
-        height = ends[name] + max(missing, 0) / 2 * (1 if name == upper else -1)
-        best = values.argmax()
-        text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
-        axes.annotate(
-            text, (1.01, height), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
-            color=COLOURS[name], fontsize=9, va="center",
-        )  # fmt: skip
 
 
 def _dumps(value: Any, indent: int | None = None) -> str:

@@ -77,7 +77,7 @@ class Run(TrainedModels):
     Attributes:
       index: e, of this experiment among those of the simulation.
       rounds: after which training ends.
-      method: with its hyper-parameters.
+      method, traits: with its hyper-parameters, and what it is.
       federation: what it trains on.
       history: its rows, one a round, and the accuracies of its clients.
       best: global variables [1, ...] of the best GA, if a callback keeps them.
@@ -90,7 +90,7 @@ class Run(TrainedModels):
         self.runs, self.index = runs, index
         self.simulation, self.rounds, self.federation = runs.simulation, runs.rounds, runs.federations[index]
         self.method = select(runs.simulation.methods, index)
-        self.label = type(self.method).__name__
+        self.traits, self.label = self.method.traits(), type(self.method).__name__
         self.history, self.best, self.stopped = progress.history, progress.best, progress.stopped
         self.error: BaseException | None = None
         self._own: tuple[int, State] | None = None  # with others in the simulation: this one's, and of which round

@@ -111,7 +111,7 @@ def new_history(clients: int) -> History:
 def result(history: History, method: Method) -> dict[str, Any]:
     """Best and last of GA and PA, as summary.json has them before any fine-tuning."""
     (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
-    if not method.global_model:
+    if not method.traits().global_model:
         ga_best, ga_round = history.without_global_model(), None
     return {
         "ga_best": ga_best, "ga_last": history.last("ga"), "pa_best": pa_best, "pa_last": history.last("pa"),

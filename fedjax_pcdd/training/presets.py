@@ -83,7 +83,7 @@ def _check_methods(preset: Preset) -> None:
         if "method" not in variant:
             raise UserError(f"variant '{name}' in {preset.source} needs a line `method: NAME`.")
     for name in [*preset.methods, *(str(variant["method"]) for variant in preset.variants.values())]:
-        plain = name.removesuffix(methods.SUFFIX)
+        plain = methods.plain_name(name)
         if plain not in methods.METHODS:
             raise UserError(f"unknown method '{plain}' in {preset.source}: {short_nearest(plain, methods.METHODS)}")
 

@@ -18,6 +18,7 @@ from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
@@ -25,14 +26,12 @@ from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.training.accuracies import Accuracies, further
 from fedjax_pcdd.training.build import (
     NOTHING,
-    TYPES,
     Given,
     Pair,
     Setup,
     build_model,
     default_model,
     local_training,
-    products,
     public_images,
 )
 from fedjax_pcdd.training.config import RunConfig
@@ -47,7 +46,8 @@ SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 
 def has_participants(config: RunConfig, method: Method) -> bool:
     """Whether clients have models of their own or are the domains of a task, so that each trains in every round."""
-    own = method.exchange != "never" or method.averages != "never" or config.models or config.pretrain_epochs
+    traits = method.traits()
+    own = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
     return config.task is not None or bool(own)
 
 
@@ -102,7 +102,7 @@ class ParticipantSetup(Setup):
         return own, augment.pipeline(config.dataset, False, shape)
 
     def _public(self, method: Method, pipeline: augment.Pipeline) -> Public | None:
-        if method.exchange == "never" and not method.distils:
+        if not method.traits().needs_public:
             return None
         named = self._with_public()
         return Public(public_images(named, self.federations[0].image_shape), pipeline, named.public_batch)
@@ -124,9 +124,9 @@ class ParticipantSetup(Setup):
             raise UserError("participants with models of their own train on one device: drop `devices`, `coordinator`.")
         if config.model and config.models:
             raise UserError("`models` names all architectures: drop `model`.")
-        if not method.own_models and config.pretrain_epochs:
+        if not method.traits().own_models and config.pretrain_epochs:
             raise UserError(f"{config.method} has one common model, so nobody is pre-trained: drop `pretrain_epochs`.")
-        if not method.own_models and config.task is None:
+        if not method.traits().own_models and config.task is None:
             raise UserError(f"{config.method} has one common model: name it with `model`, not `models`.")
 
     def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
@@ -156,7 +156,7 @@ class TaskSetup(ParticipantSetup):
 
     def _check_options(self, method: Method) -> None:
         super()._check_options(method)
-        if self.config.fine_tune_epochs and method.fine_tune:
+        if self.config.fine_tune_epochs and method.traits().fine_tunes:
             raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
 
     def _completed(self, method: Method) -> Method:
@@ -165,7 +165,8 @@ class TaskSetup(ParticipantSetup):
         return method
 
     def _default_models(self, method: Method) -> str:
-        if not method.own_models or method.averages != "never":
+        traits = method.traits()
+        if not traits.own_models or traits.averages != "never":
             return "simple_cnn" if self.task.side < 32 else ARCHITECTURES[0]
         return ",".join(SMALL_ARCHITECTURES if self.task.side < 32 else ARCHITECTURES)
 
@@ -182,7 +183,7 @@ class TaskSetup(ParticipantSetup):
         return None if self.config.local_epochs else self.task.local_epochs
 
     def _pretrain_epochs(self) -> int:
-        if not self.methods[0].own_models:
+        if not self.methods[0].traits().own_models:
             return 0  # and nobody asked for more, see `_check_options`
         return PRETRAIN_EPOCHS if self.config.pretrain_epochs is None else self.config.pretrain_epochs
 

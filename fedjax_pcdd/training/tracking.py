@@ -56,10 +56,11 @@ class Tracker:
         self.names, self.simulation = tuple(names), simulation
         self.parts = _parts(simulation)
         self.method = select(simulation.methods, 0)
-        local = local or not self.method.global_model
+        traits = self.method.traits()
+        local = local or not traits.global_model
         self.federation = simulation.federations[0]
         self.probe = random_probe(len(self.federation.dataset.y_test), seed)
-        exchanged = self.method.exchange != "never" or self.method.averages == "exchanged"
+        exchanged = traits.exchange != "never" or traits.averages == "exchanged"
         self.after, self.between = local and not exchanged, local and exchanged
         programs = [part.simulation.program for part in self.parts]
         looks = [partial(_look, program, self.names) for program in programs]
@@ -115,7 +116,7 @@ class Tracker:
         return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
-        if not self.method.global_model:
+        if not self.method.traits().global_model:
             return {}
         one, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
         present = self.federation.class_counts[jobs.row] > 0

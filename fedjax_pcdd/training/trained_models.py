@@ -43,7 +43,7 @@ class TrainedModels:
     @property
     def variables(self) -> Tree:
         """Variables of the global model; UserError where the method has none."""
-        if not self.method.global_model:
+        if not self.method.traits().global_model:
             raise UserError(f"{self.label} has no global model: take client_variables(k).")
         return self.method.generic_variables(self._trained(0)[1])
 
@@ -66,9 +66,10 @@ class TrainedModels:
         variables = self.variables if client is None else self.client_variables(client)
         features = forward(program.model, variables, x, train=False)[0].features
         if client is None:
-            return Outputs(features, method.predict_generic(program.model, server, variables, x))
+            return Outputs(features, method.logits(program.model, variables, x, server))
         facts = facts_of(program, simulation.data, row)
-        return Outputs(features, method.predict_personal(program.model, server, state.clients, facts, variables, x))
+        logits = method.logits(program.model, variables, x, server, state.clients, facts, scope="personal")
+        return Outputs(features, logits)
 
     def _trained(self, client: int) -> tuple[Simulation, Tree, State, int]:
         """Of a client: the simulation that trains it, its server, its state, and its row."""
