@@ -15,7 +15,7 @@ import toy  # noqa: E402
 from flax import struct  # noqa: E402
 
 from fedjax_pcdd import models  # noqa: E402
-from fedjax_pcdd.cli.options import main  # noqa: E402
+from fedjax_pcdd.cli.run import main  # noqa: E402
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation  # noqa: E402
 from fedjax_pcdd.methods import METHODS  # noqa: E402
 from fedjax_pcdd.methods.method import Message, Method, Server  # noqa: E402
@@ -28,7 +28,7 @@ class Stacking(Method):
     def upload(self, variables, summary, context):
         return (), Message(each=variables)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         return Server(jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), message.each))
 
 

@@ -188,9 +188,20 @@ def test_shared_weights_under_vmap_stay_one_ordinary_convolution():
     assert (text.count("conv_general_dilated["), text.count("scan["), text.count("while[")) == (1, 0, 0)
 
 
-def test_lanes_on_an_unmeasured_gpu_become_matrix_products(monkeypatch):
+def test_lanes_on_an_unmeasured_gpu_become_grouped_convolutions(monkeypatch):
     monkeypatch.setattr(convolution, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
     case = CASES["3x3 same, many channels"]
     run = value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))
     text = str(jax.make_jaxpr(run)(*operands(case, lanes=(3,))))
-    assert "conv_general_dilated" not in text
+    assert (text.count("conv_general_dilated["), text.count("feature_group_count=3")) == (3, 3)
+    assert "while[" not in text
+
+
+def test_a_strided_1x1_convolution_on_a_gpu_slices_before_its_product_and_gives_the_same(monkeypatch):
+    case = CASES["1x1 stride 2"]
+    args = operands(case)
+    expected = value_and_gradients(plain, case)(*args)
+    monkeypatch.setattr(convolution.jax, "default_backend", lambda: "gpu")
+    sliced = jax.make_jaxpr(functools.partial(ours, case=case))(*args[:2])
+    assert "optimization_barrier" in str(sliced)
+    assert_same(value_and_gradients.__wrapped__(ours, case)(*args), expected)

@@ -82,7 +82,7 @@ def test_a_form_that_does_not_fit_becomes_direct(measured):
 
 
 def test_a_backend_without_a_table_gets_the_default_rule():
-    assert rule_for("tpu", "forward", window(), 8, 16) == Rule("direct", "gemm")
+    assert rule_for("tpu", "forward", window(), 8, 16) == Rule("direct", "grouped")
 
 
 def test_the_distance_counts_doublings():

@@ -33,6 +33,10 @@ class Watched(Method):
     data: Any
     look: Look = struct.field(pytree_node=False)
 
+    def traits(self):
+        """The other method's, without its pass over the data."""
+        return self.inner.traits()._replace(summary=None)
+
     def download(self, server, client):
         """The other method's."""
         return self.inner.download(server, client)
@@ -45,23 +49,19 @@ class Watched(Method):
         """The other method's."""
         return self.inner.regulariser(params, context)
 
-    def correct(self, gradients, variables, context):
-        """The other method's."""
-        return self.inner.correct(gradients, variables, context)
-
     def trainable(self, params, context):
         """The other method's."""
         return self.inner.trainable(params, context)
 
-    def adjust(self, updates, context):
+    def local_update(self, evaluate, step, variables, batch, context):
         """The other method's."""
-        return self.inner.adjust(updates, context)
+        return self.inner.local_update(evaluate, step, variables, batch, context)
 
     def upload(self, variables, summary, context):
         """The client's state as it was, and what is found."""
         return context.client, Message(each=self.look(self.data, context.server, variables, context.facts.client))
 
-    def predict_personal(self, model, server, client, facts, variables, images):
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Nothing is tested."""
         return jnp.zeros((images.shape[0], model.num_classes))
 

@@ -97,10 +97,10 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
       UserError: there are no groups, or fewer.
     """
     if dataset.groups_train is None or dataset.groups_test is None:
-        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another --partition.")
+        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another `partition`.")
     values, sizes = np.unique(dataset.groups_train, return_counts=True)
     if count > len(values):
-        raise UserError(f"'{dataset.name}' has {len(values)} groups, not --clients={count}: lower it or leave it out.")
+        raise UserError(f"'{dataset.name}' has {len(values)} groups, not `clients={count}`: lower it or leave it out.")
     kept = values[np.argsort(-sizes, kind="stable")[:count]]
     train, test = np.isin(dataset.groups_train, kept), np.isin(dataset.groups_test, kept)
     return replace(
@@ -222,8 +222,8 @@ def load_partition(path: str | Path) -> Partition:
     except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         raise UserError(f"{path} holds no partition: write it with Federation.save.") from None
     return Partition(
-        _lists(tables.train, tables.train_size),
-        _lists(tables.test, tables.test_size),
+        lists_of(tables.train, tables.train_size),
+        lists_of(tables.test, tables.test_size),
     )
 
 
@@ -287,5 +287,6 @@ def _flat(lists: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.concatenate(lists).astype(np.int32), starts.astype(np.int32), sizes.astype(np.int32)
 
 
-def _lists(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+def lists_of(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The clients' lists of which `Tables` has one after the other and the sizes [K]."""
     return tuple(np.split(flat.astype(np.int64), np.cumsum(sizes)[:-1]))

@@ -78,7 +78,7 @@ def domain_correct(program: Program, how: Pass, methods, state: State, data: Dat
 
         def count(index, mask):
             images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
-            logits = method.predict_local(program.model, server, client, facts, variables, images)
+            logits = method.logits(program.model, variables, images, server, client, facts, scope="local")
             return both_tops(logits, tests.labels[index], mask, program.setting.num_classes)
 
         def domain(entry):
@@ -103,7 +103,7 @@ def public_logits(
 
         def say(index):
             prepared = prepare(pipeline, images[index], None, train=False, dtype=program.dtype)
-            return method.predict_local(program.model, server, client, facts, variables, prepared)
+            return method.logits(program.model, variables, prepared, server, client, facts, scope="local")
 
         return over_all(say, images.shape[0], program.eval_batch_of(program.blocks.size))
 
@@ -141,12 +141,12 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
         def one(method, server):
             def correct(variables):
                 def predict(images):
-                    return method.predict_generic(program.model, server, variables, images)
+                    return method.logits(program.model, variables, images, server)
 
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 
             further = method.further_models(server)
-            generic = correct(method.generic_variables(server)) if method.global_model else ()
+            generic = correct(method.generic_variables(server)) if method.traits().global_model else ()
             return generic, {name: correct(model) for name, model in further.items()}
 
         return lift(one, program.experiments)(methods, servers)
@@ -189,8 +189,8 @@ def _personal_correct(program: Program, own: bool, methods, state: State, data: 
             variables |= running(statistics)
 
         def predict(images):
-            logits = method.predict_personal if own else method.predict_local
-            return logits(program.model, server, client, facts, variables, images)
+            scope = "personal" if own else "local"
+            return method.logits(program.model, variables, images, server, client, facts, scope=scope)
 
         if own:
             return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_pass)

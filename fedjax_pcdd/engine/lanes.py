@@ -20,7 +20,8 @@ from fedjax_pcdd.engine.jobs import Lane, World, context_of, load, method_and_se
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.program import OPTIMISER, Program, State, Tree, block_of, facts_of, over, put
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
-from fedjax_pcdd.methods.method import Batch, Context, Message
+from fedjax_pcdd.methods.checks import alike
+from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
 from fedjax_pcdd.trees import select, where
 
 
@@ -37,21 +38,21 @@ class Outcome(NamedTuple):
 def summary_of(program: Program, world: World, lane: Lane, context: Context) -> Tree:
     """The method's pass over the client's training data under the trained variables; () without one."""
     method, _ = method_and_server(program, world, lane.job)
-    augmented = method.summary_augmented
-    if augmented is None:
+    summary = method.traits().summary
+    if summary is None:
         return ()
     row, train = world.jobs.row[lane.job], world.data.train
 
     def image(index):  # what it draws is the sample's own, however many form a batch
-        key = jax.random.fold_in(context.key, index)
+        key, augmented = jax.random.fold_in(context.keys.augment, index), summary.augmented
         return prepare(program.pipeline, train.images[index][None], key, train=augmented, dtype=program.dtype)[0]
 
     def summarise(index, mask):
         batch = Batch(jax.vmap(image)(index), train.labels[index], mask.astype(jnp.result_type(float)))
-        key = jax.random.fold_in(context.key, index[0])
-        return method.summarise(lane.variables, batch, context._replace(key=key))
+        keys = Keys.of(jax.random.fold_in(context.keys.method, index[0]))
+        return method.summarise(lane.variables, batch, context._replace(keys=keys))
 
-    how = program.batch_pass if method.summary_train else program.train_pass
+    how = program.batch_pass if summary.train else program.train_pass
     return client_batches(summarise, train, row, how)
 
 
@@ -68,10 +69,11 @@ def finish(program: Program, world: World, lane: Lane) -> Outcome:
     row, steps = jobs.row[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
     client, message = upload(program, world, lane)
+    alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
 
     def predict(images):
         facts = facts_of(program, world.data, row)
-        return method.predict_personal(program.model, server, client, facts, lane.variables, images)
+        return method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
 
     tests = world.data.test
     correct = client_batches(count_correct(predict, program, tests), tests, row, program.test_pass)
@@ -162,7 +164,7 @@ def _run_share(program: Program, world: World, state: State, shares: Shares) -> 
     def of_all(tree):
         return jax.tree.map(lambda x: x[shares.place], gathered(tree))
 
-    mean, total, each, _ = found.message
+    mean, total, each = found.message
     clients, statistics = found.clients, found.statistics
     if not program.split_clients:
         clients, statistics = of_all((clients, statistics))

@@ -43,7 +43,22 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTransformationExtraArgs:
+def clip_apart(limit, parts: tuple[str, ...]) -> optax.GradientTransformation:
+    """`clip_by_norm` of each of these parts of the parameters by itself, and of all others together."""
+
+    def update(updates, state, params=None):
+        groups = [[name for name in updates if name not in parts], *([part] for part in parts)]
+        clipped = dict(updates)
+        for group in groups:
+            clipped |= clip_by_norm(limit).update({name: updates[name] for name in group}, state)[0]
+        return clipped, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def make_optimiser(
+    name: str, hyper: Hyper, *, clip: bool, apart: tuple[str, ...] = ()
+) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum, or Adam; decay is added to the gradient (coupled), after clipping.
 
     Args:
@@ -51,8 +66,10 @@ def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTran
         whose update takes `moving`, as `scale_by_adam` has it.
       hyper: scalars.
       clip: static; False leaves the norm uncomputed.
+      apart: parts of the parameters that are clipped each by itself.
     """
     inner = optax.trace(decay=hyper.momentum) if name == "sgd" else scale_by_adam()
-    steps = [clip_by_norm(hyper.clip)] if clip else []
+    clipping = clip_apart(hyper.clip, apart) if apart else clip_by_norm(hyper.clip)
+    steps = [clipping] if clip else []
     steps += [optax.add_decayed_weights(hyper.weight_decay), inner, optax.scale_by_learning_rate(hyper.lr)]
     return optax.with_extra_args_support(optax.chain(*steps))

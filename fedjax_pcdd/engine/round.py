@@ -67,7 +67,7 @@ def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int, 
         rounds=rounds,
         epochs=int(np.max(local.epochs)),
         batch_size=local.batch_size,
-        normalised=normalises(model),
+        normalised=normalises(model, federation.image_shape),
         one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
         own_weights=weights == "method",
     )
@@ -115,19 +115,24 @@ class Simulation(Planner):
         """
         first = experiments[0]
         federation, local = first.federation, first.local
-        if first.method.distils and public is None:
-            raise UserError("this method needs unlabelled public images: name a data set with --public.")
-        everybody = tuple(range(federation.num_clients))
-        self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
+        traits = first.method.traits()
+        if traits.public and public is None:
+            raise UserError("this method needs unlabelled public images: name a data set with `public`.")
+        numbers = tuple(range(federation.num_clients))
+        self.numbers = np.array([e.numbers or numbers for e in experiments], np.int32)
         setting = _setting(model, experiments, rounds, weights)
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.local = local
-        self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
+        asked = self._of_each(local.epochs if traits.epochs is None else traits.epochs)
+        self.epochs = np.array([int(e) + traits.more_epochs for e in asked])
         self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
         self.client_state: Literal["device", "host"] = client_state
         self.block = block
-        self.methods = place(_stack([e.method.configure(setting) for e in experiments]), devices)
-        self.hyper = place(_stack([_hyper(e.local) for e in experiments]), devices)
+        hyper = [_hyper(e.local) for e in experiments]
+        configured = [e.method.configure(setting, h) for e, h in zip(experiments, hyper, strict=True)]
+        self.advice = [advice for _, advice in configured]  # of each experiment
+        self.methods = place(_stack([method for method, _ in configured]), devices)
+        self.hyper = place(_stack(hyper), devices)
         self.data = place(load_data([e.federation for e in experiments], public and public[0]), devices)
         self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
         most = schedule.most_jobs(len(experiments) * cohort, devices)
@@ -138,6 +143,7 @@ class Simulation(Planner):
         eval_batch = eval_batch or evaluation_batch(lanes * local.batch_size)
         tests = np.concatenate([e.federation.test_sizes for e in experiments])
         self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
+        own_statistics = local_statistics and uses_batch_norm(model, federation.image_shape)
         self.program = Program(
             model=model,
             setting=setting,
@@ -146,7 +152,7 @@ class Simulation(Planner):
             experiments=len(experiments),
             optimizer=local.optimizer,
             clip=any(e.local.clip is not None for e in experiments),
-            local_statistics=local_statistics and uses_batch_norm(model),
+            local_statistics=own_statistics,
             masked=self._has_padding(),
             blocks=blocks,
             eval_batch=eval_batch,
@@ -184,7 +190,7 @@ class Simulation(Planner):
         if rule == "batches":
             full = self.sizes // self.local.batch_size
             if not full.any(axis=1).all():
-                raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
+                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
             return full.astype(float)
 
         methods, data = here((self.methods, self.data))
@@ -212,9 +218,10 @@ class Simulation(Planner):
             server = method.init_server(setting, first, data.class_counts[rows], server_key)
             servers.append(server)
 
-            seen = Server(first) if method.own_models else server  # the models of its own that a client begins with
+            # A participant begins with a model of its own.
+            known = Server(first) if method.traits().own_models else server
 
-            def init_client(row, method=method, server=seen, key=client_key):
+            def init_client(row, method=method, server=known, key=client_key):
                 facts = facts_of(program, data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
@@ -233,7 +240,8 @@ class Simulation(Planner):
         if program.keeps_optimiser:
             method, hyper = select((here(self.methods), here(self.hyper)), 0)
             params = jax.eval_shape(method.download, server, select(clients, 0))["params"]
-            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip)
+            apart = method.traits().apart
+            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip, apart=apart)
             kept[OPTIMISER] = optimiser.init(zeros_like(params))
         return self.storage.initial(lambda row: kept, np.arange(self.sizes.size)) if kept else ()
 
@@ -283,7 +291,7 @@ class Simulation(Planner):
           personal: also test every client's personal model between rounds on its own data.
         """
         generic, further = self.general(state)
-        local = () if self.experiments[0].method.global_model else self._personal(state, own=False)
+        local = () if self.experiments[0].method.traits().global_model else self._personal(state, own=False)
         return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
@@ -299,13 +307,13 @@ class Simulation(Planner):
         return np.concatenate(found)[: self.sizes.size]
 
     def tuner(self, epochs: int) -> "Simulation":
-        """A simulation in which every client fine-tunes for PA, by the method's `tuner`.
+        """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
         Its cohort is everybody, or this one's cohort where clients live on the host.
         """
         setting = self.program.setting
         plain = [
-            e._replace(method=e.method.tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
+            e._replace(method=e.method.fine_tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
             for e in self.experiments
         ]
         return self.alike(plain, self.cohort_size if self.client_state == "host" else setting.num_clients)

@@ -4,6 +4,7 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 """
 
 import functools
+import inspect
 import math
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Classifier(nn.Module):
     Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
 
     Attributes:
-      backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D'].
+      backbone: called as `backbone(x, train=train, mask=mask)`, or without the mask if it takes none, gives [B, D'].
       num_classes: C.
       neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
       neck_width: D, outputs of the neck's last layer; None for as many as the backbone's.
@@ -76,7 +77,8 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        features = self.backbone(x, train=train, mask=mask)
+        masked = {"mask": mask} if _takes_mask(type(self.backbone)) else {}
+        features = self.backbone(x, train=train, **masked)
         if self.neck:
             features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
@@ -87,6 +89,13 @@ class Classifier(nn.Module):
         logits = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")(features)
         self.sow("intermediates", "layers", logits)
         return Outputs(features, logits)
+
+
+@functools.cache
+def _takes_mask(backbone: type[nn.Module]) -> bool:
+    """Whether a backbone is told which samples are valid; one without norms over batches need not be."""
+    parameters = inspect.signature(backbone.__call__).parameters
+    return "mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class Neck(nn.Module):

@@ -79,9 +79,21 @@ def client_conv(
     if feature_group_count != 1:
         return _in_groups(lhs, rhs, window, feature_group_count)
     if rhs.shape[:2] == (1, 1) and window.pads == ((0, 0), (0, 0)):
-        height, width = window.strides
-        return jnp.matmul(lhs[:, ::height, ::width], rhs[0, 0], precision=precision)
+        return jnp.matmul(_every(lhs, window.strides), rhs[0, 0], precision=precision)
     return _convolve(lhs, rhs, window)
+
+
+def _every(x: jax.Array, strides: Pair) -> jax.Array:
+    """The pixels that a 1x1 convolution reads: [B, H, W, C] to [B, h, w, C].
+
+    XLA's compiler for GPUs ends the process where a strided slice of an array that has other users too enters a matrix
+    product (openxla/xla issue 47381), as in a residual block's shortcut: there the slice is made first, by itself.
+    """
+    height, width = strides
+    if strides == (1, 1):
+        return x
+    sliced = x[:, ::height, ::width]
+    return sliced if jax.default_backend() == "cpu" else lax.optimization_barrier(sliced)
 
 
 def _in_groups(lhs: jax.Array, rhs: jax.Array, window: Window, groups: int) -> jax.Array:
@@ -138,9 +150,9 @@ def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], ja
     """One of the three operations as a function of its two operands that knows what to do under vmap."""
     compute, folds = _OPERATIONS[name]
 
-    def rule(a, b) -> Rule:
+    def rule(a, b, lanes: int = 1) -> Rule:
         inputs = a.shape[3] if name == "weight_gradient" else b.shape[2]
-        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3])
+        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3], lanes, a.dtype.name)
 
     @jax.custom_batching.custom_vmap
     def operation(a, b):
@@ -153,7 +165,7 @@ def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], ja
             into, out_of = folds[operand]
             folded = operation(_fold(a, into), b) if operand == 0 else operation(a, _fold(b, into))
             return _unfold(folded, out_of, lanes), True
-        how = rule(a[0], b[0]).lanes
+        how = rule(a[0], b[0], lanes).lanes
         if how == "loop":
             return lax.map(lambda operands: operation(*operands), (a, b)), True
         form = "gemm" if how == "gemm" else "direct"

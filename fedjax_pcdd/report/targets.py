@@ -44,15 +44,15 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
     if not np.isfinite(known).any():
         return None
     target = known[np.isfinite(known)][-1] if rule.last else np.nanmax(known)
-    found = rounds_to(_accuracies(run), float(target), above=rule.above)
-    return found, speed_up(found, rounds)
+    first = rounds_to(_accuracies(run), float(target), above=rule.above)
+    return first, speed_up(first, rounds)
 
 
 def _accuracies(run: RunRecord | None) -> np.ndarray:
     """GA of each round [T], NaN where it was not measured."""
     rows = run.rows if run else []
-    found = np.full(rows[-1]["round"] if rows else 0, np.nan)
+    accuracies = np.full(rows[-1]["round"] if rows else 0, np.nan)
     for row in rows:
         if row.get("ga") is not None:
-            found[row["round"] - 1] = row["ga"]
-    return found
+            accuracies[row["round"] - 1] = row["ga"]
+    return accuracies

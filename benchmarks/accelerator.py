@@ -1,0 +1,220 @@
+"""What the engine's programs become on a GPU or a TPU, found without one: XLA's compilers for them run on any CPU.
+
+    python -m benchmarks.accelerator loops --workload=w4 --lanes=500 --json
+    python -m benchmarks.accelerator round --target=h100 --workload=w4 --lanes=500 --json
+    python -m benchmarks.accelerator model --target=h100 --model=resnet18 --json
+    python -m benchmarks.accelerator all --target=h100 [--quick] [--check] [--workers=2]
+
+`loops` counts how often loops of unknown length turn (each turn costs a GPU a trip to the host) and the equations that
+are evaluated; it needs no compiler but the CPU's. `round` compiles a program of the engine and counts the kernels that
+it launches: those of a loop's body as often as the loop turns. `model` compiles a model's forward pass, gradient and
+loop of steps. `all` goes through everything, writes `benchmarks/results/accelerator.{json,md}`, and continues where it
+was stopped; with --check it writes nothing, and fails where something does not compile or has grown by a tenth.
+
+All but `loops` needs the extra `accelerator` (5.5 GB). A compiler may end its process, so each compilation has its own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import ENGINE, FEDERATIONS, PARTS, PRECISIONS, Case
+from benchmarks.targets import TARGETS, environment, imagine, missing
+
+ROOT = Path(__file__).parents[1]
+KEYS = {
+    "loops": ("turns", "equations"),
+    "round": ("ok", "kernels", "turns", "temp_mb", "compile_s"),
+    "model": ("ok", "temp_mb"),
+    "forms": ("ok", "temp_mb"),
+}
+USER_ERROR = 2  # exit code
+TIMEOUT = 1800  # seconds of one compilation
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; those of a case have the names of its fields."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("view", choices=("loops", "round", "model", "all", "forms"), metavar="loops|round|model|all")
+    made.add_argument("--target", choices=TARGETS, default="h100")
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    case = made.add_argument_group("what is looked at")
+    case.add_argument(
+        "--program", choices=(*ENGINE, *PARTS), help="of the engine, or part of a model; a round, all parts"
+    )
+    case.add_argument("--workload", choices=FEDERATIONS, default="w4", help="dirichlet has unequal clients, beta 0.1")
+    case.add_argument("--clients", type=int, help="instead of the workload's")
+    case.add_argument("--lanes", type=int, default=1)
+    case.add_argument("--method", default="fedavg")
+    case.add_argument(
+        "--model", default="resnet18", help="of an exchange one for each participant, with commas between"
+    )
+    case.add_argument("--batch", type=int, default=50, help="of a model, or of an exchange's participants")
+    case.add_argument("--side", type=int, default=32, help="of their images")
+    case.add_argument("--precision", choices=PRECISIONS, default="float32", help="of a model")
+    whole = made.add_argument_group("all")
+    whole.add_argument("--quick", action="store_true", help="what breaks most often, in a quarter of an hour")
+    whole.add_argument("--check", action="store_true", help="write nothing, fail where something became worse")
+    whole.add_argument("--only", default="", help="cases whose names contain this")
+    whole.add_argument("--workers", type=int, default=2, help="compilations at once")
+    whole.add_argument("--out", type=Path, help="path of the results without its ending")
+    made.add_argument("--layer", help=argparse.SUPPRESS)
+    made.add_argument("--form", help=argparse.SUPPRESS)
+    made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def measure(case: Case, target: str, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how."""
+    command = [sys.executable, "-m", "benchmarks.accelerator", *case.options(), f"--target={target}", "--in-process"]
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(target), capture_output=True, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "reason": f"not compiled within {timeout:.0f} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1]) | {"process_s": round(time.monotonic() - begun, 1)}
+    record = {"ok": False, "reason": reason_of(done.returncode, done.stderr)}
+    return record | ({"mistake": True} if done.returncode == USER_ERROR else {})
+
+
+def reason_of(code: int, errors: str) -> str:
+    """One line that says why a process failed: XLA's failed check, else the last line that it wrote.
+
+    >>> reason_of(-6, "I0000 loading\\nF0000 00:00:1.2 7 tiling.cc:627] Check failed: a == b (1 vs. 2)\\n*** stack ***")
+    'the compiler ended its process: tiling.cc:627] Check failed: a == b (1 vs. 2)'
+    """
+    lines = [line for line in errors.splitlines() if line.strip()]
+    checks = [line for line in lines if "Check failed" in line]
+    if checks:
+        file = checks[-1].split("] ", 1)[0].split()[-1]
+        return f"the compiler ended its process: {file}] {checks[-1].split('] ', 1)[-1]}"
+    last = lines[-1].strip() if lines else "no message"
+    return f"ended by signal {-code}: {last}" if code < 0 else last
+
+
+def compute(case: Case, target: str) -> dict[str, Any]:
+    """The record of a case, in this process."""
+    from benchmarks import programs
+    from benchmarks.turns import count_turns
+
+    imagine(target)
+    traced = programs.trace(case)
+    if case.view in ("model", "forms"):
+        compiled, seconds = programs.compile(traced, target)
+        return {"ok": True, **_cost(compiled, seconds)}
+    count = count_turns(traced.jaxpr, traced.args)
+    record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
+    if case.view == "loops":
+        return record | {"loops": [loop._asdict() for loop in count.loops]}
+    compiled, seconds = programs.compile(traced, target)
+    record |= {"ok": True, **_cost(compiled, seconds)}
+    return record | _kernels(compiled, target, {loop.name: loop.turns for loop in count.loops})
+
+
+def run_in_process(case: Case, target: str) -> int:
+    """Print the record of a case as one line, or the sentence that says what is wrong with it."""
+    from fedjax_pcdd.errors import UserError
+
+    try:
+        print(json.dumps(compute(case, target)))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+def _cost(compiled: Any, seconds: float) -> dict[str, float]:
+    memory = compiled.memory_analysis()
+    return {"temp_mb": round(memory.temp_size_in_bytes / 2**20, 1), "compile_s": round(seconds, 1)}
+
+
+def _kernels(compiled: Any, target: str, turns: dict[str, int]) -> dict[str, Any]:
+    """Kernels of a whole program; a TPU runs it in one go and launches none."""
+    from benchmarks.hlo import launches
+
+    if TARGETS[target].backend != "gpu":
+        return {"kernels": None}
+    counted = launches(compiled.as_text(), turns)
+    return {"kernels": counted.kernels, "uncounted": counted.reason, "bodies": [b._asdict() for b in counted.bodies]}
+
+
+def case_of(args: argparse.Namespace, program: str) -> Case:
+    """The case that a command line describes."""
+    given: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(Case)} | {"program": program}
+    return Case(**given)
+
+
+def look(args: argparse.Namespace) -> dict[str, Any]:
+    """The record of the one view that a command line asks for."""
+    if args.view != "model":
+        return measure(case_of(args, args.program or "round"), args.target)
+    parts = [args.program] if args.program else PARTS
+    records = {part: measure(case_of(args, part), args.target) for part in parts}
+    main = records.get("gradient") or records[parts[0]]
+    reasons = [f"{part}: {r['reason']}" for part, r in records.items() if not r["ok"]]
+    together = {"ok": not reasons, "temp_mb": main.get("temp_mb"), "parts": records}
+    return together | ({"reason": "; ".join(reasons)} if reasons else {})
+
+
+def show(view: str, record: dict[str, Any]) -> None:
+    """Print a record for people."""
+    print(", ".join(f"{key} {record[key]}" for key in KEYS[view] if key in record))
+    for loop in record.get("loops", ()):
+        print(f"  loop {loop['name']}: {loop['turns']} turns" + (", of known length" if loop["known"] else ""))
+    for body in record.get("bodies", ()):
+        name = body["name"] if body["name"] == "entry" else f"loop {body['name']}"
+        print(f"  {'  ' * body['depth']}{name}: {body['kernels']} kernels, {body['runs']} times")
+    for part, own in record.get("parts", {}).items():
+        print(f"  {part}: " + ", ".join(f"{key} {value}" for key, value in own.items()))
+
+
+def go_through(args: argparse.Namespace) -> int:
+    """Go through everything; 1 where something does not compile, or with --check where it became worse."""
+    import jax
+
+    from benchmarks import survey
+
+    jax.config.update("jax_platforms", "cpu")
+    committed = survey.read(args.out or survey.RESULTS).get(args.target, {})
+    kept = survey.Survey(None if args.check else args.out or survey.RESULTS)
+    complaints = []
+    done = survey.run(kept, args.target, measure, quick=args.quick, only=args.only, workers=args.workers)
+    for section, name, record in done:
+        print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "source"), flush=True)
+        known = committed.get(section, {}).get(name) if args.check else {"ok": True}
+        complaints += filter(None, [survey.worse(section, name, record, known)])
+    print("\n".join(complaints) if complaints else "nothing became worse." if args.check else "all compile.")
+    return 1 if complaints else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.in_process:
+        return run_in_process(case_of(args, args.program), args.target)
+    if args.view != "loops" and (sentence := missing(args.target)):
+        sys.exit(sentence)
+    if args.view == "all":
+        return go_through(args)
+    record = look(args)
+    if record.get("mistake"):
+        sys.exit(record["reason"])
+    if args.json:
+        print(json.dumps({key: record.get(key) for key in KEYS[args.view]}))
+    else:
+        show(args.view, record)
+    if notice := record.get("reason") or record.get("uncounted"):
+        print(notice, file=sys.stderr)
+    return 0 if record.get("ok", True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

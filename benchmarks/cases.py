@@ -1,0 +1,47 @@
+"""What `benchmarks.accelerator` can look at, one program a case; imports nothing beyond the standard library."""
+
+from dataclasses import asdict, dataclass
+
+from benchmarks.workloads import WORKLOADS
+
+VIEWS = ("loops", "round", "model", "forms")
+ENGINE = ("round", "tuning", "generic", "personal", "exchange")
+PARTS = ("forward", "gradient", "steps")
+FEDERATIONS = (*WORKLOADS, "dirichlet")
+PRECISIONS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program; a view reads a few of the fields, which are options of the command line.
+
+    Attributes:
+      view: of `VIEWS`.
+      program: of `ENGINE`, or of `PARTS` for a model.
+      workload: of a round or an evaluation: of `FEDERATIONS`; "dirichlet" has unequal clients.
+      clients: instead of the workload's.
+      model: in an exchange one for each participant, with commas between them.
+      batch: of a model, or of an exchange's participants.
+      side: of their images, in pixels.
+      precision: of a model, of `PRECISIONS`.
+      layer: of `forms.model_layers`, for its forms.
+      form: of these, None for all of the layer.
+    """
+
+    view: str
+    program: str = "round"
+    workload: str = "w4"
+    method: str = "fedavg"
+    model: str = "resnet18"
+    lanes: int = 1
+    clients: int | None = None
+    batch: int = 50
+    side: int = 32
+    precision: str = "float32"
+    layer: str | None = None
+    form: str | None = None
+
+    def options(self) -> list[str]:
+        """The case as a command line."""
+        fields = asdict(self)
+        return [fields.pop("view"), *(f"--{name}={value}" for name, value in fields.items() if value is not None)]

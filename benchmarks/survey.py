@@ -1,0 +1,271 @@
+"""`accelerator all`: everything that has to compile for an accelerator, the table of it, and what became worse.
+
+Records are written one by one and bear a digest of the files that they depend on, so a survey that was stopped goes on
+where it was, and after a change of the engine the models' records still hold.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import PARTS, Case
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "accelerator"
+COUNTS = ("turns", "kernels", "temp_mb")
+MARGIN, SLACK_MB = 1.1, 1.0  # memory may grow by a tenth and a MiB
+WORKER_MB = 5000  # what a compilation may need
+SMALL = "mlp,simple_cnn,mcmahan_cnn,fedrl_cnn"
+LARGE = "resnet10,resnet12,efficientnet_b0,mobilenet_v2"
+RESNETS = ("resnet10", "resnet18", "resnet50")
+SECTIONS = ("rounds", "methods", "other programs", "models", "forms")
+Record = dict[str, Any]
+Measure = Callable[[Case, str], Record]
+
+
+def all_cases() -> dict[str, dict[str, Case]]:
+    """Sections of named cases."""
+    from benchmarks.forms import TEXT, model_layers, side_of
+    from fedjax_pcdd.methods import METHODS
+    from fedjax_pcdd.models import MODELS
+
+    rounds = {
+        "w1, 1 lane": Case("round", workload="w1"),
+        "w1, 10 lanes": Case("round", workload="w1", lanes=10),
+        "w2, 10 lanes": Case("round", workload="w2", lanes=10),
+        **{f"w3, {n} lane{'s'[: n > 1]}": Case("round", workload="w3", lanes=n) for n in (1, 2, 10)},
+        "w4, 500 lanes": Case("round", lanes=500),
+        "w4, scaffold, 500 lanes": Case("round", method="scaffold", lanes=500),
+        "w4, 5000 clients, 5000 lanes": Case("round", clients=5000, lanes=5000),
+        "dirichlet, 100 lanes": Case("round", workload="dirichlet", lanes=100),
+    }
+    others = {
+        f"{program}, {workload}, {lanes} lanes": Case("round", program, workload=workload, lanes=lanes)
+        for program, workload, lanes in (
+            ("generic", "w1", 10), ("personal", "w1", 10), ("personal", "dirichlet", 100), ("tuning", "w1", 10),
+            ("tuning", "w4", 500),
+        )
+    }  # fmt: skip
+    exchanging = [name for name, method in METHODS.items() if method().exchange != "never"]
+    others |= {f"exchange, {name}": Case("round", "exchange", method=name, model=SMALL) for name in exchanging}
+    others["exchange, fccl, large models"] = Case("round", "exchange", method="fccl", model=LARGE)
+    models = {
+        f"{name} {part}, {n} lane{'s'[: n > 1]}": Case("model", part, model=name, lanes=n, side=side_of(name))
+        for name in MODELS for part in PARTS for n in (1, 4)
+    }  # fmt: skip
+    for name in MODELS:
+        models[f"{name} gradient, bfloat16"] = replace(models[f"{name} gradient, 1 lane"], precision="bfloat16")
+    return {
+        "rounds": rounds,
+        "methods": {f"{name}, w1, 10 lanes": Case("round", workload="w1", method=name, lanes=10) for name in METHODS},
+        "other programs": others,
+        "models": {name: case for name, case in models.items() if not (case.model in TEXT and "bfloat16" in name)},
+        "forms": {name: Case("forms", layer=name) for name in model_layers()},
+    }
+
+
+def is_quick(section: str, case: Case) -> bool:
+    """Whether a case is looked at on every change: what breaks most often, in a quarter of an hour."""
+    if section == "models":
+        return case.model in RESNETS and case.program == "gradient"
+    if section == "forms":
+        return str(case.layer).startswith(("3x3 / 2, 64", "5x5, 3 to 6"))
+    if case.program == "exchange":
+        return case.method == "fccl" and case.model == SMALL
+    return not (case.workload in ("w2", "w3") and case.lanes > 1)
+
+
+def digest(section: str) -> str:
+    """Of the source files that the records of a section depend on, and JAX."""
+    package = ROOT / "fedjax_pcdd"
+    alone = section in ("models", "forms")
+    folders = ["models"] if alone else ["models", "data", "losses", "methods", "engine"]
+    files = [file for folder in folders for file in (package / folder).iterdir() if file.suffix in (".py", ".json")]
+    files += [package / "trees.py", package / "errors.py"]
+    names = ["programs", "targets", "workloads"] + (
+        ["convolutions", "forms"] if alone else ["hlo", "round_time", "turns"]
+    )
+    files += [ROOT / "benchmarks" / f"{name}.py" for name in names]
+    text = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(text + version("jax").encode()).hexdigest()[:12]
+
+
+class Survey:
+    """The records of all targets, as they are in the file."""
+
+    def __init__(self, path: Path | None = RESULTS):
+        """Args: path: without its ending; None to keep them nowhere."""
+        self.path = path
+        self.targets: dict[str, dict[str, dict[str, Record]]] = read(path) if path else {}
+        self._lock = threading.Lock()
+
+    def records(self, target: str, section: str) -> dict[str, Record]:
+        """The records of a section, by the names of their cases."""
+        return self.targets.get(target, {}).get(section, {})
+
+    def add(self, target: str, section: str, name: str, record: Record) -> None:
+        """Keep a record, in the file too."""
+        with self._lock:
+            sections = self.targets.setdefault(target, {})
+            records = sections.get(section, {}) | {name: record}
+            sections[section] = {name: records[name] for name in sorted(records, key=in_order)}
+            self.targets[target] = {name: sections[name] for name in SECTIONS if name in sections}
+            if self.path:
+                self._write(self.path)
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, text in ((".json", json.dumps(self.targets, indent=1) + "\n"), (".md", markdown(self.targets))):
+            new = path.with_suffix(f"{suffix}.new")
+            new.write_text(text)
+            os.replace(new, path.with_suffix(suffix))
+
+
+def in_order(name: str) -> list[str]:
+    """What sorts names of cases by the numbers in them.
+
+    >>> sorted(["w3, 10 lanes", "w3, 2 lanes"], key=in_order)
+    ['w3, 2 lanes', 'w3, 10 lanes']
+    """
+    return [part.zfill(6) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:
+    """The records in a file; none where there is none."""
+    file = path.with_suffix(".json")
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def run(
+    survey: Survey, target: str, measure: Measure, *, quick: bool, only: str = "", workers: int = 2
+) -> Iterator[tuple[str, str, Record]]:
+    """Measure what has no record of the present source yet.
+
+    Args:
+      measure: gives the record of a case on a target.
+      quick: leave out what is not `is_quick`.
+      only: leave out names that do not contain this.
+      workers: compilations at once, fewer where memory is short.
+
+    Yields:
+      (section, name, record) of each, the old ones too, as they come.
+    """
+    jobs: list[tuple[str, str, Case, str]] = []
+    for section, cases in all_cases().items():
+        source, known = digest(section), survey.records(target, section)
+        for name, case in cases.items():
+            if only not in name or (quick and not is_quick(section, case)):
+                continue
+            if known.get(name, {}).get("source") == source:
+                yield section, name, known[name]
+            else:
+                jobs.append((section, name, case, source))
+
+    def one(job: tuple[str, str, Case, str]) -> tuple[str, str, Record]:
+        section, name, case, source = job
+        record = summary(measure(case, target)) | {"source": source}
+        if section == "forms" and not record["ok"]:
+            record["failing"] = failing_forms(case, target, measure)
+        survey.add(target, section, name, record)
+        return section, name, record
+
+    with ThreadPoolExecutor(affordable(workers)) as pool:
+        yield from pool.map(one, jobs)
+
+
+def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
+    """Which forms of a layer do not compile."""
+    from benchmarks.forms import forms_of, model_layers
+
+    names = map(str, forms_of(model_layers()[case.layer or ""]))
+    return [name for name in names if not measure(replace(case, form=name), target)["ok"]]
+
+
+def affordable(workers: int) -> int:
+    """As many workers, or fewer where memory is short."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return workers
+    line = next(x for x in info.read_text().splitlines() if x.startswith("MemAvailable"))
+    return max(1, min(workers, int(line.split()[1]) // 1024 // WORKER_MB))
+
+
+def summary(record: Record) -> Record:
+    """What is kept of a record."""
+    names = ("ok", *COUNTS, "compile_s", "longest", "uncounted", "reason")
+    return {name: record[name] for name in names if record.get(name) not in (None, "")}
+
+
+def worse(section: str, name: str, record: Record, known: Mapping[str, Any] | None) -> str:
+    """A sentence if a record is worse than the committed one, else "".
+
+    >>> worse("rounds", "w1", {"ok": True, "turns": 9}, {"ok": True, "turns": 8})
+    'rounds, w1: 9 turns, were 8.'
+    """
+    if known is None:
+        return f"{section}, {name}: there is no committed record, run `all` without --check."
+    if not record["ok"]:
+        return f"{section}, {name}: {record.get('reason', 'failed')}." if known["ok"] else ""
+    if record.get("uncounted") and not known.get("uncounted"):
+        return f"{section}, {name}: {record['uncounted']}."
+    for count in COUNTS:
+        old, new = known.get(count), record.get(count)
+        limit = None if old is None else old * MARGIN + (SLACK_MB if count == "temp_mb" else 0)
+        if limit is not None and new is not None and new > limit:
+            return f"{section}, {name}: {new:,} {count}, were {old:,}."
+    return ""
+
+
+def markdown(targets: Mapping[str, Mapping[str, Mapping[str, Record]]]) -> str:
+    """All records as tables, what does not compile first."""
+    lines = ["# What XLA makes of the engine on accelerators", "", NOTE]
+    for target, sections in targets.items():
+        lines += ["", f"## {target}", "", *_failures(sections)]
+        for section, records in sections.items():
+            lines += ["", f"### {section}", "", *_table(records)]
+    return "\n".join(lines) + "\n"
+
+
+def _failures(sections: Mapping[str, Mapping[str, Record]]) -> list[str]:
+    failed = [(name, r) for records in sections.values() for name, r in records.items() if not r["ok"]]
+    total = sum(map(len, sections.values()))
+    lines = [f"{total - len(failed)} of {total} programs compile." + (" Not:" if failed else "")]
+    for name, record in failed:
+        forms = f" ({', '.join(record['failing'])})" if record.get("failing") else ""
+        lines.append(f"- {name}{forms}: {record.get('reason', '')}")
+    return lines
+
+
+def _table(records: Mapping[str, Record]) -> list[str]:
+    columns = [c for c in (*COUNTS, "compile_s") if any(c in r for r in records.values())]
+    heads = {"turns": "turns", "kernels": "kernels", "temp_mb": "temp MiB", "compile_s": "compile, s"}
+    lines = [f"| | compiles | {' | '.join(heads[c] for c in columns)} |", "|---" * (len(columns) + 2) + "|"]
+    for name, record in records.items():
+        cells = [_cell(record, column) for column in columns]
+        lines.append(f"| {name} | {'yes' if record['ok'] else '**no**'} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(record: Record, column: str) -> str:
+    value = record.get(column)
+    if value is None:
+        return "–"
+    longest = record.get("longest")
+    note = f" (longest client: {longest} steps)" if column == "turns" and longest and longest > 1 else ""
+    return (f"{value:,.0f}" if column != "compile_s" else f"{value:.0f}") + note
+
+
+NOTE = """Compiled by `python -m benchmarks.accelerator all` for devices that were not there: nothing was timed on one.
+Turns are those of loops of unknown length in one run of the program, each of which costs a GPU a trip to the host;
+kernels are all that the run launches; temp MiB is memory beside arguments and results; seconds to compile are those of
+a busy CPU and say little. A model is compiled on a batch of 50 images of 32x32 pixels (`efficientnet_b0_isic` 64x64,
+`lstm` texts of 80 letters). Forms are those of a convolution's three operations, alone and in 4 lanes, in float32 and
+bfloat16, all in one program. A TPU runs a program as a whole: kernels are not counted there."""
