@@ -90,7 +90,12 @@ class RunConfig:
     bn: Literal["average", "local", "group"] = run_option(
         "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
     )
-    precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
+    precision: Literal["float32", "tf32", "bfloat16"] = run_option(
+        "float32",
+        "model",
+        "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
+        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md",
+    )
 
     task: str | None = run_option(
         None, "task", "domains as participants in place of data set and partition, see `list_tasks`"
@@ -150,6 +155,11 @@ class RunConfig:
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
     lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
+    tune: Literal["auto", "off"] = run_option(
+        "auto",
+        "run",
+        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule",
+    )
     client_state: Literal["device", "host"] = run_option(
         "device",
         "run",

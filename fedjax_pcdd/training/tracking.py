@@ -18,6 +18,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
@@ -190,6 +191,7 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
+@full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
     """What is found in the global model."""
     method, server = select((methods, servers), 0)
