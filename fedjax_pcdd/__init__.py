@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedjax_pcdd import methods, models
     from fedjax_pcdd.api import (
+        Callback,
         Dataset,
+        EarlyStopping,
         Federation,
         History,
         Method,
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
         from_arrays,
         hyperparameter,
         load_dataset,
+        load_run,
         partition,
         plot,
+        resume,
         simulate,
         table,
     )
@@ -36,8 +40,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Dataset", "Federation", "History", "Method", "Partition", "Pipeline", "UserError", "build_model",
-    "from_arrays", "hyperparameter", "load_dataset", "methods", "models", "partition", "plot", "simulate", "table",
+    "Callback", "Dataset", "EarlyStopping", "Federation", "History", "Method", "Partition", "Pipeline", "UserError",
+    "build_model", "from_arrays", "hyperparameter", "load_dataset", "load_run", "methods", "models", "partition",
+    "plot", "resume", "simulate", "table",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import toy  # noqa: E402
 from flax import struct  # noqa: E402
 
 from fedjax_pcdd import models  # noqa: E402
-from fedjax_pcdd.cli.options import main  # noqa: E402
+from fedjax_pcdd.cli.run import main  # noqa: E402
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation  # noqa: E402
 from fedjax_pcdd.methods import METHODS  # noqa: E402
 from fedjax_pcdd.methods.method import Message, Method, Server  # noqa: E402

@@ -17,7 +17,7 @@ import toy
 from flax import struct
 
 import fedjax_pcdd as fp
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.training.config import RUN, RunConfig
 
 mpl.use("agg")

@@ -8,7 +8,7 @@ import pytest
 import toy
 from flax import struct
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.losses.contrastive import prototype_contrast
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.fedproc import FedProc

@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from fedjax_pcdd import models
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.jobs import resumed
 from fedjax_pcdd.engine.program import OPTIMISER

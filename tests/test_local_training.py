@@ -51,7 +51,7 @@ def test_a_cohort_without_weight_does_not_train(name):
 
 
 def test_weights_by_batches_need_a_client_with_a_full_one():
-    with pytest.raises(UserError, match="--weights=batches"):
+    with pytest.raises(UserError, match="weights=batches"):
         toy.simulation(weights="batches", batch_size=31)
 
 

@@ -5,13 +5,13 @@ A cell is (split, method, variant); the variant is "" for a method that has none
 
 import csv
 import functools
-import sys
-import types
 from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
@@ -335,9 +335,8 @@ def test_without_a_variant_the_preset_names_the_method(mine):
     ],
 )
 def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, argv, sentence):
-    stub = types.SimpleNamespace(run=lambda config, method: pytest.fail("this must not run"))
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.training.runner", stub)
-    assert cli.main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("this must not run"))
+    assert main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
     said = capsys.readouterr().err.replace(str(mine), "FILE").replace(str(PRESETS), "PRESETS")
     assert said.startswith(sentence)
     assert said.count("\n") == 1
@@ -363,5 +362,5 @@ def test_a_wrong_variant_in_a_file_is_refused(tmp_path, text, sentence):
 
 
 def test_the_help_shows_the_option(capsys):
-    cli.main(["--help"], presets=PRESETS)
+    main(["--help"], presets=PRESETS)
     assert "--variant " in capsys.readouterr().out

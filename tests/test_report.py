@@ -401,12 +401,12 @@ def test_help_lists_the_options(capsys, main):
 
 
 def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
-    from fedjax_pcdd.api import launch
-    from fedjax_pcdd.cli import options as cli
+    from fedjax_pcdd.api import runs
+    from fedjax_pcdd.cli.run import main
 
     found = {}
-    monkeypatch.setattr(launch, "run", lambda config, method, origin: found.update(origin))
-    assert cli.main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
+    monkeypatch.setattr(runs, "run", lambda config, method, origin, *_: found.update(origin) or {})
+    assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
     assert found == {
         "preset": None, "split": None, "variant": None,
         "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",

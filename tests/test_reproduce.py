@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fedjax_pcdd.api import launch
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.config import values
@@ -99,7 +99,7 @@ def test_the_same_cell_with_other_settings_needs_a_tag(place):
         ("blocks: [{splits: [A]}]", "needs a line `table"),
         ("blocks: [{table: toy/table1, splits: A}]", "'splits' of block 1 .* must be a list"),
         ("blocks: [{table: toy/table1, variants: [intra]}]", "has no variant 'intra': did you mean 'intra-only'"),
-        ("cells: []", "must hold `settings` and a list of `blocks`"),
+        ("cells: []", "must hold 'settings' and a list of 'blocks'"),
     ],
 )
 def test_a_wrong_plan_is_refused_in_one_sentence(place, text, sentence):
@@ -124,7 +124,7 @@ def test_a_finished_cell_has_its_numbers_and_is_not_run_again(place, monkeypatch
     assert len(found["ga"]) == 3
     assert max(found["ga"]) == found["ga_best"]
     assert found["command"].startswith("python experiments/run.py --preset=toy/table1 --split=A --method=fedavg ")
-    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
     assert work(place, chosen)[0] == (0, 0, False)
 
 
@@ -159,10 +159,10 @@ def test_a_diverging_cell_is_failed_and_not_tried_again(place):
 
 
 def test_a_full_disk_ends_the_session_and_fails_no_cell(place, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise UserError("no space left on the disk") from OSError("no space")
 
-    monkeypatch.setattr(launch, "run", full)
+    monkeypatch.setattr(runs, "run", full)
     chosen = one(place, "tiny-A-fedavg-s0")
     with pytest.raises(UserError, match="no space left"):
         work(place, chosen)
@@ -174,7 +174,7 @@ def test_cells_with_the_same_options_share_one_run(place, monkeypatch):
     (place.presets / "toy/table3.yaml").write_text(PRESET.split("methods:")[0] + "methods: {fedavg: {}}")
     first, second = planned(place, text)
     work(place, [first])
-    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
     work(place, [second])
     found = result(place, second)
     assert (found["table"], found["same_run_as"]) == ("toy/table3", "toy/table1 A")
@@ -259,7 +259,7 @@ def test_the_data_folder_is_no_part_of_a_result(place):
 def test_compiled_programs_of_a_cell_are_let_go(place, monkeypatch):
     cleared = []
     monkeypatch.setattr(cells_module.jax, "clear_caches", lambda: cleared.append(True))
-    monkeypatch.setattr(launch, "run", lambda *_: (_ for _ in ()).throw(UserError("no.")))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: (_ for _ in ()).throw(UserError("no.")))
     work(place, one(place, "tiny-A-fedavg-s0"))
     assert cleared
 

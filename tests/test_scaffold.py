@@ -226,5 +226,5 @@ def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
 
 
 def test_momentum_is_not_counted_in_a_correction_that_has_none():
-    with pytest.raises(UserError, match="--correction=gradient"):
+    with pytest.raises(UserError, match="correction=gradient"):
         Scaffold(step_normaliser="a_k", correction="post_step").configure(setting(2), hyper())

@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 import yaml
 
 from fedjax_pcdd.cli.catalogue import Row, rows
+from fedjax_pcdd.cli.options import flag, sentence
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import Option, bounds, options_of
@@ -94,8 +95,8 @@ def _hyperparameters(cls: type[Method]) -> str:
     for option in options_of(cls).values():
         default = "–" if option.default is None else f"`{option.default}`"
         static = cls.__dataclass_fields__[option.name].metadata.get("static")
-        name = f"`{option.flag}` {typeset(option.symbol)}".rstrip()
-        found.append((name, typeset(option.help), default, _values(option), "yes" if static else ""))
+        name = f"`{flag(option.name)}` {typeset(option.symbol)}".rstrip()
+        found.append((name, typeset(sentence(option.help)), default, _values(option), "yes" if static else ""))
     if not found:
         return "None of its own."
     lines = table(("option", "meaning", "default", "values", "recompiles"), found)

@@ -11,8 +11,7 @@ from fedjax_pcdd.report.statistics import Difference, paired, signed
 from fedjax_pcdd.report.tables import Cell, Table, markdown
 from fedjax_pcdd.report.tables import Column as Heading
 from fedjax_pcdd.report.tables import Row as Line
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
-from fedjax_pcdd.training.presets import read_text
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 from reproduction.columns import BASELINE, Column, Expectations, Result, Row, printed
 
 METRIC = "ga_pct"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pcdd.api import launch
-from fedjax_pcdd.cli.options import configure
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.cli.options import configure, sentence
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
@@ -73,7 +73,7 @@ def missing_data(cell: Cell, folders: Folders) -> str | None:
         else:
             sources.load(config.dataset, config.data_dir)
     except UserError as error:
-        return str(error)
+        return sentence(error.sentence)
     return None
 
 
@@ -97,12 +97,13 @@ def run_cell(cell: Cell, folders: Folders) -> dict[str, Any]:
             pair = configure({"resume": str(folder), **more}, folders.presets)
         else:
             pair = configured(cell, folders.presets, **more, run_dir=str(folder))
-        launch.run(*pair, {**cell.origin, "command": results.command(cell, options)})
+        origin = {**cell.origin, "command": results.command(cell, options)}
+        runs.run(*pair, origin, say=lambda text: None)
         return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
             raise
-        return results.failed(cell, options, str(error).replace(str(folder), "its run folder"))
+        return results.failed(cell, options, sentence(error.sentence).replace(str(folder), "its run folder"))
     finally:
         jax.clear_caches()
         gc.collect()

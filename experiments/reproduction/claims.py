@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, paired
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
-from fedjax_pcdd.training.presets import read_text
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 from reproduction.columns import BASELINE, Column, Expectations, printed
 
 

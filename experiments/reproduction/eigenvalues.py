@@ -1,18 +1,13 @@
 """The eigenvalues of FedMR's Table 7, from the last checkpoint of a run."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
-from fedjax_pcdd.api.launch import kind_of_run
-from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.api.runs import load_run
 from fedjax_pcdd.report.expected import read_expected
-from fedjax_pcdd.training.presets import read_run
 
 METRIC = "eigenvalue_variance"
 BATCH, BATCHES = 128, 10  # the paper has one batch of training images; a mean over several moves less
@@ -39,15 +34,7 @@ def mean_variance(features: np.ndarray) -> float:
 
 def test_features(folder: Path) -> np.ndarray:
     """Features [n, D] of the global model after the last round, on the first test images in a random order."""
-    config, method = read_run(folder)
-    config = replace(config, resume=folder, run_dir=folder, quiet=True)
-    work = kind_of_run(config, method)(config, method)
-    try:
-        servers = work.begin().state.servers
-    finally:
-        work.close()
-    variables = work.method.generic_variables(jax.tree.map(lambda x: x[0], servers))
-    program, images = work.simulation.program, work.federation.dataset.x_test
-    chosen = np.random.default_rng(config.seed).permutation(len(images))[: BATCH * BATCHES]
-    prepared = prepare(program.pipeline, images[chosen], None, train=False, dtype=program.dtype)
-    return np.asarray(forward(program.model, variables, prepared, train=False)[0].features)
+    history = load_run(folder)
+    images = history.federation.dataset.x_test
+    chosen = np.random.default_rng(history.config.seed).permutation(len(images))[: BATCH * BATCHES]
+    return np.asarray(history.outputs(images[chosen]).features)

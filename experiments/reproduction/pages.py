@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedjax_pcdd.errors import failed_write
 from fedjax_pcdd.report.expected import Expected, read_expected
-from fedjax_pcdd.training.disk import for_user
 from reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
 from reproduction.claims import counts, findings, read_claims
 from reproduction.columns import columns, with_means
@@ -49,6 +49,6 @@ def write_pages(results: Path, experiments: Path, docs: Path) -> list[Path]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise for_user(error, path) from error
+            raise failed_write(error, path) from error
         written.append(path)
     return written

@@ -23,8 +23,8 @@ from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.training.mappings import as_mapping, load_mapping
-from fedjax_pcdd.training.presets import Preset, read_preset, read_text
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
+from fedjax_pcdd.training.presets import Preset, read_preset
 
 KEYS = ("table", "splits", "methods", "variants", "seeds", "settings", "own", "tag", "note")
 
@@ -89,7 +89,7 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
     top = load_mapping(read_text(path), str(path))
     blocks = top.get("blocks")
     if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list):
-        raise UserError(f"{path} must hold `settings` and a list of `blocks`.")
+        raise UserError(f"{path} must hold 'settings' and a list of 'blocks'.")
     common = as_mapping(top.get("settings"), f"'settings' in {path}")
     cells: dict[tuple[str, str], Cell] = {}
     for number, block in enumerate(blocks, 1):

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
 from fedjax_pcdd.training.config import PLACE, RUN
-from fedjax_pcdd.training.disk import for_user
 from fedjax_pcdd.training.folder import PACKAGES
 from reproduction.plan import Cell
 
@@ -55,7 +54,7 @@ def write_result(folder: Path, cell: Cell, result: Mapping[str, Any]) -> None:
         half.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         half.replace(path)
     except OSError as error:
-        raise for_user(error, path) from error
+        raise failed_write(error, path) from error
 
 
 def command(cell: Cell, config: Mapping[str, Any]) -> str:

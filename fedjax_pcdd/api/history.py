@@ -1,35 +1,31 @@
 """What `simulate` returns: the accuracies of all rounds and the trained models, with a picture and a table of them.
 
-Letters: T rounds, K clients, C classes, D features, n images.
+Letters: T rounds, K clients, C classes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from fedjax_pcdd.analysis.curves import curve, frame, look, series
-from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
-from fedjax_pcdd.engine.program import State, Tree, facts_of, running
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.training.trained_models import TrainedModels
 
 CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
 @dataclass(frozen=True, eq=False)
-class History:
-    """One experiment; accuracies are shares in [0, 1], NaN where a round was not evaluated.
+class History(TrainedModels):
+    """One experiment and its models; accuracies are shares in [0, 1], NaN where a round was not evaluated.
 
     Attributes:
       label: what curves and tables call it.
@@ -92,55 +88,6 @@ class History:
     def _table(self, name: str, width: int) -> np.ndarray:
         nothing = [np.nan] * width
         return np.array([row.get(name) or nothing for row in self.rows], float).reshape(-1, width)
-
-    @property
-    def model(self) -> Classifier:
-        """The module that was trained, as the method built it."""
-        return self._place(0)[0].program.model
-
-    @property
-    def variables(self) -> Tree:
-        """Variables of the global model; UserError where the method has none."""
-        if not self.method.traits().global_model:
-            raise UserError(f"{self.label} has no global model: take history.client_variables(k).")
-        return self.method.generic_variables(self._place(0)[1])
-
-    def client_variables(self, client: int) -> Tree:
-        """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
-        _, server, state, _ = self._place(client)
-        variables = dict(self.method.personal_variables(server, state.clients))
-        return variables | running(state.statistics)
-
-    def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
-        """Features [n, D] and logits [n, C] of images.
-
-        Args:
-          images: [n, H, W, channels] uint8, as in the data set.
-          client: whose model; None for the global one.
-        """
-        simulation, server, state, row = self._place(client or 0)
-        program, method = simulation.program, self.method
-        x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
-        variables = self.variables if client is None else self.client_variables(client)
-        features = forward(program.model, variables, x, train=False)[0].features
-        if client is None:
-            return Outputs(features, method.logits(program.model, variables, x, server))
-        facts = facts_of(program, simulation.data, row)
-        logits = method.logits(program.model, variables, x, server, state.clients, facts, scope="personal")
-        return Outputs(features, logits)
-
-    def _place(self, client: int) -> tuple[Simulation, Tree, State, int]:
-        """Of a client: the simulation that trains it, its server, its state, and its row."""
-        if not 0 <= client < self.federation.num_clients:
-            raise UserError(f"there is no client {client}: choose one in [0, {self.federation.num_clients}).")
-        simulation, state, row = self.simulation, self.state, client
-        if isinstance(simulation, Groups):
-            g = next(g for g, members in enumerate(simulation.members) if client in members)
-            state = State(state.servers["groups"][g], state.clients[g], state.statistics[g])
-            row = simulation.members[g].index(client)
-            simulation = simulation.groups[g]
-        server, own = select(state.servers, 0), select((state.clients, state.statistics), row)
-        return simulation, server, State(server, *own), row
 
     def plot(self, ax: Any = None, *, what: str = "ga", label: str | None = None, **style: Any) -> Any:
         """Draw a curve over the rounds.

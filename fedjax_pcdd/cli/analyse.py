@@ -27,15 +27,14 @@ from fedjax_pcdd.analysis.bilateral import bilateral, draw_bilateral
 from fedjax_pcdd.analysis.communication import COLUMNS, as_printed, upload
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
-from fedjax_pcdd.cli.options import configure, scan
+from fedjax_pcdd.cli.options import configure, flag, guarded, scan
 from fedjax_pcdd.data.federation import heat_map
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.expected import read_expected
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.config import RUN
-from fedjax_pcdd.training.disk import for_user
 
 Options = dict[str, str]
 TABLE3 = "fedmr/table3"
@@ -68,20 +67,18 @@ def analyse_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv), experiments))
+
+
+def _main(arguments: list[str], experiments: Path) -> None:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        flags = [flag(option.name) for option in RUN.values() if option.group == "data"]
+        print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
+        return
     try:
-        if not arguments or {"-h", "--help"} & set(arguments):
-            flags = [option.flag for option in RUN.values() if option.group == "data"]
-            print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
-            return 0
         print(_run(arguments[0], arguments[1:], experiments))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
-        print(for_user(error, Path(error.filename or ".")), file=sys.stderr)
-        return 2
-    return 0
+        raise failed_write(error, Path(error.filename or ".")) from error
 
 
 def _run(name: str, arguments: list[str], experiments: Path) -> str:
@@ -94,7 +91,7 @@ def _run(name: str, arguments: list[str], experiments: Path) -> str:
     for option in given:
         if option not in command.options:
             known = ", ".join(f"--{one}" for one in command.options) or "none"
-            raise UserError(f"{name} has no option --{option.replace('_', '-')}: its options are {known}.")
+            raise UserError(f"{name} has no option {flag(option)}: its options are {known}.")
     paths = [word for word in arguments if not word.startswith("--")]
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
@@ -139,7 +136,7 @@ def _labels(records: list[RunRecord]) -> list[str]:
 
 def _traffic(records: list[RunRecord], given: Options, experiments: Path) -> str:
     if given.get("preset", TABLE3) != TABLE3:
-        raise UserError(f"uploads are printed in {TABLE3} alone: leave --preset out, or name runs.")
+        raise UserError(f"uploads are printed in {TABLE3} alone: leave `preset` out, or name runs.")
     if not records:
         return _table3(experiments)
     from fedjax_pcdd.cli.looking import counted
@@ -172,7 +169,7 @@ def _table3(experiments: Path) -> str:
 def _rounds(records: list[RunRecord], given: Options, experiments: Path) -> str:
     wanted = given.get("target", "best")
     if wanted not in ("best", "last"):
-        raise UserError(f"--target takes best or last, not {wanted!r}.")
+        raise UserError(f"takes best or last, not {wanted!r}.", field="target")
     rule = BEST if wanted == "best" else LAST
     references = [record for record in records if record.method == REFERENCE]
     if not references:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tyro
 
+from fedjax_pcdd.cli.options import guarded
 from fedjax_pcdd.errors import UserError, nearest
 
 
@@ -25,17 +26,16 @@ def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, p
       Exit code: 0 when the work is done or the help was shown, 2 for a mistake of the user (one sentence on stderr),
       130 for an interrupt.
     """
-    try:
+
+    def whole() -> None:
         options = _parse(form, list(sys.argv[1:] if argv is None else argv), program)
-        if options is not None:
-            work(options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command continues.", file=sys.stderr)
-        return 130
-    return 0
+        try:
+            if options is not None:
+                work(options)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the same command continues.") from None
+
+    return guarded(whole)
 
 
 def _parse(form: Any, argv: list[str], program: str) -> Any:

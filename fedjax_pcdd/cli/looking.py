@@ -1,14 +1,10 @@
 """What is read from the folder of one finished run for `analyse.py`: tracked quantities, counts of scalars."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
-
-import jax
 
 from fedjax_pcdd.analysis.traffic import in_words, traffic
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.federation import load_partition
-from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.training.build import build_model, default_model
@@ -24,28 +20,12 @@ def rows_of(record: RunRecord, name: str) -> list[dict[str, Any]]:
 
 
 def _last(record: RunRecord, name: str) -> dict[str, Any]:
-    from fedjax_pcdd.api.launch import kind_of_run
+    from fedjax_pcdd.api.runs import load_run
 
-    config, method = parse_config(record.text, str(record.path / "config.yaml"))
-    config = replace(config, resume=record.path, run_dir=record.path, quiet=True, tensorboard=False, wandb=False)
-    config = replace(config, devices="auto")
-    run = kind_of_run(config, method)(config, method)
-    try:
-        round, state = _restored(run)
-    finally:
-        run.checkpoints.close()
-    tracker, plan = Tracker([name], run.simulation, config.seed), run.simulation.plan(round)
-    return {"round": round, **tracker.entry(state, plan[1], tracker.before(round, state, plan))}
-
-
-def _restored(run: Any) -> tuple[int, State]:
-    """The last round and its state; the records of the run stay as they are."""
-    state = run.simulation.start()
-    best = jax.eval_shape(jax.vmap(run.method.generic_variables), state.servers) if run.keeps_best else ()
-    found = run.checkpoints.restore((state.servers, best), (state.clients, state.statistics))
-    if found is None:
-        raise UserError(f"{run.folder.path} has no checkpoint left and tracked nothing: run it again with --track.")
-    return found.round, State(found.server[0], *found.clients)
+    history = load_run(record.path)
+    round, simulation = len(history.rows), history.simulation
+    tracker, plan = Tracker([name], simulation, history.config.seed), simulation.plan(round)
+    return {"round": round, **tracker.entry(history.state, plan[1], tracker.before(round, history.state, plan))}
 
 
 class Counted(NamedTuple):

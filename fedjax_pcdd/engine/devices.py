@@ -44,10 +44,10 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
         found = {d.platform for d in jax.devices()}
     except RuntimeError:
         wanted = os.environ.get("JAX_PLATFORMS") or name
-        raise UserError(f"JAX finds no {wanted} device here: install its extra or run with --device=cpu.") from None
+        raise UserError(f"JAX finds no {wanted} device here: install its extra or run with `device=cpu`.") from None
     if name not in ("auto", *found):
         raise UserError(
-            f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop --device."
+            f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop `device`."
         )
 
 
@@ -77,7 +77,7 @@ def count_devices(asked: Literal["auto"] | int) -> int:
         return jax.process_count() * (1 if platform == "cpu" else found)
     if asked > found:
         late = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
-        raise UserError(f"--devices={asked} is more than the {found} {platform} devices that JAX has here; {late}.")
+        raise UserError(f"`devices={asked}` is more than the {found} {platform} devices that JAX has here; {late}.")
     return jax.process_count() * asked
 
 

@@ -92,13 +92,18 @@ class Groups:
     def _check(self, method: Method, options: dict[str, Any]) -> None:
         traits = method.traits()
         if len(self.members) > 1 and not traits.own_models:
-            raise UserError("this method averages models, so all participants need the same one: name one in --models.")
+            raise UserError("this method averages models, so all participants need the same one: name one in `models`.")
         if len(self.members) > 1 and traits.averages != "never":
-            raise UserError("models of different architectures cannot be averaged: name one in --models.")
+            raise UserError("models of different architectures cannot be averaged: name one in `models`.")
         if traits.needs_public and self.public is None:
-            raise UserError("this method needs public images: name a data set with --public.")
+            raise UserError("this method needs public images: name a data set with `public`.")
         if traits.own_models and options.get("local_statistics"):
-            raise UserError("models of the participants' own keep their statistics anyway: drop --bn=local.")
+            raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
+
+    @property
+    def federations(self) -> list[Federation]:
+        """The one."""
+        return [self.federation]
 
     @property
     def sizes(self) -> np.ndarray:
@@ -172,7 +177,7 @@ class Groups:
         """Every participant trains its model on its own data, with plain cross-entropy."""
         if not self.traits.own_models:
             raise UserError(
-                "only methods whose participants keep their models are pre-trained: use --pretrain-epochs=0."
+                "only methods whose participants keep their models are pre-trained: use `pretrain_epochs=0`."
             )
         clients = []
         for g, group in enumerate(self.groups):

@@ -64,6 +64,11 @@ class Planner:
     epochs: np.ndarray  # [K]
     weights: np.ndarray  # [E, K] before normalisation
 
+    @property
+    def federations(self) -> list[Federation]:
+        """Of each experiment."""
+        return [one.federation for one in self.experiments]
+
     def _of_each(self, value) -> np.ndarray:
         """A number for each client [K], from one for all or one for each."""
         return np.broadcast_to(value, (self.sizes.shape[1],))

@@ -117,7 +117,7 @@ class Simulation(Planner):
         federation, local = first.federation, first.local
         traits = first.method.traits()
         if traits.public and public is None:
-            raise UserError("this method needs unlabelled public images: name a data set with --public.")
+            raise UserError("this method needs unlabelled public images: name a data set with `public`.")
         numbers = tuple(range(federation.num_clients))
         self.numbers = np.array([e.numbers or numbers for e in experiments], np.int32)
         setting = _setting(model, experiments, rounds, weights)
@@ -190,7 +190,7 @@ class Simulation(Planner):
         if rule == "batches":
             full = self.sizes // self.local.batch_size
             if not full.any(axis=1).all():
-                raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
+                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
             return full.astype(float)
 
         methods, data = here((self.methods, self.data))

@@ -39,7 +39,7 @@ class FedDyn(Drifting):
         """alpha = 0 has no dynamic regularisation."""
         if self.alpha > 0:
             return self, []
-        return self, ["FedDyn with --alpha=0 is FedAvg with uniform weights: choose --alpha above 0 for FedDyn itself."]
+        return self, ["FedDyn with `alpha=0` is FedAvg with uniform weights: choose `alpha` above 0 for FedDyn itself."]
 
     def regulariser(self, params, context):
         """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""

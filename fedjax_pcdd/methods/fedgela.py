@@ -71,10 +71,10 @@ class FedGELA(Method):
         ew = (1e4 if setting.normalised else 4.0) if self.ew is None and self.classifier == "etf" else self.ew
         advice = []
         if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
-            advice.append("--ew, --scale and --normalise belong to the ETF: with --classifier=learned they do nothing.")
+            advice.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
         if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
             number = setting.one_class_clients
-            advice.append(f"{number} clients have one class, where the loss has no gradient: use --denominator=all.")
+            advice.append(f"{number} clients have one class, where the loss has no gradient: use `denominator=all`.")
         return dataclasses.replace(self, ew=ew, gamma=gamma), advice
 
     def init_server(self, setting, variables, class_counts, key):

@@ -40,10 +40,10 @@ class FedLC(Method):
         """A masked softmax over one class is constant; the pairwise form has no lower bound."""
         advice = []
         if self.form == "pairwise":
-            advice += ["FedLC with --form=pairwise is known to be unstable: --form=softmax has a lower bound."]
+            advice += ["FedLC with `form=pairwise` is known to be unstable: `form=softmax` has a lower bound."]
         if self.tau > 0 and setting.one_class_clients and (self.missing, self.counted) == ("masked", "local"):
             few = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
-            advice += [f"{few}: --missing=constant keeps the other classes in it."]
+            advice += [f"{few}: `missing=constant` keeps the other classes in it."]
         return self, advice
 
     def classification(self, outputs, batch, context):

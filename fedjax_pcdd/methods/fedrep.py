@@ -21,14 +21,14 @@ class FedRep(Method):
     """Cross-entropy: E_h epochs on the own head, then E_theta epochs on the shared body."""
 
     head_epochs: int | None = hyperparameter(
-        None, symbol="E_h", help="epochs on the head in a round; by default --local-epochs", low=0, static=True
+        None, symbol="E_h", help="epochs on the head in a round; by default `local_epochs`", low=0, static=True
     )
     body_epochs: int = hyperparameter(
         1, symbol="E_theta", help="epochs on the body in a round, after those on the head", low=0, static=True
     )
     fine_tune_heads: bool = hyperparameter(
         False,
-        help="after the last round every client trains its head for E_h epochs, at least --fine-tune-epochs (0: none)",
+        help="after the last round every client trains its head for E_h epochs, at least `fine_tune_epochs` (0: none)",
         static=True,
     )
 
@@ -41,7 +41,7 @@ class FedRep(Method):
     def configure(self, setting, hyper):
         """There must be something to train."""
         if self.head_epochs == self.body_epochs == 0:
-            raise UserError("FedRep has no epochs to train: make --head-epochs or --body-epochs at least 1.")
+            raise UserError("FedRep has no epochs to train: make `head_epochs` or `body_epochs` at least 1.")
         return self, []
 
     def init_client(self, setting, server, facts, key):

@@ -26,7 +26,7 @@ class FML(Participant):
 
     alpha: float = hyperparameter(0.5, symbol="alpha", help="weight of CE for the private model", low=0.0, high=1.0)
     beta_meme: float = hyperparameter(0.5, symbol="beta", help="weight of CE for the meme", low=0.0, high=1.0)
-    meme: str = hyperparameter("resnet10", help="architecture of the meme, see --list-models", static=True)
+    meme: str = hyperparameter("resnet10", help="architecture of the meme, see `list_models`", static=True)
     meme_weights: Literal["equal", "samples"] = hyperparameter("equal", help="weights of the memes' mean", static=True)
     answer: Literal["private", "meme"] = hyperparameter("private", help="whose accuracy is measured", static=True)
 

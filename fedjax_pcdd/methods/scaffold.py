@@ -50,17 +50,17 @@ class Scaffold(Method):
     def configure(self, setting, hyper):
         """a_k counts momentum in the correction too, where a step after it has none; else the two must both."""
         if self.control == "II" and self.correction == "post_step" and self.step_normaliser == "a_k":
-            raise UserError("--step-normaliser=a_k needs --correction=gradient: choose it, or drop --step-normaliser.")
+            raise UserError("`step_normaliser=a_k` needs `correction=gradient`: choose it, or drop `step_normaliser`.")
         return self, self._advice(hyper)
 
     def _advice(self, hyper):
         """The correction must weigh as much as the gradients, with momentum or both without."""
         if self.correction == "post_step":
             weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
-            return momentum_advice("SCAFFOLD", hyper.momentum, "--control=II", weak) if self.control == "I" else []
+            return momentum_advice("SCAFFOLD", hyper.momentum, "`control=II`", weak) if self.control == "I" else []
         if self.control == "II" and self.step_normaliser == "a_k":
             return []
-        remedy = "--step-normaliser=a_k" if self.control == "II" else "--control=II --step-normaliser=a_k"
+        remedy = "`step_normaliser=a_k`" if self.control == "II" else "`control=II` `step_normaliser=a_k`"
         return momentum_advice("SCAFFOLD", hyper.momentum, remedy)
 
     def init_server(self, setting, variables, class_counts, key):

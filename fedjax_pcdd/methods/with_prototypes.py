@@ -30,7 +30,7 @@ class Both(NamedTuple):
 @functools.cache
 def with_prototypes(cls: type[Method], name: str) -> type[Method]:
     """The method `cls` of that name with a contrast to class prototypes; UserError where it cannot have one."""
-    missing = f"--method={name}+prototypes does not exist: {name}"
+    missing = f"`method={name}+prototypes` does not exist: {name}"
     if issubclass(cls, Prototypical):
         raise UserError(f"{missing} has prototypes already.")
     if not averages_models(cls()):

@@ -35,9 +35,9 @@ def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: dict[st
     """The class with these wrappers about it; UserError for a suffix that is unknown or given twice."""
     for suffix in suffixes:
         if suffix not in wrappers:
-            raise UserError(f"--method={name}+{suffix}: there is no '+{suffix}': {nearest(suffix, wrappers)}")
+            raise UserError(f"`method={name}+{suffix}`: there is no '+{suffix}': {nearest(suffix, wrappers)}")
     if len(set(suffixes)) < len(suffixes):
-        raise UserError(f"--method={SEPARATOR.join([name, *suffixes])} names a suffix twice: leave one out.")
+        raise UserError(f"`method={SEPARATOR.join([name, *suffixes])}` names a suffix twice: leave one out.")
     for suffix in sorted(suffixes, key=lambda s: wrappers[s].order):
         cls, name = wrappers[suffix].wrap(cls, name), f"{name}{SEPARATOR}{suffix}"
     return cls

@@ -13,9 +13,8 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.fields import load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
-from fedjax_pcdd.training.mappings import load_mapping
-from fedjax_pcdd.training.presets import read_text
 
 
 @dataclass(frozen=True)

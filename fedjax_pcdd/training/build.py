@@ -1,6 +1,11 @@
-"""The parts of a run from its options: data, federation, model, local training, simulation."""
+"""The parts of a run from its options: data, federation, model, local training, simulation; and all of them as `Setup`.
+
+Letters: E experiments, K clients.
+"""
 
 from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +16,19 @@ from fedjax_pcdd.data.domains import load_public
 from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.data.subset import subset
-from fedjax_pcdd.engine.devices import count_devices
+from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.accuracies import Accuracies
+from fedjax_pcdd.training.config import RunConfig, unused
+from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.trees import select
+
+Pair = tuple[RunConfig, Method]
 
 PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -50,11 +62,11 @@ def _steps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UserError(f"--lr-steps={text} must be round numbers with commas between them, as 40,80.") from None
+        raise UserError(f"`lr_steps={text}` must be round numbers with commas between them, as 40,80.") from None
 
 
 def default_model(dataset: Dataset) -> str:
-    """What is trained without --model: lstm on text, mlp on digits, else simple_cnn."""
+    """What is trained where no model is named: lstm on text, mlp on digits, else simple_cnn."""
     if dataset.text:
         return "lstm"
     return "mlp" if dataset.name == "digits" else "simple_cnn"
@@ -74,9 +86,10 @@ def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
     clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     return Local(
-        config.local_epochs or 1, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
-        config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
-        config.lr_decay,
+        epochs=config.local_epochs or 1, batch_size=config.batch_size, last_batch=config.last_batch,
+        optimizer=config.optimizer, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
+        clip=None if clip in (None, "none") else float(clip), shuffle=config.shuffle,
+        lr_steps=_steps(config.lr_steps), lr_decay=config.lr_decay,
     )  # fmt: skip
 
 
@@ -89,7 +102,7 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
     name = config.public or ("digits_public" if config.dataset == "digits" and config.task is None else None)
     if name is None:
         raise UserError(
-            "this method needs unlabelled public images: name a data set with --public, as --public=cifar10."
+            "this method needs unlabelled public images: name a data set with `public`, as `public=cifar10`."
         )
     samples = config.public_samples or (1000 if name == "digits_public" else 5000)
     images = load_public(name, config.data_dir, samples=samples, seed=config.seed, side=shape[0])
@@ -131,3 +144,99 @@ def assemble(
         client_state=config.client_state, public=public, eval_batch=config.eval_batch,
         dtype=PRECISION[config.precision],
     )  # fmt: skip
+
+
+class Given(NamedTuple):
+    """Parts of a run that are objects of the user's own, in place of what the options say."""
+
+    federation: Federation | None = None
+    model: Classifier | None = None
+    pipeline: augment.Pipeline | None = None
+
+
+NOTHING = Given()
+
+
+class Setup:
+    """Experiments that share a program, ready to be trained: clients of a partition with one architecture.
+
+    Attributes:
+      config: of the first experiment; the others differ in what may differ within a program.
+      federations: of each experiment [E].
+      simulation: with one lane.
+      methods: of each experiment [E], as the simulation uses them.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
+        """Build everything but the compiled programs; UserError for settings that cannot work."""
+        self.clock, self.started = CompileClock(), perf_counter()
+        self.pairs, self.given, self.config = pairs, given, pairs[0][0]
+        select_device(self.config.device, self.config.devices)
+        self.federations = self._federate()
+        self.simulation = self.make(1)
+        self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
+        for e in range(len(pairs)):
+            self._check(e)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether PA is measured after every client has fine-tuned the global model."""
+        return self.methods[0].traits().fine_tunes and self.config.fine_tune_epochs > 0
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the global variables of the best GA are needed in the end."""
+        return self.tunes and self.methods[0].traits().global_model
+
+    def _federate(self) -> list[Federation]:
+        if self.given.federation is not None:
+            return [self.given.federation]
+        dataset = load(self.config)
+        return [federate(config, dataset) for config, _ in self.pairs]
+
+    def make(self, lanes: int) -> Any:
+        """The simulation with so many lanes."""
+        others = zip(self.pairs[1:], self.federations[1:], strict=True)
+        return assemble(
+            *self.pairs[0], self.federations[0], lanes, model=self.given.model, pipeline=self.given.pipeline,
+            others=[experiment(*pair, federation) for pair, federation in others],
+        )  # fmt: skip
+
+    def _check(self, e: int) -> None:
+        cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients
+        if cohort is not None and cohort > clients:
+            raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
+        if not (self.simulation.steps[e] > 0).any():
+            raise UserError(
+                "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
+            )
+
+    def advice(self, e: int) -> list[str]:
+        """Sentences about what is without effect, and what the method thinks of these settings."""
+        return unused(self.pairs[e][0]) + self.simulation.advice[e]
+
+    def lanes(self, state: State) -> int:
+        """Clients trained as one step: as the options say, or measured."""
+        if self.config.lanes != "auto":
+            return int(self.config.lanes)
+        return self._fastest_lanes(state, len(self.pairs) * (self.config.cohort or self.federations[0].num_clients))
+
+    def _fastest_lanes(self, state: State, jobs: int) -> int:
+        return choose_lanes(self.make, state, jobs, self.config.rounds)
+
+    def prepared(self, simulation: Any, state: State) -> State:
+        """What the first round starts from."""
+        return state
+
+    def accuracies(self, e: int, **more: Any) -> Callback:
+        """The callback that measures an experiment; what more `Accuracies` takes."""
+        config = self.pairs[e][0]
+        return Accuracies(config.method, every=config.eval_every, keeps_best=self.keeps_best, **more)
+
+    def pictures(self, folder: RunFolder) -> list[Callback]:
+        """Callbacks that write what only this kind of run has."""
+        return []
+
+    def more_results(self, run: Run) -> dict[str, Any]:
+        """What a summary holds beside accuracies and costs."""
+        return {}

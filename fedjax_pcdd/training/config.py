@@ -12,8 +12,7 @@ import yaml
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
-from fedjax_pcdd.training.fields import check, options_of, run_option
-from fedjax_pcdd.training.mappings import convert_all, load_mapping
+from fedjax_pcdd.training.fields import check, convert_all, load_mapping, options_of, run_option
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -27,7 +26,7 @@ GROUPS = {
 # Options that choose what the others are; they belong to no run.
 RESERVED = ("preset", "split", "variant", "list_methods", "list_datasets", "list_models", "list_tasks", "help")
 
-# What --task changes among the defaults: FCCL's settings; None for local epochs are those of each domain.
+# What `task` changes among the defaults: FCCL's settings; None for local epochs are those of each domain.
 TASK_DEFAULTS = {
     "rounds": 40, "local_epochs": None, "batch_size": 512, "last_batch": "keep", "optimizer": "adam", "lr": 1e-3,
     "weight_decay": 0.0, "fine_tune_epochs": 0,
@@ -48,9 +47,9 @@ MAY_CHANGE = {
 class RunConfig:
     """A run but for its method's hyper-parameters; UserError for a value out of its bounds."""
 
-    method: str = run_option("fedavg", "", "method, see --list-methods")
+    method: str = run_option("fedavg", "", "method, see `list_methods`")
 
-    dataset: str = run_option("digits", "data", "data set, see --list-datasets; docs/data.md for your own")
+    dataset: str = run_option("digits", "data", "data set, see `list_datasets`; docs/data.md for your own")
     data_dir: Path | None = run_option(
         None,
         "data",
@@ -68,8 +67,8 @@ class RunConfig:
     )
     classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
-    min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with --retry", low=0)
-    retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has --min-samples")
+    min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with `retry`", low=0)
+    retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has `min_samples`")
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
     train_samples: int | None = run_option(
         None, "data", "training samples used, drawn class by class from the seed; by default all", low=1
@@ -77,7 +76,7 @@ class RunConfig:
     test_samples: int | None = run_option(None, "data", "test samples used, drawn likewise; by default all", low=1)
 
     model: str | None = run_option(
-        None, "model", "architecture, see --list-models; by default lstm for text, mlp for digits, else simple_cnn"
+        None, "model", "architecture, see `list_models`; by default lstm for text, mlp for digits, else simple_cnn"
     )
     neck: Literal[0, 1, 2] = run_option(
         0, "model", "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)"
@@ -88,7 +87,7 @@ class RunConfig:
     precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
 
     task: str | None = run_option(
-        None, "task", "domains as participants in place of data set and partition, see --list-tasks"
+        None, "task", "domains as participants in place of data set and partition, see `list_tasks`"
     )
     task_split: Literal["held_out", "code"] = run_option(
         "held_out", "task", "tests of office_home: 30 % of each class, or as the published code"
@@ -151,7 +150,7 @@ class RunConfig:
     devices: Literal["auto"] | int = run_option(
         "auto",
         "run",
-        "devices of this process that divide a round's clients, with --lanes each; auto: all GPUs or TPUs, or one CPU",
+        "devices of this process that divide a round's clients, with `lanes` each; auto: all GPUs or TPUs, or one CPU",
         low=1,
     )
     coordinator: str | None = run_option(
@@ -203,9 +202,9 @@ class RunConfig:
 
     def __post_init__(self):
         for option in options_of(type(self)).values():
-            check(option, getattr(self, option.name), option.flag)
+            check(option, getattr(self, option.name))
         if self.local_epochs is None and self.task is None:
-            raise UserError("--local-epochs=none stands for the epochs of a task's domains: give a number, or --task.")
+            raise UserError("`local_epochs=none` stands for the epochs of a task's domains: give a number, or `task`.")
         self._check_processes()
         if self.track is not None:
             from fedjax_pcdd.training.tracking import names_of  # a run that tracks nothing does not load it
@@ -214,15 +213,15 @@ class RunConfig:
         if self.clients is None and self.partition != "natural":
             object.__setattr__(self, "clients", 10)
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
-            raise UserError(f"--cohort={self.cohort} is more than the {self.clients} clients: lower it or raise them.")
+            raise UserError(f"`cohort={self.cohort}` is more than the {self.clients} clients: lower it or raise them.")
 
     def _check_processes(self) -> None:
-        """UserError unless --coordinator, --processes and --process belong together."""
+        """UserError unless `coordinator`, `processes` and `process` belong together."""
         given, counts = self.coordinator not in (None, "auto"), (self.processes, self.process)
         if given != (None not in counts) or (not given and counts != (None, None)):
-            raise UserError("several processes need --coordinator=HOST:PORT, --processes and --process, or auto alone.")
+            raise UserError("several processes need `coordinator=HOST:PORT`, `processes` and `process`, or auto alone.")
         if self.process is not None and self.process >= (self.processes or 1):
-            raise UserError(f"--process={self.process} must be below --processes={self.processes}: they count from 0.")
+            raise UserError(f"`process={self.process}` must be below `processes={self.processes}`: they count from 0.")
 
 
 RUN = options_of(RunConfig)
@@ -244,7 +243,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
     cls = methods.get(config.method)
     method = cls(**{name: value for name, value in given.items() if name not in RUN})
     for option in options_of(cls).values():
-        check(option, getattr(method, option.name), option.flag)
+        check(option, getattr(method, option.name))
     return config, method
 
 
@@ -292,7 +291,7 @@ def unused(config: RunConfig) -> list[str]:
     readers = {"beta": "dirichlet", "classes_per_client": "pcdd"} if config.task is None else {}
     changed = {name: getattr(config, name) for name in readers if getattr(config, name) != getattr(RunConfig, name)}
     return [
-        f"--{name.replace('_', '-')}={value:g} has no effect with --partition={config.partition}."
+        f"`{name}={value:g}` has no effect with `partition={config.partition}`."
         for name, value in changed.items()
         if config.partition != readers[name]
     ]

@@ -2,6 +2,7 @@
 
 config.yaml    the whole configuration
 metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
+clients.jsonl  PA of every client, one line a round that is evaluated
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
 track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
@@ -21,13 +22,12 @@ import jax
 import numpy as np
 
 from fedjax_pcdd import __version__
-from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.disk import for_user
-from fedjax_pcdd.training.progress import final_table as final_table
-from fedjax_pcdd.training.progress import progress as progress
-from fedjax_pcdd.training.progress import show as show
+from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
-CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
+CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
+    "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
+)  # fmt: skip
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -48,14 +48,14 @@ class RunFolder:
         path = Path(path)
         if (path / CONFIG).exists():
             raise UserError(
-                f"{path} already holds a run: continue it with --resume={path} or choose another --run-dir."
+                f"{path} already holds a run: continue it with `resume={path}` or choose another `run_dir`."
             )
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"{path} is not an empty folder: choose another --run-dir.")
+            raise UserError(f"{path} is not an empty folder: choose another `run_dir`.")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise for_user(error, path) from error
+            raise failed_write(error, path) from error
         folder = cls(path)
         folder.write(CONFIG, config_yaml)
         return folder
@@ -65,7 +65,7 @@ class RunFolder:
         """A run to continue or to read; UserError where the folder holds none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
-            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to --resume.")
+            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
         return cls(path)
 
     @property
@@ -80,7 +80,7 @@ class RunFolder:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(_dumps(ordered) + "\n")
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
 
     def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored."""
@@ -100,10 +100,6 @@ class RunFolder:
                 kept = [row for row in self.rows(path.name) if row["round"] <= last]
                 self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json; NaN becomes null."""
-        self.write_json(SUMMARY, summary)
-
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once or not at all; NaN becomes null."""
         self.write(name, _dumps(value, indent=2) + "\n")
@@ -120,7 +116,26 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, self.path / name)
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
+
+
+class Records(Callback):
+    """Writes every round into the folder of a run."""
+
+    def __init__(self, folder: RunFolder):
+        """Args: folder: it goes back to the rounds that the run begins with."""
+        self.folder = folder
+
+    def on_start(self, run: Run) -> None:
+        """Forget rounds that no checkpoint knows."""
+        self.folder.truncate(run.history.rows)
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Append a line to metrics.jsonl, and to clients.jsonl where the round was evaluated."""
+        row = run.history.rows[-1]
+        self.folder.append(row)
+        if row["ga"] is not None:
+            self.folder.append({"round": run.round, "pa_per_client": run.history.pa_clients}, CLIENTS)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Presets: YAML files with the settings of a published table, its splits, the weights of each method, and variants.
 
     run: {rounds: 100, lr: 0.01}                     options of every run
-    splits: {P5C2: {partition: pcdd, clients: 5}}    chosen by --split
+    splits: {P5C2: {partition: pcdd, clients: 5}}    chosen by `split`
     methods: {fedprox: {mu: 0.01, splits: {P5C2: {mu: 0.001}}}}
-    variants: {intra-only: {method: fedmr, terms: intra}}    chosen by --variant, where a table has several of a method
+    variants: {intra-only: {method: fedmr, terms: intra}}    chosen by `variant`, where a table has several of a method
 
 Later ones win: run, the split, the method, the method's split, the variant, the variant's split. A run's config.yaml,
 flat, is a preset too.
@@ -17,8 +17,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import PLACE, RUN, RunConfig, parse_config
-from fedjax_pcdd.training.fields import options_of
-from fedjax_pcdd.training.mappings import as_mapping, convert_all, load_mapping, short_nearest
+from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
 
 SECTIONS = ("run", "splits", "methods", "variants")
 _RUN = {name: option for name, option in RUN.items() if name not in PLACE}
@@ -47,15 +46,6 @@ def read_preset(name: str, folder: Path) -> Preset:
     known = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
     advice = nearest(name.removesuffix(".yaml"), known) if known else f"{folder} holds none."
     raise UserError(f"there is no preset '{name}': {advice}")
-
-
-def read_text(path: Path) -> str:
-    """The text of a file; UserError where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise UserError(f"{path} cannot be read ({reason}).") from None
 
 
 def _parse(text: str, source: str) -> Preset:
@@ -148,11 +138,11 @@ def _variant_of(preset: Preset, method: str, variant: str | None) -> dict[str, A
     if variant is None:
         own = [name for name, one in preset.variants.items() if one["method"] == method]
         if own:
-            raise UserError(f"{preset.source} has variants of {method}: add --variant with one of {', '.join(own)}.")
+            raise UserError(f"{preset.source} has variants of {method}: add `variant` with one of {', '.join(own)}.")
     elif chosen["method"] != method:
         raise UserError(
-            f"variant '{variant}' of {preset.source} is one of {chosen['method']}, not of {method}: drop --method or "
-            "choose another --variant."
+            f"variant '{variant}' of {preset.source} is one of {chosen['method']}, not of {method}: drop `method` or "
+            "choose another `variant`."
         )
     return chosen
 
@@ -161,7 +151,7 @@ def _variant(preset: Preset, variant: str | None) -> dict[str, Any]:
     if variant is None:
         return {}
     if not preset.variants:
-        raise UserError(f"{preset.source} has no variants: drop --variant.")
+        raise UserError(f"{preset.source} has no variants: drop `variant`.")
     if variant not in preset.variants:
         raise UserError(f"{preset.source} has no variant '{variant}': {nearest(variant, preset.variants)}")
     return preset.variants[variant]
@@ -170,10 +160,10 @@ def _variant(preset: Preset, variant: str | None) -> dict[str, Any]:
 def _split(preset: Preset, split: str | None) -> dict[str, Any]:
     if not preset.splits:
         if split is not None:
-            raise UserError(f"{preset.source} has no splits: drop --split.")
+            raise UserError(f"{preset.source} has no splits: drop `split`.")
         return {}
     if split is None:
-        raise UserError(f"{preset.source} has several splits: add --split with one of {', '.join(preset.splits)}.")
+        raise UserError(f"{preset.source} has several splits: add `split` with one of {', '.join(preset.splits)}.")
     if split not in preset.splits:
         raise UserError(f"{preset.source} has no split '{split}': {nearest(split, preset.splits)}")
     return preset.splits[split]
@@ -182,8 +172,8 @@ def _split(preset: Preset, split: str | None) -> dict[str, Any]:
 def read_run(folder: Path) -> tuple[RunConfig, Method]:
     """The configuration that a run has written into its folder; UserError where there is none."""
     if not os.path.isdir(folder):
-        raise UserError(f"there is no folder {folder}: give --resume the folder of a run.")
+        raise UserError(f"there is no folder {folder}: give `resume` the folder of a run.")
     file = folder / "config.yaml"
     if not os.path.isfile(file):
-        raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give --resume another folder.")
+        raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")
     return parse_config(read_text(file), str(file))

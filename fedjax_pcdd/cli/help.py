@@ -1,25 +1,22 @@
 """What the command line shows instead of a run: the help of a method, and lists of what there is."""
 
-import contextlib
 import dataclasses
-import io
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
-
-import tyro
+from pathlib import Path
 
 from fedjax_pcdd import methods
+from fedjax_pcdd.cli.options import LISTS, flag, sentence
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.training.config import GROUPS, RESERVED, RUN
-from fedjax_pcdd.training.fields import Option, bounds, convert, options_of
+from fedjax_pcdd.training.config import GROUPS, RUN
+from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
 
-LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
-
-_ANY_METHOD = Literal[tuple(METHODS)]  # pyright: ignore[reportInvalidTypeForm]
+_PLAIN = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
 
 # First-stage options: they decide which others there are. `method` is one too, and part of the run.
 _SELECTION = [
-    Option("method", _ANY_METHOD, False, "fedavg", help="what is trained; its options are in the last group"),
+    Option("method", str, False, "fedavg", help="what is trained; its options are in the last group"),
     Option(
         "preset",
         str,
@@ -40,7 +37,7 @@ _SELECTION = [
 def information(given: Mapping[str, str]) -> str:
     """The list or the help that arguments ask for, "" if they ask for a run."""
     switches = [Option(name, bool, False, False) for name in (*LISTS, "help") if name in given]
-    asked = [switch.name for switch in switches if convert(switch, given[switch.name], switch.flag)]
+    asked = [switch.name for switch in switches if convert(switch, given[switch.name])]
     if not asked:
         return ""
     return help_text(given.get("method", "fedavg")) if asked[0] == "help" else _list(asked[0])
@@ -81,23 +78,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def help_text(method: str) -> str:
     """All run options in groups, then the hyper-parameters of a method; UserError for an unknown one."""
     cls = methods.get(method)
-    first = [
-        dataclasses.replace(option, default=method) if option.name == "method" else option for option in _SELECTION
-    ]
-    groups = {"selection": _form("What to run, and where its defaults come from.", first)}
+    first = [dataclasses.replace(one, default=method) if one.name == "method" else one for one in _SELECTION]
+    groups = [("selection", "What to run, and where its defaults come from.", first)]
     for group, text in GROUPS.items():
-        groups[group] = _form(text, [option for option in RUN.values() if option.group == group])
+        groups.append((group, text, [option for option in RUN.values() if option.group == group]))
     own = list(options_of(cls).values())
     if own:
         paper = cls().traits().paper
-        groups[method] = _form(
-            f"Hyper-parameters of {method} ({paper})." if paper else f"Hyper-parameters of {method}.", own
-        )
-    fields = [
-        (name, tyro.conf.OmitArgPrefixes[form], dataclasses.field(default_factory=form))
-        for name, form in groups.items()
-    ]
-    return _rendered(dataclasses.make_dataclass("Options", fields), _description(method, bool(own)))
+        groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    parts = ["usage: run.py [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width)]
+    for group, text, options in groups:
+        parts.append("\n".join([f"{group} options: {text}", *(_entry(option, width) for option in options)]))
+    return "\n\n".join(parts)
 
 
 def _description(method: str, has_own: bool) -> str:
@@ -110,25 +103,27 @@ def _description(method: str, has_own: bool) -> str:
     )
 
 
-def _form(text: str, options: Sequence[Option]) -> type:
-    """A dataclass that tyro shows as one group."""
-    fields: list[Any] = [(option.name, _shown_type(option), option.default) for option in options]
-    return dataclasses.make_dataclass("Group", fields, namespace={"__doc__": text})
+def _entry(option: Option, width: int) -> str:
+    """An option with its values, meaning, bounds and default."""
+    limits, symbol = bounds(option), f"{option.symbol}: " if option.symbol else ""
+    text = symbol + sentence(option.help) + (f" [{limits}]" if limits else "")
+    if option.default is not None and option.name not in LISTS:  # where it is None, the text says what that means
+        text += f" (default: {option.default})"
+    head = f"  {_form(option)}"
+    indent = " " * 28
+    first = head + indent[len(head) :] if len(head) < len(indent) - 1 else f"{head}\n{indent}"
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return first + f"\n{indent}".join(lines)
 
 
-def _shown_type(option: Option) -> Any:
-    limits = bounds(option)
-    text = (f"{option.symbol}: " if option.symbol else "") + option.help + (f" [{limits}]" if limits else "")
-    # Where the default is None, the text says what that means.
-    hint = "" if option.default is None else f"(default: {option.default})"
-    if option.name in LISTS:
-        return Annotated[bool, tyro.conf.arg(help=text, help_behavior_hint=""), tyro.conf.FlagCreatePairsOff]
-    kind = option.kind | None if option.optional else option.kind
-    return Annotated[kind, tyro.conf.arg(help=text, help_behavior_hint=hint)]
+def _form(option: Option) -> str:
+    """How an option is written.
 
-
-def _rendered(form: type, description: str) -> str:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        tyro.cli(form, prog="run.py", description=description, args=["--help"])
-    return text.getvalue().rstrip()
+    >>> _form(Option("retry", bool, False, True)), _form(Option("lanes", Literal["auto"] | int, False, "auto"))
+    ('--retry, --no-retry', '--lanes auto|INT')
+    """
+    name = flag(option.name)
+    if option.kind is bool:
+        return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
+    values = [*map(str, choices(option.kind)), *(_PLAIN[part] for part in members(option.kind) if part in _PLAIN)]
+    return f"{name} {'|'.join(values)}"
