@@ -1,6 +1,5 @@
 """A run with options, as the command line has them, but through the library: stopped, killed and continued at will."""
 
-import contextlib
 import json
 import math
 import os
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.workloads import CLASSES
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,44 +24,48 @@ class Enough(BaseException):
     """A run has come as far as it was asked to."""
 
 
-class Until:
-    """A callback that ends a run after a round, or when another one would not fit into the time.
-
-    Callbacks come before the checkpoint of their round, so it is the round after that which ends the run, and is lost.
-    """
+class Until(Callback):
+    """What a run tells of its rounds; ends it after a round, or when another one would not fit into the time."""
 
     def __init__(self, last: int | None, seconds: float | None):
         now = time.monotonic()
         self.last, self.end = last, math.inf if seconds is None else now + seconds
         self.before, self.longest = now, None
 
-    def __call__(self, run: Any, report: Any) -> None:
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """A round is done, and in the checkpoint that is being written."""
         now = time.monotonic()
-        # The first round of a process compiles, so that it says nothing about the next ones.
+        # The first round of a process compiles, so that it says nothing about the next one.
         self.longest = 0.0 if self.longest is None else max(self.longest, now - self.before)
         self.before = now
-        if (self.last is not None and run.round > self.last) or now + 1.2 * self.longest > self.end:
+        if run.round == self.last or now + 1.2 * self.longest > self.end:
             raise Enough
 
 
-def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, seconds: float | None = None) -> None:
-    """Begin or continue a run in a folder, to its last round or so far.
+def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, seconds: float | None = None) -> bool:
+    """Begin or continue a run in a folder.
 
     Args:
       options: of `experiments/run.py`, by the names of fields.
       last: round after which it stops though it has more.
       seconds: after which it does.
+
+    Returns:
+      Whether it has come to its last round.
     """
     from fedjax_pcdd.api.runs import run
     from fedjax_pcdd.training.config import build
 
     begun = (folder / "config.yaml").is_file()
-    if last is not None and len(rows(folder)) >= last:
-        return
-    config, method = build({**options, "run_dir": folder, "quiet": True} | ({"resume": folder} if begun else {}))
-    with contextlib.suppress(Enough), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a method advises; the settings are the papers'
-        run(config, method, None, [Until(last, seconds)])
+    if last is not None and begun and len(rows(folder)) >= last:
+        return (folder / "summary.json").is_file()
+    where = {"resume": folder} if begun else {}
+    config, method = build({**options, "run_dir": folder, "quiet": True, **where})
+    try:
+        run(config, method, last=[Until(last, seconds)])
+    except Enough:
+        return len(rows(folder)) >= config.rounds and train(options, folder)
+    return True
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

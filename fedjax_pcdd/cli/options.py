@@ -5,12 +5,14 @@ Everything is generated from `RunConfig` and the method's dataclass; a new hyper
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest, spelled
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import (
     MAY_CHANGE,
     PLACE,
@@ -61,18 +63,25 @@ def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Meth
     return configure(scan(argv), presets)
 
 
-def scan(argv: Sequence[str]) -> dict[str, str]:
+def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
     """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+
+    Args:
+      switches: options that take no value; None for those of runs.
+      words: takes what is no option; None where there may be no such words.
 
     Raises:
       UserError: something that is no option, or an option without its value.
     """
     given, rest = {}, list(argv)
-    switches = _switches()
+    switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
         if token == "-h":
             token = "--help"
+        if words is not None and not token.startswith("-"):
+            words.append(token)
+            continue
         if not token.startswith("--") or token == "--":
             raise UserError(f"unexpected '{token}': options are written --name=value.")
         word, equals, text = token.partition("=")
@@ -91,19 +100,28 @@ def scan(argv: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _switches() -> set[str]:
+def _named_method(argv: Sequence[str]) -> list[type[Method]]:
+    """The class of a method from outside that arguments name, whose options are not known before."""
+    words = [word.partition("=") for word in argv]
+    pairs = pairwise([*words, ("", "", "")])
+    names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
+    return [methods.get(name) for name in names[-1:] if is_import_path(methods.plain_name(name))]
+
+
+def _switches(named: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
-    every = [RUN, *map(options_of, METHODS.values())]
+    every = [RUN, *map(options_of, [*METHODS.values(), *named])]
     names = {option.name for options in every for option in options.values() if option.kind is bool}
     return names | {"help", *LISTS}
 
 
 def _without_value(name: str) -> str:
     known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
-    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else _no_option(name, known)
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else no_option(name, known)
 
 
-def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
+def no_option(name: str, known: Sequence[str] | set[str]) -> str:
+    """A sentence about an option that there is not, with the nearest that there is."""
     advice = nearest(name, known)
     close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
     return f"there is no option {flag(name)}: {close}"
@@ -152,7 +170,7 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     if wrappers and not owners:
         owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
-        return _no_option(name, known)
+        return no_option(name, known)
     several = ", ".join(owners)
     return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`."
 
