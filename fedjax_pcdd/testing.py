@@ -46,7 +46,7 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
     """
     tested = method(**hyper) if isinstance(method, type) else method.replace(**hyper)  # pyright: ignore
     if tested.traits().exchange != "never":
-        raise UserError(f"{type(tested).__name__} exchanges logits: `check_method` takes methods that do not.")
+        raise UserError(f"{type(tested).__name__} exchanges logits: check_method takes methods that do not.")
     programs: dict[Any, Simulation] = {}
 
     def make(**options: Any) -> Simulation:

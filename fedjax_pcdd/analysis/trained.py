@@ -16,6 +16,7 @@ from flax import struct
 from fedjax_pcdd.engine.evaluation import by_client
 from fedjax_pcdd.engine.jobs import World
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, running
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Hyper, Message, Method
@@ -66,6 +67,7 @@ class Watched(Method):
         return jnp.zeros((images.shape[0], model.num_classes))
 
 
+@full_precision
 def look_after_training(
     program: Program,
     look: Look,
@@ -93,6 +95,7 @@ def look_after_training(
     return run_lanes(program, world, state, plan).message.each
 
 
+@full_precision
 def look_between_rounds(
     program: Program,
     look: Look,

@@ -19,7 +19,7 @@ from fedjax_pcdd.data.federation import Tables, lists_of
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.data.partition import PARTITIONS, Partition
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.registry import Registry, is_import_path
+from fedjax_pcdd.registry import Registry, is_import_path, located
 
 PARTITIONERS: Registry[Callable[..., Any]] = Registry("partition", "partitions")
 """Functions from outside that spread samples over clients, by name."""
@@ -54,7 +54,7 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     """
     check_name(name)
     if is_file(name):
-        return read_lists(Path(name), y_train, y_test)
+        return read_lists(located(name), y_train, y_test)
     if name in PARTITIONS:
         return own.partition(name, y_train, y_test, **options)
     function = PARTITIONERS.find(name)

@@ -15,7 +15,7 @@ import numpy as np
 from fedjax_pcdd.data.federation import Dataset
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.errors import UserError, in_one_line, nearest
-from fedjax_pcdd.registry import Registry, is_import_path
+from fedjax_pcdd.registry import Registry, is_import_path, located
 
 DATASETS = {
     "digits": "scikit-learn's digits, built in: 1442 + 355 grey 8x8 images, 10 classes",
@@ -113,7 +113,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     if name == "digits":
         return _digits()
     if name.endswith(".npz"):
-        return read_npz(Path(name).expanduser())
+        return read_npz(located(name))
     if is_import_path(name) or name in LOADERS:
         return _made(name)
     root = default_root() if data_dir is None else Path(data_dir).expanduser()

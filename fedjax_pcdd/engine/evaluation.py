@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import (
     Data,
     Program,
@@ -61,6 +62,7 @@ def count_correct(predict: Callable, program: Program, samples: Samples) -> Call
     return count
 
 
+@full_precision
 def domain_correct(program: Program, how: Pass, methods, state: State, data: Data, tests: Samples) -> jax.Array:
     """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5.
 
@@ -91,6 +93,7 @@ def domain_correct(program: Program, how: Pass, methods, state: State, data: Dat
     return by_client(program, one, (rows, state.clients, state.statistics))
 
 
+@full_precision
 def public_logits(
     program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
 ) -> jax.Array:
@@ -134,6 +137,7 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, models:
     return sum_over_samples(function, images, start, size, Pass(batch), template)
 
 
+@full_precision
 def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
 
@@ -156,6 +160,7 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
     return count(methods, servers, data)
 
 
+@full_precision
 def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows, slots) -> jax.Array:
     """Correct predictions [n, C] of the personal models of n rows between rounds.
 

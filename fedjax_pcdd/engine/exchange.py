@@ -15,6 +15,7 @@ import optax
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
 from fedjax_pcdd.methods.method import Context, Hyper, Keys
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
@@ -56,6 +57,7 @@ class Talk(NamedTuple):
     key: jax.Array
 
 
+@full_precision
 def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tree, images, plan, round, key):
     """All public batches of a round.
 

@@ -69,7 +69,7 @@ def finish(program: Program, world: World, lane: Lane) -> Outcome:
     row, steps = jobs.row[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
     client, message = upload(program, world, lane)
-    alike(method, "upload", "client's next state", client, lane.client, "`init_client` made it")
+    alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
 
     def predict(images):
         facts = facts_of(program, world.data, row)
