@@ -20,6 +20,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.devices import choose_lanes, select_device
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -36,13 +37,12 @@ class Flatten(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-def build(workload: Workload, dtype: Any = None) -> Classifier:
-    """The model of a workload, computing in the given type."""
+def build(workload: Workload, precision: str = "float32") -> Classifier:
+    """The model of a workload, computing in the given precision."""
+    types = {"dtype": None if TYPES[precision] == jnp.float32 else TYPES[precision], "precision": products(precision)}
     if workload.model == "logistic_regression":
-        return Classifier(Flatten(), CLASSES, dtype=dtype)
-    return models.build(
-        workload.model, num_classes=CLASSES, image_shape=workload.shape, norm=workload.norm, dtype=dtype
-    )
+        return Classifier(Flatten(), CLASSES, **types)
+    return models.build(workload.model, num_classes=CLASSES, image_shape=workload.shape, norm=workload.norm, **types)
 
 
 def federation(workload: Workload) -> Federation:
@@ -63,14 +63,20 @@ def federation(workload: Workload) -> Federation:
 
 
 def simulation(
-    workload: Workload, parts: Federation, lanes: int, devices: int = 1, *, method: str = "fedavg", dtype: Any = None
+    workload: Workload,
+    parts: Federation,
+    lanes: int,
+    devices: int = 1,
+    *,
+    method: str = "fedavg",
+    precision: str = "float32",
 ) -> Simulation:
-    """A method as the workload describes it, computing in the given type."""
+    """A method as the workload describes it, computing in the given precision."""
     local = Local(workload.epochs, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     chosen = METHODS[method]()
     return Simulation(
-        chosen.build(build(workload, dtype)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
-        cohort=workload.participants, lanes=lanes, devices=devices, dtype=dtype or jnp.float32,
+        chosen.build(build(workload, precision)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
+        cohort=workload.participants, lanes=lanes, devices=devices, dtype=TYPES[precision],
     )  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def prepare(workload: Workload, lanes: str, devices: int, rounds: int, **options
 
     if lanes != "auto":
         return make(int(lanes))
-    return make(choose_lanes(make, make(1).start(), workload.participants, rounds))
+    return choose_lanes(make, make(1).start(), workload.participants, rounds)
 
 
 def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:

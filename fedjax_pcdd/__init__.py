@@ -21,9 +21,13 @@ if TYPE_CHECKING:
         EarlyStopping,
         Federation,
         History,
+        Message,
         Method,
         Partition,
         Pipeline,
+        Quantity,
+        Summary,
+        Traits,
         UserError,
         build_model,
         from_arrays,
@@ -32,6 +36,13 @@ if TYPE_CHECKING:
         load_run,
         partition,
         plot,
+        register_augmentation,
+        register_dataset,
+        register_logger,
+        register_method,
+        register_model,
+        register_partition,
+        register_quantity,
         resume,
         simulate,
         table,
@@ -40,9 +51,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Callback", "Dataset", "EarlyStopping", "Federation", "History", "Method", "Partition", "Pipeline", "UserError",
-    "build_model", "from_arrays", "hyperparameter", "load_dataset", "load_run", "methods", "models", "partition",
-    "plot", "resume", "simulate", "table",
+    "Callback", "Dataset", "EarlyStopping", "Federation", "History", "Message", "Method", "Partition", "Pipeline",
+    "Quantity", "Summary", "Traits", "UserError", "build_model", "from_arrays", "hyperparameter", "load_dataset",
+    "load_run", "methods", "models", "partition", "plot", "register_augmentation", "register_dataset",
+    "register_logger", "register_method", "register_model", "register_partition", "register_quantity", "resume",
+    "simulate", "table",
 ]  # fmt: skip
 
 

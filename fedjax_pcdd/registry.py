@@ -23,6 +23,8 @@ from fedjax_pcdd.errors import UserError, in_one_line, nearest
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
 
+_recorded: dict[str, "Origin"] = {}  # of names in the configurations that were read, for where they mean nothing by now
+
 
 class Origin(NamedTuple):
     """Where a part comes from that is not of this package."""
@@ -67,6 +69,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         """
         if is_import_path(name):
             return load_object(name)
+        if name not in self and name in _recorded:
+            return load_object(_import_path(_recorded[name]))
         if name not in self:
             raise UserError(f"there is no {self.kind} '{name}': {nearest(name, self)}")
         return self[name]
@@ -78,9 +82,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
             try:
                 self._parts[name] = point.load()
             except Exception as error:  # whatever another package's code does
-                raise UserError(
-                    f"{self.kind} '{name}' cannot be loaded ({point.value}): {_in_words(error)}."
-                ) from error
+                sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
+                raise UserError(sentence) from error
         return self._parts[name]
 
     def __setitem__(self, name: str, part: T) -> None:
@@ -117,11 +120,41 @@ def is_import_path(name: str) -> bool:
     return bool(separator and head) and tail.replace(".", "_").isidentifier()
 
 
+def recall(origins: Mapping[str, Origin]) -> None:
+    """Remember where names come from that a recorded run uses: its folder or script may not be the present one."""
+    _recorded.update(origins)
+
+
+def located(path: str) -> Path:
+    """A file by its path, or where the run that was read had it."""
+    file = Path(path).expanduser()
+    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
+
+
+def short_name(name: str) -> str:
+    """A name for headings and folders: of an import path the object, of a file the stem.
+
+    >>> [short_name(name) for name in ("moon+prototypes", "a/keep.py:FedKeep+prototypes", "runs/x/lists.npz")]
+    ['moon+prototypes', 'FedKeep+prototypes', 'lists']
+    """
+    return Path(name).stem if name.endswith(".npz") else name.rpartition(":")[2]
+
+
+def _file_of(path: str) -> Path:
+    """The file of an import path `file.py:object`, or where the run that was read had it."""
+    file = Path(path.rpartition(":")[0]).expanduser()
+    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
+
+
+def _import_path(origin: Origin) -> str:
+    return f"{origin.path}:{origin.object}"
+
+
 def load_object(path: str) -> Any:
     """The object of an import path; UserError where file, module or object is missing or fails to import."""
     head, _, tail = path.rpartition(":")
     try:
-        module = _module_of_file(Path(head)) if head.endswith(".py") else importlib.import_module(head)
+        module = _module_of_file(_file_of(path)) if head.endswith(".py") else importlib.import_module(head)
     except UserError:
         raise
     except Exception as error:  # whatever a user's own file does
@@ -136,11 +169,11 @@ def load_object(path: str) -> Any:
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """The module of a file, imported once for each content; its folder is on the path meanwhile."""
+    """The module of a file, imported once for each path and content; its folder is on the path meanwhile."""
     if not file.is_file():
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
-    name = f"{PACKAGE}_{file.stem}_{file_sha256(file)[:12]}"
+    name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -159,8 +192,16 @@ def _module_of_file(file: Path) -> ModuleType:
     return module
 
 
-def origin_of(part: Any) -> Origin | None:
-    """Where a part comes from; None for one of this package, or of no file (a notebook's cell)."""
+def origin_of(part: Any, path: str = "") -> Origin | None:
+    """Where a part comes from; None for one of this package, or of no file (a notebook's cell).
+
+    Args:
+      path: the import path that it was found by, if it was.
+    """
+    if path:
+        head, _, tail = path.rpartition(":")
+        file = _file_of(path) if head.endswith(".py") else getattr(sys.modules.get(head), "__file__", None)
+        return None if file is None else origin_of_file(Path(file), tail)
     module = getattr(part, "__module__", None) or type(part).__module__
     name = getattr(part, "__qualname__", None) or type(part).__qualname__
     if module is None or module.partition(".")[0] == PACKAGE:

@@ -1,8 +1,8 @@
 """What every method must fulfil, for those who write one: `check_method(FedKeep)`, in a test or a notebook.
 
-A made-up federation stands for all that goes wrong: five clients with 1 to 30 samples, classes that clients lack, a class
-that no client has, a client that takes no part. Each claim is a function of `make(**options)`, which gives the method's
-`Simulation` there; `CLAIMS` lists them. A claim that does not hold is an AssertionError.
+A made-up federation stands for all that goes wrong: five clients with 1 to 30 samples, classes that clients lack, a
+class that no client has, a client that takes no part. Each claim is a function of `make(**options)`, which gives the
+method's `Simulation` there; `CLAIMS` lists them. A claim that does not hold is an AssertionError.
 """
 
 from collections.abc import Callable
@@ -46,12 +46,14 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
     """
     tested = method(**hyper) if isinstance(method, type) else method.replace(**hyper)  # pyright: ignore
     if tested.traits().exchange != "never":
-        raise UserError(f"{type(tested).__name__} exchanges logits: `check_method` takes methods that do not.")
+        raise UserError(f"{type(tested).__name__} exchanges logits: check_method takes methods that do not.")
     programs: dict[Any, Simulation] = {}
 
     def make(**options: Any) -> Simulation:
         key = tuple(sorted(options.items()))
-        return programs.setdefault(key, simulation(tested, **options)) if key not in programs else programs[key]
+        if key not in programs:
+            programs[key] = simulation(tested, **options)
+        return programs[key]
 
     for claim in CLAIMS:
         try:
@@ -85,7 +87,7 @@ def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 5, 5, 1)).astype(np.uint8)
 
 
-def simulation(method: Method, *, lanes: int = 2, client_state: Any = "device") -> Simulation:
+def simulation(method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device") -> Simulation:
     """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum."""
     parts = federation()
     plain = models.build("mlp", num_classes=CLASSES, image_shape=parts.image_shape)
@@ -93,7 +95,7 @@ def simulation(method: Method, *, lanes: int = 2, client_state: Any = "device") 
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3, lanes=lanes,
-        rounds=len(ROUNDS), client_state=client_state, public=public,
+        rounds=len(ROUNDS), block=block, client_state=client_state, public=public,
     )  # fmt: skip
 
 
@@ -140,6 +142,13 @@ def lanes_do_not_change_results(make: Make) -> None:
     assert_close(train(make()), train(make(lanes=1)), 1e-5)
 
 
+def blocks_do_not_change_results(make: Make) -> None:
+    """Jobs that begin and end together do so under one vmap, as on an accelerator."""
+    together = make(lanes=3, block=3)
+    assert together.program.blocks.together
+    assert_close(train(together, ROUNDS[:1]), train(make(lanes=1), ROUNDS[:1]), 1e-5)
+
+
 def client_state_on_the_host_does_not_change_results(make: Make) -> None:
     """What `init_client` and `upload` return may leave the device."""
     device = make()
@@ -158,7 +167,7 @@ def order_of_clients_does_not_change_results(make: Make) -> None:
     simulated = make()
     jobs, batches = simulated.jobs(0)
     order = np.array([2, 0, 1])
-    shuffled = jax.tree.map(lambda x: x[order], jobs)._replace(experiment=jobs.experiment)
+    shuffled = jax.tree.map(lambda x: x[order], jobs)
     plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
     expected, _ = simulated.step(simulated.start(), 0)
     state, _ = simulated.step(simulated.start(), 0, (plan, shuffled))
@@ -202,6 +211,7 @@ def a_round_without_clients_changes_nothing(make: Make) -> None:
 CLAIMS: tuple[Callable[[Make], None], ...] = (
     three_rounds_with_changing_cohorts_compile_once,
     lanes_do_not_change_results,
+    blocks_do_not_change_results,
     client_state_on_the_host_does_not_change_results,
     order_of_clients_does_not_change_results,
     continuing_from_a_copied_state_is_bitwise_the_same,

@@ -64,10 +64,10 @@ class Wide(Method):
     [
         (Long, r"Long\.penalty must return a scalar, not an array of shape \[8\]: sum or average it\."),
         (LongTerm, r"LongTerm\.regulariser must return a scalar, not an array of shape \[3\]"),
-        (Forgetful, r"Forgetful\.upload must return .* as `init_client` made it; \['count'\] is missing\."),
-        (Headless, r"Headless\.aggregate must return .* as `init_server` made it; variables\['params'\]\['head'\]"),
+        (Forgetful, r"Forgetful\.upload must return .* as init_client made it; \['count'\] is missing\."),
+        (Headless, r"Headless\.aggregate must return .* as init_server made it; variables\['params'\]\['head'\]"),
         (Partial, r"Partial\.local_update must return the gradients of a step as the parameters are; \['backbone'\]"),
-        (Growing, r"Growing\.local_update must return the variables as `download` gave them; \['seen'\] is too much"),
+        (Growing, r"Growing\.local_update must return the variables as download gave them; \['seen'\] is too much"),
         (Wide, r"Wide\.local_update must return the updates .* has the shape \[1, .*\], not \["),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

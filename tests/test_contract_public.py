@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import test_contract
 import toy
-from test_contract import assert_close, leaves
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
@@ -15,6 +14,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.participant import model_of
+from fedjax_pcdd.testing import assert_close, leaves
 
 ONE, TWO = (0, 0, 0, 0, 0), (0, 1, 0, 1, 0)
 
@@ -93,6 +93,19 @@ def assert_compiles_once(table):
 def test_lanes_do_not_change_results(form):
     expected = toy.train(groups(form, lanes=1))
     assert_close(toy.train(groups(form, lanes=2)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
+def test_blocks_of_participants_do_not_change_results(form, x64):
+    def outcome(**options):
+        table = groups(form, dtype=jnp.float64, **options)
+        state, report = toy.train(table)
+        counts = table.evaluate(state, personal=True), table.domain_correct(state)
+        return state, report, counts, table.public_logits(state)
+
+    expected = outcome(lanes=1)
+    for block in (2, 3):
+        assert_close(outcome(lanes=3, block=block), expected, 1e-10)
 
 
 @every_form

@@ -240,7 +240,7 @@ def test_auto_lanes_are_among_the_candidates():
     def make(lanes):
         return toy.simulation(lanes=lanes)
 
-    assert devices.choose_lanes(make, base.start(), 3, 10) in devices.candidates(3)
+    assert devices.choose_lanes(make, base.start(), 3, 10).program.lanes in devices.candidates(3)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])

@@ -133,30 +133,18 @@ def _workload(name: str) -> Workload:
     return PRINTED[name]["workload"] if name in PRINTED else {"tiny": TINY, **WORKLOADS}[name]
 
 
-def _precise(precision: str) -> Any:
-    """Let products of float32 be computed so from now on; the type to compute in, None for float32.
-
-    On an NVIDIA GPU JAX's default is TF32.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    jax.config.update("jax_default_matmul_precision", "highest" if precision == "float32" else None)
-    return jnp.bfloat16 if precision == "bfloat16" else None
-
-
 def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None, **options: Any) -> dict[str, Any]:
     """Seconds a round, and memory."""
     import jax
 
     from benchmarks import workloads
     from benchmarks.round_time import device_peak_mb, prepare, time_rounds
-    from fedjax_pcdd.models import convolution
+    from fedjax_pcdd.models import convolution_choices
     from fedjax_pcdd.models.convolution_table import Rule
 
     with ExitStack() as stack:
         if form:
-            stack.enter_context(mock.patch.object(convolution, "rule_for", return_value=Rule("direct", form)))
+            stack.enter_context(mock.patch.object(convolution_choices, "rule_for", return_value=Rule("direct", form)))
         simulated = prepare(workload, str(lanes), 1, rounds, **options)
         timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
     return timed | {"lanes": simulated.program.lanes, "device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
@@ -164,9 +152,7 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
 
 def ours_once(workload: str, lanes: int, precision: str, form: str | None, method: str) -> dict[str, Any]:
     """A workload's round by our engine."""
-    dtype = _precise(precision)
-    record = _timed(_workload(workload), lanes, ROUNDS, form, method=method, dtype=dtype)
-    _precise("tf32")
+    record = _timed(_workload(workload), lanes, ROUNDS, form, method=method, precision=precision)
     given = {"workload": workload, "precision": precision, "form": form, "method": method}
     return given | record | device()
 
@@ -285,7 +271,6 @@ def turns(sums: int, static: bool) -> dict[str, Any]:
 
 def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     """GA on scikit-learn's digits in a precision, and seconds."""
-    dtype = _precise(precision)
     options = {
         "dataset": "digits",
         "model": "mcmahan_cnn",
@@ -294,11 +279,10 @@ def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
         "local_epochs": 2,
         "lanes": 1,
     }
-    options |= {"fine_tune_epochs": 0, "precision": "bfloat16" if dtype else "float32", "partition": "iid"}
+    options |= {"fine_tune_epochs": 0, "precision": precision, "partition": "iid"}
     with tempfile.TemporaryDirectory() as folder:
         training.train(options, Path(folder) / "run")
         result = training.summary(Path(folder) / "run")
-    _precise("tf32")
     kept = ("ga_best", "ga_last", "ga_mean_last10", "seconds_per_round")
     return {"precision": precision, "rounds": rounds} | {name: result[name] for name in kept} | device()
 

@@ -100,7 +100,7 @@ def model(name: str, tiny: bool) -> dict[str, Any]:
     batch = 4 if tiny else 50
     with tempfile.TemporaryDirectory() as folder:
         if name == "lstm":
-            data = training.random_text(Path(folder), speakers=2, length=80 + 3 * batch)
+            data = training.random_text(Path(folder), speakers=2, length=400)
         else:
             data = training.random_images(Path(folder), (side, side, 3), 4 * batch) | {"clients": 2}
         options = {"model": name, "batch_size": batch, "lanes": 2, "fine_tune_epochs": 0}
@@ -134,7 +134,6 @@ def lanes(name: str, tiny: bool) -> dict[str, Any]:
     from benchmarks.round_time import federation, simulation
 
     workload = TINY if tiny else WORKLOADS["w1"]
-    jax.config.update("jax_default_matmul_precision", "highest")
     parts, after = federation(workload), {}
     for count in (1, 10):
         simulated = simulation(workload, parts, count, method=name)
@@ -143,7 +142,6 @@ def lanes(name: str, tiny: bool) -> dict[str, Any]:
             state, _ = simulated.step(state, round)
             params = jax.tree.leaves(state.servers.variables["params"])
             after[count, round] = np.concatenate([np.ravel(x) for x in params])
-    jax.config.update("jax_default_matmul_precision", None)
     scale = np.abs(after[1, 0]).max()
     first, last = (float(np.abs(after[10, r] - after[1, r]).max() / scale) for r in (0, 2))
     assert first < LARGEST_STEP, f"parameters differ by {first} of the largest after one round"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd.analysis.curves import curve, frame, look
+from fedjax_pcdd.registry import short_name
 
 STYLES = {"global": "-", "local": "--"}
 NAMES = {"global": "global model", "local": "clients' models"}
@@ -39,17 +40,28 @@ def tracked(rows: Rows, name: str, model: str, key: str) -> tuple[np.ndarray, np
     return np.array([x for x, _ in known], int), np.array([y for _, y in known], float)
 
 
+def panels_of(name: str, runs: Mapping[str, Rows]) -> list[tuple[str, str, str]]:
+    """The panels of a quantity; of one from outside one for each number that it has."""
+    if name in PANELS:
+        return PANELS[name]
+    kept = [row.get(name) or {} for rows in runs.values() for row in rows]
+    values = [(key, value) for one in kept for model in STYLES for key, value in (one.get(model) or {}).items()]
+    return [("", key, key) for key in dict.fromkeys(key for key, value in values if isinstance(value, int | float))]
+
+
 def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
-    """Draw one quantity of one or several runs.
+    """Draw one quantity of one or several runs; nothing where it has no numbers.
 
     Args:
-      name: angles, features, spectrum or intra.
+      name: angles, features, spectrum or intra, or one from outside.
       runs: lines of track.jsonl by the run's label; "" for a single run.
       path: of the PNG.
     """
     from matplotlib.figure import Figure
 
-    panels = PANELS[name]
+    panels = panels_of(name, runs)
+    if not panels:
+        return
     number = len(panels) + (name == "spectrum")
     figure = Figure(figsize=(1.2 + 3.6 * max(number, 1.2), 3.6), dpi=100, layout="constrained")
     axes = figure.subplots(1, number, squeeze=False)[0]
@@ -58,7 +70,7 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
         frame(panel, title=title, upwards=label)
     if name == "spectrum":
         _eigenvalues(axes[-1], runs)
-    figure.suptitle(TITLES[name], fontsize=11)
+    figure.suptitle(TITLES.get(name, short_name(name)), fontsize=11)
     lines, labels = _key(axes[0], name, runs)
     figure.legend(lines, labels, loc="outside lower center", ncols=3 * number, frameon=False, fontsize=9)
     figure.savefig(path)
@@ -86,7 +98,7 @@ def _eigenvalues(panel: Any, runs: Mapping[str, Rows]) -> None:
 
 def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[str]]:
     """Runs by colour, where they are named, then the styles that occur, then the reference angle."""
-    keys = [key for *_, key in PANELS[name]]
+    keys = [key for *_, key in panels_of(name, runs)]
     known = [m for m in STYLES if any(len(tracked(r, name, m, k)[0]) for r in runs.values() for k in keys)]
     entries = [(label, "-", look(i)[0]) for i, label in enumerate(runs) if label]
     entries += [(NAMES[model], STYLES[model], "0.3") for model in known]

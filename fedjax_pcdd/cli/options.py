@@ -5,12 +5,14 @@ Everything is generated from `RunConfig` and the method's dataclass; a new hyper
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest, spelled
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import (
     MAY_CHANGE,
     PLACE,
@@ -72,7 +74,7 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
       UserError: something that is no option, or an option without its value.
     """
     given, rest = {}, list(argv)
-    switches = _switches() if switches is None else switches
+    switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
         if token == "-h":
@@ -98,9 +100,17 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
     return given
 
 
-def _switches() -> set[str]:
+def _named_method(argv: Sequence[str]) -> list[type[Method]]:
+    """The class of a method from outside that arguments name, whose options are not known before."""
+    words = [word.partition("=") for word in argv]
+    pairs = pairwise([*words, ("", "", "")])
+    names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
+    return [methods.get(name) for name in names[-1:] if is_import_path(methods.plain_name(name))]
+
+
+def _switches(named: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
-    every = [RUN, *map(options_of, METHODS.values())]
+    every = [RUN, *map(options_of, [*METHODS.values(), *named])]
     names = {option.name for options in every for option in options.values() if option.kind is bool}
     return names | {"help", *LISTS}
 

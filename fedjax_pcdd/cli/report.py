@@ -6,9 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from fedjax_pcdd import methods
 from fedjax_pcdd.cli.arguments import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
@@ -19,8 +17,8 @@ from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
 from fedjax_pcdd.report.plots import LABELS, curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
-from fedjax_pcdd.training.fields import Option, options_of, run_option
+from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.folder import CONFIG
 
 LEGEND = (
     "Mean ± standard deviation over seeds; in brackets the paper's number and the difference to it. "
@@ -133,7 +131,7 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
     """Text of every file by its name."""
     own_tables = [own_table(one) for one in groups]
     tables = [*papers, *own_tables]
-    commands = {run.path: run.command or command_of(run.config) for run in runs}
+    commands = {run.path: command_of(run) for run in runs}
     pictures = {}
     lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), "", *map(markdown, papers)]
     for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
@@ -164,29 +162,6 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
 
 
-def command_of(config: dict[str, Any]) -> str:
-    """The shortest command that gives the options of a run."""
-    known = RUN | _hyperparameters(config["method"])
-    usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
-    if config["partition"] != "natural":
-        usual["clients"] = 10
-    words = [f"--method={config['method']}"]
-    for name, value in config.items():
-        if name in PLACE or name == "method" or (name in usual and value == usual[name]):
-            continue
-        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={'none' if value is None else value}")
-    return shlex.join(["python", "experiments/run.py", *words])
-
-
-def _hyperparameters(method: str) -> dict[str, Option]:
-    """Of a method; none of one that this version does not know."""
-    try:
-        return options_of(methods.get(method))
-    except UserError:
-        return {}
+def command_of(run: RunRecord) -> str:
+    """How a run was started; where that is not recorded, a command with the same options."""
+    return run.command or shlex.join(["python", "experiments/run.py", f"--preset={run.path / CONFIG}"])

@@ -222,8 +222,8 @@ def load_partition(path: str | Path) -> Partition:
     except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         raise UserError(f"{path} holds no partition: write it with Federation.save.") from None
     return Partition(
-        _lists(tables.train, tables.train_size),
-        _lists(tables.test, tables.test_size),
+        lists_of(tables.train, tables.train_size),
+        lists_of(tables.test, tables.test_size),
     )
 
 
@@ -287,5 +287,6 @@ def _flat(lists: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.concatenate(lists).astype(np.int32), starts.astype(np.int32), sizes.astype(np.int32)
 
 
-def _lists(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+def lists_of(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The clients' lists of which `Tables` has one after the other and the sizes [K]."""
     return tuple(np.split(flat.astype(np.int64), np.cumsum(sizes)[:-1]))

@@ -53,20 +53,16 @@ def choose_blocks(steps: np.ndarray, jobs: int, lanes: int, *, everybody: bool, 
     """
     able = np.sort(steps[steps > 0])[::-1].tolist() or [1]
     longest, equal = able[0], able[0] == able[-1]
-    if size is None:
-        size = 1 if jax.default_backend() == "cpu" else lanes
-        chosen = True
-    else:
-        chosen, size = False, min(size, lanes)
-    if lanes == 1 or size == 1:
+    chosen = size or (1 if jax.default_backend() == "cpu" else lanes)
+    if min(chosen, lanes) == 1:
         return Blocks(together=lanes == 1, steps=int(longest == 1))
     typical = [able[i] for i in np.linspace(0, len(able) - 1, jobs).round().astype(int)]
     quantum = longest if equal else choose_quantum(typical, lanes)
-    together = size == lanes and quantum == longest
-    if chosen and not together:
-        size = block_size(typical, lanes, quantum)
-    alone = everybody and jobs <= lanes and together
-    return Blocks(size, quantum, together, not equal and quantum > 1, longest if equal or alone else 0)
+    together = chosen >= lanes and quantum == longest
+    if size is None and not together:
+        chosen = block_size(typical, lanes, quantum)
+    same = equal or (together and everybody and jobs <= lanes)
+    return Blocks(min(chosen, lanes), quantum, together, not equal and quantum > 1, longest if same else 0)
 
 
 def choose_quantum(steps: Sequence[int], lanes: int) -> int:
@@ -76,11 +72,11 @@ def choose_quantum(steps: Sequence[int], lanes: int) -> int:
     9
     """
     longest = max(steps)
-    options = [*(2**i for i in range(longest.bit_length()) if 2**i < longest), longest]
+    options = [longest, *(2**i for i in reversed(range(longest.bit_length())) if 2**i < longest)]
     layouts = [layout(steps, lanes, quantum) for quantum in options]
     lengths = np.array([edges[-1] for _, edges in layouts])
     costs = lengths + END * np.array([len(np.unique(jobs[:, 1])) for jobs, _ in layouts])
-    costs[lengths > WAITING * lengths[0]] = costs.max() + 1
+    costs[lengths > WAITING * lengths[-1]] = costs.max() + 1
     return options[int(np.argmin(costs))]
 
 

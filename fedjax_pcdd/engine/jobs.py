@@ -126,7 +126,7 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)
     alike(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, _only(moving, updates))}
-    alike(method, "local_update", "variables", after, variables, "`download` gave them")
+    alike(method, "local_update", "variables", after, variables, "download gave them")
     return lane._replace(variables=after, optimiser=optimiser, loss=lane.loss + scalar(method, "local_update", value))
 
 

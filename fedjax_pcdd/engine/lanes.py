@@ -9,7 +9,7 @@ Several devices do so with their own jobs, and speak to each other only when all
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def finish(program: Program, world: World, lane: Lane) -> Outcome:
     row, steps = jobs.row[job], jobs.steps[job]
     method, server = method_and_server(program, world, job)
     client, message = upload(program, world, lane)
-    alike(method, "upload", "client's next state", client, lane.client, "`init_client` made it")
+    alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
 
     def predict(images):
         facts = facts_of(program, world.data, row)
@@ -123,8 +123,8 @@ def _zeros(tree: Tree, *leading: int) -> Tree:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
 
 
-def _empty(program: Program, world: World, state: State) -> tuple[Lane, Outcome]:
-    """Lanes and outcome before the first segment."""
+def _empty(program: Program, world: World, state: State) -> tuple[Any, Outcome]:
+    """Lanes, if any outlives a segment, and outcome before the first one."""
     jobs = world.jobs.row.shape[0]
     lane = jax.eval_shape(lambda: load(program, world, state.clients, state.statistics, 0, 0))
     sent = jax.eval_shape(partial(upload, program, world), lane)[1]

@@ -48,6 +48,10 @@ class Program:
     split_clients: bool  # what a round sees of the clients' state is divided among the devices, as their jobs
     in_place: bool  # a job writes its client's state where it read it, see `compiler_options`
 
+    def eval_batch_of(self, models: int) -> int:
+        """Samples of each of so many models at a time, in passes that train nothing, where blocks share them."""
+        return self.eval_batch if self.blocks.size == 1 else max(1, self.eval_batch // models)
+
 
 def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
     """What XLA is told about a round on so many devices; None for its defaults, off a CPU."""
@@ -108,7 +112,7 @@ def running(statistics: Tree) -> dict[str, Tree]:
     return {name: tree for name, tree in dict(statistics).items() if name != OPTIMISER}
 
 
-def put(tree: Tree, row, value: Tree, live=None) -> Tree:
+def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
     """The tree with one row of every leaf's leading axis replaced, or several different ones.
 
     Args:
@@ -127,7 +131,7 @@ def put(tree: Tree, row, value: Tree, live=None) -> Tree:
     return jax.tree.map(write, tree, value)
 
 
-def block_of(array: jax.Array, first, size: int) -> jax.Array:
+def block_of(array: Any, first, size: int) -> jax.Array:
     """Entries [b] of an array from the first on; of a block of one, the entry."""
     return array[first] if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
 

@@ -21,6 +21,7 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import choose_blocks, client_pass
+from fedjax_pcdd.engine.device_errors import in_sentences
 from fedjax_pcdd.engine.evaluation import evaluation_batch, generic_correct, personal_correct
 from fedjax_pcdd.engine.mesh import EVERYWHERE, here, place, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
@@ -260,12 +261,23 @@ class Simulation(Planner):
 
     def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
         """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
-        arrays, jobs = plan or self.plan(round)
-        hyper, held = self.hyper_at(round), self.fetch(state, (arrays, jobs))
-        after, report = self.round(
-            self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
-        )
-        return Launched(state, after, report, (arrays, jobs))
+        plan = plan or self.plan(round)
+        after, report = self.round(*self._arguments(state, round, plan))
+        return Launched(state, after, report, plan)
+
+    def compile(self, state: State) -> jax.stages.Compiled:
+        """The compiled round, which `step` will use.
+
+        Raises:
+          UserError: the compiler fails.
+        """
+        with in_sentences("compiling a round"):
+            return self.round.lower(*self._arguments(state, 0, self.plan(0))).compile()
+
+    def _arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
+        arrays, jobs = plan
+        hyper, held = self.hyper_at(round), self.fetch(state, plan)
+        return self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
         """Fetch what the next round's plan needs of clients in host memory while the launched one is computed."""

@@ -1,6 +1,6 @@
-"""The registry of methods: name on the command line -> class. A new method is one file and one line here."""
+"""The registry of methods: name -> class. A new method of this package is one file and one line here."""
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
@@ -36,8 +36,9 @@ from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import with_prototypes
 from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
+from fedjax_pcdd.registry import Registry
 
-METHODS: dict[str, type[Method]] = {
+_OWN: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fedproc": FedProc,
@@ -72,26 +73,35 @@ METHODS: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
 }
 
+METHODS: Registry[type[Method]] = Registry("method", "methods", _OWN)
+"""Classes of methods by name, and by the import path of a class elsewhere."""
+
 # What `X+suffix` stands for; a new wrapper is one file and one line here.
-WRAPPERS: dict[str, Wrapper] = {
-    "prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8"),
-}
+WRAPPERS: Registry[Wrapper] = Registry(
+    "suffix", "wrappers", {"prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8")}
+)
 
 __all__ = ["METHODS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits"]
 
 
 def get(name: str) -> type[Method]:
-    """The class of a method by its name on the command line, as "moon" or "moon+prototypes"; UserError for no such."""
-    plain, *suffixes = name.split(SEPARATOR)
-    if plain not in METHODS:
-        raise UserError(f"there is no method '{plain}': {nearest(plain, METHODS)}")
-    return wrapped(METHODS[plain], plain, suffixes, WRAPPERS)
+    """The class of a method by its name or import path, as "moon", "moon+prototypes" or "fedkeep.py:FedKeep".
+
+    Raises:
+      UserError: there is none, or what is there is no method.
+    """
+    plain, suffixes = plain_name(name), name.removeprefix(plain_name(name)).split(SEPARATOR)[1:]
+    cls = METHODS.find(plain)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
+    return wrapped(cls, plain, suffixes, WRAPPERS)
 
 
 def plain_name(name: str) -> str:
     """The method without what is wrapped about it.
 
-    >>> plain_name("moon+prototypes")
-    'moon'
+    >>> [plain_name(name) for name in ("moon+prototypes", "c++/keep.py:FedKeep+prototypes")]
+    ['moon', 'c++/keep.py:FedKeep']
     """
-    return name.split(SEPARATOR)[0]
+    folder, colon, tail = name.rpartition(":")
+    return folder + colon + tail.split(SEPARATOR)[0]

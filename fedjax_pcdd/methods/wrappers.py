@@ -8,7 +8,7 @@ theirs as before.
 
 import functools
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError, nearest
@@ -31,7 +31,7 @@ class Wrapper(NamedTuple):
     paper: str
 
 
-def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: dict[str, Wrapper]) -> type[Method]:
+def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping[str, Wrapper]) -> type[Method]:
     """The class with these wrappers about it; UserError for a suffix that is unknown or given twice."""
     for suffix in suffixes:
         if suffix not in wrappers:

@@ -10,9 +10,12 @@ from typing import Any, Literal
 import yaml
 
 from fedjax_pcdd import methods
+from fedjax_pcdd.data.lists import check_name, has_clients
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert_all, load_mapping, options_of, run_option
+from fedjax_pcdd.training.outside import OUTSIDE, origins_of, recorded_origins
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -38,7 +41,7 @@ PLACE = ("run_dir", "resume")
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
     *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
+    *("tensorboard", "wandb", "loggers", "track", "track_every", "track_local", "device", "devices", "data_dir"),
     *("coordinator", "processes", "process", "patience"),
 }
 
@@ -53,11 +56,13 @@ class RunConfig:
     dataset: str = run_option("digits", "data", "data set, see `list_datasets`; docs/data.md for your own")
     data_dir: Path | None = run_option(None, "data",
         "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them")
-    partition: Literal["dirichlet", "pcdd", "iid", "natural"] = run_option("dirichlet", "data",
-        "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}")
+    partition: Literal["dirichlet", "pcdd", "iid", "natural"] | str = run_option("dirichlet", "data",
+        "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}; or lists (lists.npz), or a "
+        "function (split.py:by_hospital)")
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
-        "number of clients K; by default 10, for natural all there are, else those with the most samples", low=1)
+        "number of clients K; by default 10, for natural and lists all there are, else those with the most samples",
+        low=1)
     classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
     min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with `retry`", low=0)
@@ -73,7 +78,9 @@ class RunConfig:
         "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
     bn: Literal["average", "local", "group"] = run_option("average", "model",
         "batch norm: statistics averaged, kept by each client, or group norm in its place")
-    precision: Literal["float32", "bfloat16"] = run_option("float32", "model", "type of the computation")
+    precision: Literal["float32", "tf32", "bfloat16"] = run_option("float32", "model",
+        "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
+        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
 
     task: str | None = run_option(None, "task",
         "domains as participants in place of data set and partition, see `list_tasks`")
@@ -110,9 +117,13 @@ class RunConfig:
     weights: Literal["method", "uniform", "batches"] = run_option("method", "training",
         "aggregation weights p_k: the method's (mostly n_k), equal, or full batches of a client")
     augment: bool = run_option(True, "training", "augment training images as is customary for the data set")
+    augmentation: str | None = run_option(None, "training",
+        "in place of that a function of one image and a key, as mine.py:cutout")
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
     lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
+    tune: Literal["auto", "off"] = run_option("auto", "run",
+        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule")
     client_state: Literal["device", "host"] = run_option("device", "run",
         "where clients keep their state between rounds; host, where clients times parameters outgrow the device")
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
@@ -150,6 +161,8 @@ class RunConfig:
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
+    loggers: str | None = run_option(None, "run",
+        "further loggers, as mine.py:Logger; callbacks made from the run's folder and its options")
     # fmt: on
 
     def __post_init__(self):
@@ -162,7 +175,9 @@ class RunConfig:
             from fedjax_pcdd.training.tracking import names_of  # a run that tracks nothing does not load it
 
             names_of(self.track)
-        if self.clients is None and self.partition != "natural":
+        if self.task is None:
+            check_name(self.partition)
+        if self.clients is None and not has_clients(self.partition):
             object.__setattr__(self, "clients", 10)
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
             raise UserError(f"`cohort={self.cohort}` is more than the {self.clients} clients: lower it or raise them.")
@@ -200,8 +215,10 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
 
 
 def dump(config: RunConfig, method: Method) -> str:
-    """Every run option and every hyper-parameter as flat YAML; `parse_config` reads it back."""
+    """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
+    origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
+    plain |= {OUTSIDE: origins} if origins else {}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -216,6 +233,7 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
       UserError: no YAML, an unknown key, or a value that does not fit.
     """
     flat = load_mapping(text, source)
+    recall(recorded_origins(flat.pop(OUTSIDE, None), source))
     cls = methods.get(str(flat.get("method", RUN["method"].default)))
     return build(convert_all(flat, RUN | options_of(cls), source))
 
@@ -235,7 +253,7 @@ def partition_tag(config: RunConfig) -> str:
             return f"dirichlet{config.beta:g}"
         case "pcdd":
             return f"P{config.clients}C{config.classes_per_client}"
-    return config.partition
+    return short_name(config.partition)
 
 
 def unused(config: RunConfig) -> list[str]:
@@ -253,8 +271,8 @@ def run_folder(config: RunConfig) -> Path:
     """`run_dir`, or where it is None a folder below runs/ that does not exist yet."""
     if config.run_dir is not None:
         return config.run_dir
-    dataset = (config.task or config.dataset).replace("/", "_")
-    first = Path("runs") / f"{config.method}-{dataset}-{partition_tag(config)}-s{config.seed}"
+    dataset = short_name(config.task or config.dataset).replace("/", "_")
+    first = Path("runs") / f"{short_name(config.method)}-{dataset}-{partition_tag(config)}-s{config.seed}"
     folder, number = first, 1
     while folder.exists():
         number += 1

@@ -1,6 +1,6 @@
 """Optional experiment trackers: the scalars of each round, over rounds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
@@ -54,6 +55,15 @@ class WandB(Logger):
     def on_end(self, run: Run) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")
+"""Loggers from outside: made from the folder of a run and its options, a `Callback`, by name."""
+
+
+def made(names: str | None, folder: Path, config: Mapping[str, Any]) -> list[Callback]:
+    """The loggers that a text lists, by names or import paths with commas between them."""
+    return [LOGGERS.find(name.strip())(folder, config) for name in (names or "").split(",") if name.strip()]
 
 
 def load(name: str) -> ModuleType:

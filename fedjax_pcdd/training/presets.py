@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import PLACE, RUN, RunConfig, parse_config
 from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
+from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 
 SECTIONS = ("run", "splits", "methods", "variants")
 _RUN = {name: option for name, option in RUN.items() if name not in PLACE}
@@ -84,7 +86,7 @@ def _check_methods(preset: Preset) -> None:
             raise UserError(f"variant '{name}' in {preset.source} needs a line `method: NAME`.")
     for name in [*preset.methods, *(str(variant["method"]) for variant in preset.variants.values())]:
         plain = methods.plain_name(name)
-        if plain not in methods.METHODS:
+        if plain not in methods.METHODS and not is_import_path(plain):
             raise UserError(f"unknown method '{plain}' in {preset.source}: {short_nearest(plain, methods.METHODS)}")
 
 
@@ -176,4 +178,6 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     file = folder / "config.yaml"
     if not os.path.isfile(file):
         raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")
-    return parse_config(read_text(file), str(file))
+    text = read_text(file)
+    check_unchanged(load_mapping(text, str(file)).get(OUTSIDE), str(file))
+    return parse_config(text, str(file))

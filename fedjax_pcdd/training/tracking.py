@@ -14,13 +14,15 @@ import numpy as np
 
 from fedjax_pcdd.analysis.angles import etf_angle
 from fedjax_pcdd.analysis.pictures import draw
-from fedjax_pcdd.analysis.quantities import QUANTITIES, mean_of
+from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.trees import select
@@ -34,8 +36,10 @@ def names_of(text: str | None) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
     for name in names:
-        if name not in QUANTITIES:
+        if name not in QUANTITIES and not is_import_path(name):
             raise UserError(f"knows no '{name}': {nearest(name, QUANTITIES)}", field="track")
+        if not isinstance(QUANTITIES.find(name), Quantity):
+            raise UserError(f"takes a Quantity, which {name} is not: make one as docs/analyses.md says.", field="track")
     return names
 
 
@@ -63,9 +67,9 @@ class Tracker:
         self.after, self.between = local and not exchanged, local and exchanged
         programs = [part.simulation.program for part in self.parts]
         looks = [partial(_look, program, self.names) for program in programs]
-        pairs = zip(programs, looks, strict=True)
+        pairs = list(zip(programs, looks, strict=True))
         self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
-        self._between = [jax.jit(partial(look_between_rounds, look)) for look in looks]
+        self._between = [jax.jit(partial(look_between_rounds, program, look)) for program, look in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
@@ -111,7 +115,7 @@ class Tracker:
 
     def _local(self, name: str, found: list[Tree]) -> dict[str, float | None]:
         """Means over all clients."""
-        numbers = [QUANTITIES[name].per_client(seen[name]) for seen in found]
+        numbers = [QUANTITIES.find(name).per_client(seen[name]) for seen in found]
         return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class Tracker:
         present = self.federation.class_counts[jobs.row] > 0
         seen = self._general(one.methods, self.parts[0].of(state).servers, one.data, present, self.probe)
         counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
-        return {name: QUANTITIES[name].overall(seen[name], counts, labels, classes) for name in self.names}
+        return {name: QUANTITIES.find(name).overall(seen[name], counts, labels, classes) for name in self.names}
 
 
 class Tracking(Callback):
@@ -156,7 +160,7 @@ class Tracking(Callback):
         """The pictures `track_<name>.png`."""
         if run.error is None:
             for name in self.names:
-                draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{name}.png")
+                draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{short_name(name)}.png")
 
 
 class _Part(NamedTuple):
@@ -184,11 +188,12 @@ def _parts(simulation: Any) -> list[_Part]:
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
     """What is found in one client's model."""
     view = View(program, server, variables, data.train, row, data.class_counts[row] > 0)
-    return {name: QUANTITIES[name].of_client(view) for name in names}
+    return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
+@full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
     """What is found in the global model."""
     method, server = select((methods, servers), 0)
     view = View(program, server, method.generic_variables(server), data.test, None, present)
-    return {name: QUANTITIES[name].of_server(view, probe) for name in names}
+    return {name: QUANTITIES.find(name).of_server(view, probe) for name in names}
