@@ -36,7 +36,9 @@ from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
-EXTRA_FORWARDS = {"moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1}
+EXTRA_FORWARDS = {
+    "moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1, "fedvls": 1, "fedntd": 1, "fedlmd": 1,
+}  # fmt: skip
 
 # Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (its gradient) and in an
 # upload (what is sent and summed), each once; that the client's state comes and goes is counted by itself.

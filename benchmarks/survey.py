@@ -86,10 +86,13 @@ def is_quick(section: str, case: Case) -> bool:
 def digest(section: str) -> str:
     """Of the source files that the records of a section depend on, and JAX."""
     package = ROOT / "fedjax_pcdd"
-    folders = ["models"] if section in ("models", "forms") else ["models", "data", "losses", "methods", "engine"]
+    alone = section in ("models", "forms")
+    folders = ["models"] if alone else ["models", "data", "losses", "methods", "engine"]
     files = [file for folder in folders for file in (package / folder).iterdir() if file.suffix in (".py", ".json")]
     files += [package / "trees.py", package / "errors.py"]
-    names = ("cases", "forms", "hlo", "programs", "round_time", "targets", "turns", "workloads")
+    names = ["programs", "targets", "workloads"] + (
+        ["convolutions", "forms"] if alone else ["hlo", "round_time", "turns"]
+    )
     files += [ROOT / "benchmarks" / f"{name}.py" for name in names]
     text = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.sha256(text + version("jax").encode()).hexdigest()[:12]

@@ -219,25 +219,29 @@ class _Counter:
         return [v.val if isinstance(v, core.Literal) else values.get(v) for v in jaxpr.outvars]
 
     def _evaluate(self, equation: core.JaxprEqn, inputs: list[Any], wanted: Wanted) -> list[Any] | None:
-        name, params, decides = equation.primitive.name, equation.params, _decides(equation)
-        if not decides:
-            self.equations += self._size(equation)
-            if not any(wanted):
-                return None
-        if decides and name == "while":
-            return self._while(params, inputs, wanted, tag_of(str(equation.source_info.name_stack)) or "")
-        if decides and name == "scan":
-            return self._scan(params, inputs, wanted, tag_of(str(equation.source_info.name_stack)) or "")
-        if decides and name == "cond":
+        if _decides(equation):
+            return self._inside(equation, inputs, wanted)
+        self.equations += self._size(equation)
+        if not any(wanted):
+            return None
+        if not all(self._inputs(equation, wanted)):  # then it cannot be evaluated as a whole
+            return _Counter()._inside(equation, inputs, wanted)
+        results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+        return results if equation.primitive.multiple_results else [results]
+
+    def _inside(self, equation: core.JaxprEqn, inputs: list[Any], wanted: Wanted) -> list[Any]:
+        """Evaluate what an equation has inside, one by one."""
+        name, params = equation.primitive.name, equation.params
+        if name in LOOPS:
+            loop = self._while if name == "while" else self._scan
+            return loop(params, inputs, wanted, tag_of(str(equation.source_info.name_stack)) or "")
+        if name == "cond":
             self.equations += 1
             branch = params["branches"][int(np.clip(int(inputs[0]), 0, len(params["branches"]) - 1))]
             return self.run(branch.jaxpr, branch.consts, inputs[1:], wanted)
-        if decides and (called := _called(equation)):
+        if called := _called(equation):
             return self.run(*called, inputs, wanted)
-        if decides:
-            raise NotImplementedError(f"the loops in a {name} are not counted: take one device.")
-        results = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
-        return results if equation.primitive.multiple_results else [results]
+        raise NotImplementedError(f"the loops in a {name} are not counted: take one device.")
 
     def _turn(self, name: str, known: bool) -> None:
         self._turns.setdefault(name, [known, 0])[1] += 1

@@ -87,7 +87,7 @@ def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 5, 5, 1)).astype(np.uint8)
 
 
-def simulation(method: Method, *, lanes: int = 2, client_state: Any = "device") -> Simulation:
+def simulation(method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device") -> Simulation:
     """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum."""
     parts = federation()
     plain = models.build("mlp", num_classes=CLASSES, image_shape=parts.image_shape)
@@ -95,7 +95,7 @@ def simulation(method: Method, *, lanes: int = 2, client_state: Any = "device") 
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3, lanes=lanes,
-        rounds=len(ROUNDS), client_state=client_state, public=public,
+        rounds=len(ROUNDS), block=block, client_state=client_state, public=public,
     )  # fmt: skip
 
 
@@ -140,6 +140,13 @@ def three_rounds_with_changing_cohorts_compile_once(make: Make) -> None:
 def lanes_do_not_change_results(make: Make) -> None:
     """Hooks see one client, whoever is trained beside it."""
     assert_close(train(make()), train(make(lanes=1)), 1e-5)
+
+
+def blocks_do_not_change_results(make: Make) -> None:
+    """Jobs that begin and end together do so under one vmap, as on an accelerator."""
+    together = make(lanes=3, block=3)
+    assert together.program.blocks.together
+    assert_close(train(together, ROUNDS[:1]), train(make(lanes=1), ROUNDS[:1]), 1e-5)
 
 
 def client_state_on_the_host_does_not_change_results(make: Make) -> None:
@@ -204,6 +211,7 @@ def a_round_without_clients_changes_nothing(make: Make) -> None:
 CLAIMS: tuple[Callable[[Make], None], ...] = (
     three_rounds_with_changing_cohorts_compile_once,
     lanes_do_not_change_results,
+    blocks_do_not_change_results,
     client_state_on_the_host_does_not_change_results,
     order_of_clients_does_not_change_results,
     continuing_from_a_copied_state_is_bitwise_the_same,

@@ -118,6 +118,16 @@ def test_what_decides_no_loop_is_not_computed_and_may_be_a_mere_shape():
     assert count_turns(program, [3, images]).turns == 3
 
 
+def test_of_a_loop_of_known_length_only_what_decides_another_is_computed():
+    def function(n, x):
+        n, x = lax.fori_loop(0, 3, lambda _, both: (both[0] + 2, both[1] @ both[1]), (n, x))
+        return repeat(n, x)
+
+    images = jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)
+    program = tagged(jax.make_jaxpr(function)(1, images))
+    assert count_turns(program, [1, images]).turns == 7
+
+
 def test_the_names_of_loops_stand_in_the_compiled_program():
     def function(n, x):
         return lax.fori_loop(0, n, lambda i, x: repeat(i, x), repeat(n, x))

@@ -6,6 +6,7 @@ Methods that exchange logits: test_contract_public.py.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 import toy
 
@@ -31,6 +32,13 @@ REDUCES = {
     "solo": None,  # nothing is aggregated
     "fedrs": {"alpha": 1.0, "bias": True},
     "fedlc": {"tau": 0.0},
+    "fedvls": {"lam": 0.0, "omega": 0.0, "calibrated": False},
+    "fedntd": {"beta_ntd": 0.0},
+    "fedlmd": {"beta_lmd": 0.0},
+    "feddecorr": {"beta_dec": 0.0},
+    "feduv": {"lam": 0.0, "mu": 0.0},
+    "fedetf": None,  # another classifier
+    "fedloge": None,  # the body never learns from a head
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},
@@ -55,6 +63,22 @@ def test_every_method(claim, name):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_a_lane_for_every_client_does_not_change_results(name):
     assert_close(toy.train(simulation(name, lanes=3)), toy.train(simulation(name, lanes=1)), 1e-5)
+
+
+ALL = 5
+SHAPES = [(3, 1), (3, 2), (3, 3), (ALL, 1), (ALL, 2), (ALL, ALL)]  # lanes and b
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
+def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
+    def outcome(lanes, block):
+        simulated = simulation(name, cohort=ALL, lanes=lanes, block=block, dtype=jnp.float64)
+        state, report = toy.train(simulated)
+        return state, report, simulated.evaluate(state, personal=True)
+
+    expected = outcome(1, 1)
+    for lanes, block in SHAPES:
+        assert_close(outcome(lanes, block), expected, 1e-10)
 
 
 def test_every_method_says_whether_it_reduces_to_fedavg():

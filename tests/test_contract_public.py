@@ -95,6 +95,19 @@ def test_lanes_do_not_change_results(form):
     assert_close(toy.train(groups(form, lanes=2)), expected, 1e-5)
 
 
+@pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
+def test_blocks_of_participants_do_not_change_results(form, x64):
+    def outcome(**options):
+        table = groups(form, dtype=jnp.float64, **options)
+        state, report = toy.train(table)
+        counts = table.evaluate(state, personal=True), table.domain_correct(state)
+        return state, report, counts, table.public_logits(state)
+
+    expected = outcome(lanes=1)
+    for block in (2, 3):
+        assert_close(outcome(lanes=3, block=block), expected, 1e-10)
+
+
 @every_form
 def test_continuing_from_a_copied_state_is_bitwise_the_same(form):
     table = groups(form)

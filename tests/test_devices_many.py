@@ -19,7 +19,7 @@ from fedjax_pcdd.errors import UserError
 HERE = Path(__file__).parent
 CASES = (
     *("fedavg", "scaffold, clients on the host", "fedmr", "fedgela", "stacked messages", "no global model"),
-    "two experiments",
+    *("two experiments", "blocks, clients on the host", "blocks of whole jobs", "blocks of two experiments"),
 )
 
 

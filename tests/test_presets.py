@@ -43,6 +43,10 @@ NO_RUN = {
     ("fedmr_table15", "best-baseline", ""): "the best of several methods",
     ("fedgela_table5", "best-baseline", ""): "the best of several methods",
 }
+# Rows of a table that a preset runs and whose printed numbers are not in experiments/expected/.
+NOT_COPIED = {
+    "fedvls_baselines": {"fedprox", "moon", "fedrs", "fedlc", "fedmr", "fedgela"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +122,15 @@ def test_every_printed_number_belongs_to_cells_of_its_preset(name):
 def test_every_cell_of_a_preset_has_a_printed_number(name):
     preset, table = preset_of(name), table_of(name)
     found = {(split, row["method"], row["variant"]) for row in printed(table) for split in averaged(row)}
-    cells = {(split, *row) for split in preset.splits for row in rows_of(preset)}
+    copied = [row for row in rows_of(preset) if row[0] not in NOT_COPIED.get(table, ())]
+    cells = {(split, *row) for split in preset.splits for row in copied}
     assert cells - found == set()
 
 
 def test_every_exception_is_still_one():
     found = {(table, row["method"], row["variant"]) for table in TABLES for row in printed(table)}
     assert set(NO_RUN) <= found
+    assert not {(table, method) for table, methods in NOT_COPIED.items() for method in methods} & {f[:2] for f in found}
 
 
 @pytest.mark.parametrize("name", SHIPPED)

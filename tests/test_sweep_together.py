@@ -186,7 +186,7 @@ def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsy
 
 def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(sweep, "run", lambda config, *_: ran.append(config.seed) or {"ga_best": 0.5})
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {"ga_best": 0.5})
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda _: "")
     tmp_path.joinpath("sweep").mkdir()

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
@@ -42,7 +43,8 @@ def forget():
 def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
     norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
-    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd", **hyper,
+    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
+    block=None, dtype=jnp.float32, **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
     parts = federation(noise=noise)
@@ -52,7 +54,7 @@ def simulation(
     simulated = Simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
-        eval_batch=eval_batch,
+        eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     return shared(simulated)
 
@@ -67,7 +69,7 @@ def architectures(*necks: int) -> list:
 def groups(
     name="fedmd", *, necks=(0, 1, 0, 1, 0), lanes=2, method=None, parts=None, images=21, batch=8, seed=0, epochs=2,
     batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
-    **hyper,
+    block=None, dtype=jnp.float32, **hyper,
 ):  # fmt: skip
     """Participants on the toy federation, two architectures by default; equal arguments share one."""
     method = METHODS[name](**hyper) if method is None else method
@@ -75,6 +77,7 @@ def groups(
     table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
         public=Public(public_images(images), public, batch), pipeline=PLAIN, lanes=lanes, rounds=3,
+        block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     for group in table.groups:
         shared(group)

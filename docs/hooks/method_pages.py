@@ -35,17 +35,17 @@ def title_and_idea(name: str) -> tuple[str, str]:
 
 def overview() -> str:
     """The page of all methods."""
-    found = []
+    lines = []
     for row in rows():
         title, idea = title_and_idea(row.name)
-        found.append((f"[{title}]({row.name}.md)", f"`{row.name}`", typeset(idea), row.paper, row.optimises))
+        lines.append((f"[{title}]({row.name}.md)", f"`{row.name}`", typeset(idea), row.paper, row.optimises))
     about = (
         "Each method is one file that says what distinguishes it from FedAvg. *Optimises* is the accuracy that its "
         "paper is about: the global model's (generic), the clients' own (personal), or both. `python "
         "experiments/run.py --list-methods` prints what each sends and keeps; [adding one](../adding_a_method.md) "
         "takes thirty lines."
     )
-    return f"# Methods\n\n{about}\n\n" + table(("method", "name", "idea", "paper", "optimises"), found)
+    return f"# Methods\n\n{about}\n\n" + table(("method", "name", "idea", "paper", "optimises"), lines)
 
 
 def method_page(name: str) -> str:
@@ -82,24 +82,24 @@ def command(name: str) -> str:
 
 def _presets(name: str) -> list[str]:
     """Where the papers' settings of the method are."""
-    folder, found = ROOT / "experiments/presets", []
+    folder, names = ROOT / "experiments/presets", []
     for path in sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
         preset = yaml.safe_load(path.read_text())
         if name in {*preset.get("methods", ()), *(one["method"] for one in preset.get("variants", {}).values())}:
-            found.append(f"`{path.relative_to(folder).with_suffix('')}`")
-    return [f"[Presets](../presets.md) that have it: {', '.join(found)}."] if found else []
+            names.append(f"`{path.relative_to(folder).with_suffix('')}`")
+    return [f"[Presets](../presets.md) that have it: {', '.join(names)}."] if names else []
 
 
 def _hyperparameters(cls: type[Method]) -> str:
-    found = []
+    lines = []
     for option in options_of(cls).values():
         default = "–" if option.default is None else f"`{option.default}`"
         static = cls.__dataclass_fields__[option.name].metadata.get("static")
         name = f"`{flag(option.name)}` {typeset(option.symbol)}".rstrip()
-        found.append((name, typeset(sentence(option.help)), default, _values(option), "yes" if static else ""))
-    if not found:
+        lines.append((name, typeset(sentence(option.help)), default, _values(option), "yes" if static else ""))
+    if not lines:
         return "None of its own."
-    lines = table(("option", "meaning", "default", "values", "recompiles"), found)
+    lines = table(("option", "meaning", "default", "values", "recompiles"), lines)
     return f'<div class="options" markdown>\n\n{lines}\n\n</div>'
 
 
@@ -117,14 +117,14 @@ def _traffic(row: Row) -> str:
 
 def _hooks(cls: type[Method]) -> str:
     """Hooks that differ from the contract's, with the first paragraph of what they say."""
-    found = []
+    lines = []
     for name, plain in vars(Method).items():
         own = inspect.getattr_static(cls, name)
         if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
             continue
         text = (inspect.getdoc(own) or "").split("\n\n")[0]
-        found.append((f"`{name}`", typeset(" ".join(text.split()))))
-    return table(("hook", "what it does"), found) if found else "All are the contract's defaults."
+        lines.append((f"`{name}`", typeset(" ".join(text.split()))))
+    return table(("hook", "what it does"), lines) if lines else "All are the contract's defaults."
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -31,9 +31,9 @@ def _formulas(text: str) -> str:
     for plain, sign in _SIGNS.items():
         text = text.replace(plain, sign)
     text = html.escape(text, quote=False)
-    text = _GREEK.sub(lambda found: _LETTERS[found[1]], re.sub(r"\bsum_", "Σ_", text))
-    text = _INDEX.sub(lambda found: f"{found[1]}<sub>{_inner(found[2])}</sub>", text)
-    text = _POWER.sub(lambda found: f"<sup>{_inner(found[1])}</sup>", text)
+    text = _GREEK.sub(lambda match: _LETTERS[match[1]], re.sub(r"\bsum_", "Σ_", text))
+    text = _INDEX.sub(lambda match: f"{match[1]}<sub>{_inner(match[2])}</sub>", text)
+    text = _POWER.sub(lambda match: f"<sup>{_inner(match[1])}</sup>", text)
     return text.translate(_MARKUP)
 
 
@@ -43,12 +43,12 @@ def _inner(text: str) -> str:
 
 def paragraphs(text: str) -> list[str]:
     """The paragraphs of a docstring as Markdown; indented ones are formulas or code and stay as they are."""
-    found = []
+    texts = []
     for part in re.split(r"\n\s*\n", text.strip("\n")):
         if not part.strip():
             continue
         if part.startswith("    "):
-            found.append(f"```text\n{part}\n```")
+            texts.append(f"```text\n{part}\n```")
         else:
-            found.append(typeset(" ".join(part.split())))
-    return found
+            texts.append(typeset(" ".join(part.split())))
+    return texts

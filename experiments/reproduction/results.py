@@ -135,7 +135,7 @@ def repeated(
 def machine() -> dict[str, Any]:
     """What it ran on: device and versions."""
     device = jax.devices()[0]
-    versions = {name: metadata.version(name) for name in PACKAGES if name != "fedjax-pcdd"}
+    versions = {name: metadata.version(name) for name in PACKAGES}
     return {
         "backend": jax.default_backend(), "device": device.device_kind, "processor": platform.machine(),
         "python": platform.python_version(), "versions": versions,

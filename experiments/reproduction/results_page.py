@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fedjax_pcdd.report.expected import TITLES, Expected, kind
+from fedjax_pcdd.report.expected import Expected, kind, title
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
 from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
 from fedjax_pcdd.report.tables import Column as Heading
@@ -145,10 +145,10 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
     over = family([column.over_baseline(row, metric) for row in rows])
     heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
     columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
-    title = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
+    heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
     lines = tuple(Line(row.label, _cells(row, metric, numbers, one)) for row, one in zip(rows, over, strict=True))
     order, count = column.order(metric, numbers)
-    text = markdown(Table(title, (*columns, Heading("", left=True)), lines))
+    text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
     if order is None:
         return [text]
     return [text, f"Rank correlation with the paper over {count} methods: {signed(order)}.", ""]
@@ -181,5 +181,5 @@ def _commands(column: Column) -> list[str]:
 
 def _title(metric: str) -> str:
     name, _, domain = metric.partition(":")
-    titles = TITLES | {"ga_pct": "GA, %", "pa_pct": "PA, %"}
-    return f"{titles.get(name, name)} {domain}".rstrip()
+    short = {"ga_pct": "GA, %", "pa_pct": "PA, %"}
+    return f"{short.get(name) or title(name) or name} {domain}".rstrip()

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.engine.evaluation import by_client
 from fedjax_pcdd.engine.jobs import World
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, running
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Hyper, Message, Method
@@ -65,6 +67,7 @@ class Watched(Method):
         return jnp.zeros((images.shape[0], model.num_classes))
 
 
+@full_precision
 def look_after_training(
     program: Program,
     look: Look,
@@ -92,7 +95,9 @@ def look_after_training(
     return run_lanes(program, world, state, plan).message.each
 
 
+@full_precision
 def look_between_rounds(
+    program: Program,
     look: Look,
     methods: Method,
     data: Data,
@@ -102,6 +107,7 @@ def look_between_rounds(
     """What is found in the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
 
     Args:
+      program: of one experiment.
       look: what is looked for.
       methods, data: of the `Simulation`.
       state: with the clients [n, ...] of the rows.
@@ -114,4 +120,4 @@ def look_between_rounds(
         variables = {**method.personal_variables(server, client), **running(statistics)}
         return look(data, server, variables, row)
 
-    return jax.lax.map(one, (rows, state.clients, state.statistics))
+    return by_client(program, one, (rows, state.clients, state.statistics))

@@ -5,10 +5,11 @@ resumed alone. The seconds of an experiment that shares a program are its share,
 cost. Letters: E experiments, K clients.
 """
 
+import copy
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.data.federation import heat_map
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, spelled
 from fedjax_pcdd.methods import Method
@@ -43,9 +45,9 @@ from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import bar
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.tracking import Tracking, names_of
+from fedjax_pcdd.training.tuning import Say
 
 Result = dict[str, Any]
-Say = Callable[[str], None]
 
 
 def warn(sentence: str) -> None:
@@ -59,7 +61,8 @@ class Asked(NamedTuple):
     config: RunConfig
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[Callback] = ()  # beside those that the options ask for
+    last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
 
 
 def run(
@@ -67,12 +70,13 @@ def run(
     method: Method,
     origin: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    last: Sequence[Callback] = (),
     say: Say = warn,
 ) -> Result:
     """Run, or resume, one experiment.
 
     Args:
-      config, method, origin, callbacks: as in `Asked`.
+      config, method, origin, callbacks, last: as in `Asked`.
       say: told of settings without effect, or that the method advises against.
 
     Returns:
@@ -81,7 +85,7 @@ def run(
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
     """
-    (summary,) = run_together([Asked(config, method, origin or {}, callbacks)], say)
+    (summary,) = run_together([Asked(config, method, origin or {}, callbacks, last)], say)
     if isinstance(summary, UserError):
         raise summary
     return summary
@@ -90,21 +94,32 @@ def run(
 def run_together(asked: Sequence[Asked], say: Say = warn) -> list[Result | UserError]:
     """Run, or resume, experiments that share a program (`sweep.program_key`).
 
-    Those that were interrupted in different rounds are trained with those of the same round.
+    Those that were interrupted in different rounds are trained with those of the same round. Where the device is out of
+    memory, they go on from the newest checkpoint with half of the lanes, which resolved.json then notes.
 
     Returns:
       For each what summary.json holds, or the error with which it failed, which stops none of the others.
 
     Raises:
-      UserError: one of them cannot be prepared or continued; none has trained then.
+      UserError: one of them cannot be prepared or continued, none has trained then; or a device that fails.
     """
+    fewer: list[Asked] = []
     with ExitStack() as opened:
-        session = Session(asked, say, opened)
-        if len({progress.round for progress in session.since}) == 1:
-            return session.results(session.train())
+        with in_sentences("preparing the run"):
+            session = Session(asked, say, opened)
+        rounds = [progress.round for progress in session.since]
+        if len(set(rounds)) == 1:
+            try:
+                with in_sentences("training"):
+                    return session.results(session.train())
+            except OutOfMemory as error:
+                fewer = session.with_fewer_lanes(error, say)
+    del session  # and what it has on the device
+    if fewer:
+        return run_together(fewer, say)
     groups: dict[int, list[int]] = {}
-    for e, progress in enumerate(session.since):
-        groups.setdefault(progress.round, []).append(e)
+    for e, round in enumerate(rounds):
+        groups.setdefault(round, []).append(e)
     results: dict[int, Result | UserError] = {}
     for members in groups.values():
         results |= zip(members, run_together([asked[e] for e in members], say), strict=True)
@@ -136,10 +151,10 @@ class Session:
         for e, one in enumerate(asked):
             self.records.append(Record(one, self.setup, e, self._own(state, e)))
             opened.callback(self.records[-1].checkpoint.checkpoints.close)
-        lanes = max(record.lanes for record in self.records) or self.setup.lanes(state)
-        self.simulation = self.setup.make(lanes) if lanes > 1 else self.setup.simulation
+        noted = max((r.noted for r in self.records if r.noted), key=lambda noted: noted["lanes"], default=None)
+        self.simulation = self.setup.settled(state, noted, say)
         for record in self.records:
-            record.resolve(lanes)
+            record.resolve(self.setup.notes(self.simulation))
         starts = [record.begin(self._own(state, e)) for e, record in enumerate(self.records)]
         self.since = [progress for _, progress in starts]
         resumed = any(progress.round for progress in self.since)
@@ -156,6 +171,19 @@ class Session:
         since, self.since = self.since, []  # the best models in it are replaced by better ones
         runs: Any = loop(self.simulation, self.state, self.setup.config.rounds, used, since)
         return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
+
+    def with_fewer_lanes(self, error: OutOfMemory, say: Say) -> list[Asked]:
+        """The experiments as they are continued with half of the lanes.
+
+        Raises:
+          OutOfMemory: the error, where there is but one lane, or where other processes would have to know.
+        """
+        notes = self.setup.notes_out_of_memory(self.simulation, error, say)
+        for record in self.records:
+            record.resolve(notes)
+        if jax.process_count() > 1:
+            raise error
+        return [record.continued() for record in self.records]
 
     def results(self, runs: Sequence[Run]) -> list[Result | UserError]:
         """Fine-tune where PA asks for it, and write all results."""
@@ -179,7 +207,10 @@ class Record:
         self.asked, self.setup, self.e = asked, setup, e
         config = asked.config
         self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
-        self.lanes = (self.folder.read_json("resolved.json") or {}).get("lanes", 0)  # 0: they are not known yet
+        self.noted = self.folder.read_json("resolved.json")  # None: nothing is settled yet
+        self._first = [
+            (callback, copy.deepcopy(callback.state())) for callback in as_callbacks([*asked.callbacks, *asked.last])
+        ]
         path = self.folder.path
         checkpoints = Checkpoints(
             path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
@@ -188,7 +219,7 @@ class Record:
         kept = f"; the checkpoints before it in {path} are good"
         measured = [setup.accuracies(e, kept=kept), *as_callbacks(list(asked.callbacks))]
         self.checkpoint = Checkpoint(checkpoints, measured)
-        self.callbacks = [*measured, *self._writers(), self.checkpoint]
+        self.callbacks = [*measured, *self._writers(), self.checkpoint, *asked.last]
 
     def _created(self, state: State) -> RunFolder:
         config, federation = self.asked.config, self.setup.federations[self.e]
@@ -215,7 +246,15 @@ class Record:
             found.append(Profile(folder.path / "profile"))
         return found
 
-    def resolve(self, lanes: int) -> None:
+    def continued(self) -> Asked:
+        """What goes on from the newest checkpoint, or from the start, where its callbacks are as they were then."""
+        for callback, state in self._first:
+            if state is not None:
+                callback.restore(state)
+        path = self.folder.path
+        return self.asked._replace(config=dataclasses.replace(self.asked.config, resume=path, run_dir=path))
+
+    def resolve(self, notes: Mapping[str, Any]) -> None:
         """Note in resolved.json what the options did not say; what a run that had begun noted stays."""
         hyperparameters = {
             name: value if isinstance(value, str | int | bool | None) else float(value)
@@ -223,7 +262,7 @@ class Record:
         }
         origin = {} if self.asked.config.resume else self.asked.origin
         known = self.folder.read_json("resolved.json") or {}
-        settled = {"lanes": lanes} | self._together()
+        settled = {**notes} | self._together()
         self.folder.write_json("resolved.json", {"hyperparameters": hyperparameters, **origin} | known | settled)
 
     def _together(self) -> dict[str, int]:
@@ -296,7 +335,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     config, method = read_run(Path(folder))
     config = dataclasses.replace(config, resume=Path(folder), run_dir=Path(folder))
     shown = [bar()] if progress else []
-    run(config, method, callbacks=[*as_callbacks(callbacks), *shown])
+    run(config, method, callbacks=as_callbacks(callbacks), last=shown)
     return load_run(folder)
 
 

@@ -3,6 +3,7 @@
 Letters: K clients, C classes, T rounds.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier
@@ -30,7 +32,7 @@ OPTIONS = tuple(
     for name, option in RUN.items()
     if option.group in ("model", "training", "evaluation") and name != "model" and not name.startswith("track")
 ) + (
-    *("cohort", "client_state", "data_dir", "models", "public", "public_samples", "public_batch"),
+    *("cohort", "client_state", "tune", "data_dir", "models", "public", "public_samples", "public_batch"),
     *("pretrain_epochs", "pretrain_batch_size"),
 )
 
@@ -75,7 +77,7 @@ def simulate(
       progress: whether a bar is shown.
       options: further options of `experiments/run.py`, with its defaults: cohort, momentum, weight_decay, optimizer,
         optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision,
-        client_state, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
+        client_state, tune, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
         methods that need public images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have
         models of their own.
 
@@ -102,21 +104,36 @@ def simulate(
     parts = setup([(config, chosen)], Given(federation, own_model, pipeline))
     for sentence in parts.advice(0):
         warn(sentence)
-    state = parts.simulation.start()
-    lanes = parts.lanes(state)
-    simulation = parts.make(lanes) if lanes > 1 else parts.simulation
 
     def history(run: Run, summary: dict[str, Any]) -> History:
         return History(
             label or config.method, run.method, federation, config, list(run.history.rows), run.state, summary,
-            simulation,
+            run.simulation,
         )  # fmt: skip
 
     told: list[Callback] = [parts.accuracies(0, per_client=True), *as_callbacks(callbacks)]
     if callback is not None:
         told.append(Function(lambda run, _: callback(history(run, {}))))
-    run: Any = loop(simulation, parts.prepared(simulation, state), rounds, [*told, *([bar()] if progress else [])])
-    return history(run, _summary(parts, run))
+    return _trained(parts, [*told, *([bar()] if progress else [])], history)
+
+
+def _trained(parts: Setup, callbacks: list[Callback], history: Callable, noted: Any = None) -> History:
+    """A run from its start to its end; anew with half of the lanes where the device is out of memory."""
+    first = [(callback, copy.deepcopy(callback.state())) for callback in callbacks]
+    with in_sentences("preparing the run"):
+        state = parts.simulation.start()
+        simulation = parts.settled(state, noted, warn)
+    try:
+        with in_sentences("training"):
+            run: Any = loop(simulation, parts.prepared(simulation, state), parts.config.rounds, callbacks)
+            return history(run, _summary(parts, run))
+    except OutOfMemory as error:
+        noted = parts.notes_out_of_memory(simulation, error, warn)
+    del simulation, state  # and what they have on the device
+    for callback, kept in first:
+        if kept is not None:
+            callback.restore(kept)
+    return _trained(parts, callbacks, history, noted)
 
 
 def _check_objects(*, model: Any, pipeline: Any, callback: Any) -> None:

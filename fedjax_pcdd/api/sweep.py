@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pcdd.api.runs import Asked, Result, run, run_together
+from fedjax_pcdd.engine.devices import free_memory
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
@@ -99,7 +100,7 @@ class Sweep:
 
     def _run_part(self, asked: Mapping[str, Asked], bar: SweepBar) -> None:
         """Run experiments together, or one by one where there is but one or some cannot be prepared."""
-        shown = {name: one._replace(callbacks=[PartOfSweep(bar, name)]) for name, one in asked.items()}
+        shown = {name: one._replace(last=[PartOfSweep(bar, name)]) for name, one in asked.items()}
         try:
             results = run_together(list(shown.values()), _silent) if len(shown) > 1 else []
         except UserError:
@@ -116,7 +117,7 @@ class Sweep:
         again = self._asked(Planned(name, asked.config, asked.method, asked.origin))
         if again is not None:
             try:
-                self._note(name, run(again.config, again.method, again.origin, asked.callbacks, _silent))
+                self._note(name, run(again.config, again.method, again.origin, last=asked.last, say=_silent))
             except UserError as error:
                 self._note(name, error)
 
@@ -170,9 +171,8 @@ def affordable(config: RunConfig, method: Method) -> int:
 
 def free_bytes() -> float:
     """Free memory of the device, of the machine where computing shares its memory; infinite where unknown."""
-    known = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in known:
-        return known["bytes_limit"] - known["bytes_in_use"]
+    if (own := free_memory()) < math.inf:
+        return own
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)

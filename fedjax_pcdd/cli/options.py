@@ -63,18 +63,25 @@ def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Meth
     return configure(scan(argv), presets)
 
 
-def scan(argv: Sequence[str]) -> dict[str, str]:
+def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
     """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+
+    Args:
+      switches: options that take no value; None for those of runs.
+      words: takes what is no option; None where there may be no such words.
 
     Raises:
       UserError: something that is no option, or an option without its value.
     """
     given, rest = {}, list(argv)
-    switches = _switches(_named_method(argv))
+    switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
         if token == "-h":
             token = "--help"
+        if words is not None and not token.startswith("-"):
+            words.append(token)
+            continue
         if not token.startswith("--") or token == "--":
             raise UserError(f"unexpected '{token}': options are written --name=value.")
         word, equals, text = token.partition("=")
@@ -110,10 +117,11 @@ def _switches(named: Sequence[type[Method]]) -> set[str]:
 
 def _without_value(name: str) -> str:
     known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
-    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else _no_option(name, known)
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else no_option(name, known)
 
 
-def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
+def no_option(name: str, known: Sequence[str] | set[str]) -> str:
+    """A sentence about an option that there is not, with the nearest that there is."""
     advice = nearest(name, known)
     close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
     return f"there is no option {flag(name)}: {close}"
@@ -162,7 +170,7 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     if wrappers and not owners:
         owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
-        return _no_option(name, known)
+        return no_option(name, known)
     several = ", ".join(owners)
     return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`."
 

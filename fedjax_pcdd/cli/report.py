@@ -1,26 +1,24 @@
 """The command lines of experiments/report.py and experiments/compare.py."""
 
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
 import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import tyro
-
-from fedjax_pcdd import methods
 from fedjax_pcdd.cli.arguments import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
 from fedjax_pcdd.report.contents import own_table, paper_tables
-from fedjax_pcdd.report.expected import TITLES, kind, read_expected
+from fedjax_pcdd.report.expected import kind, read_expected, title
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
 from fedjax_pcdd.report.plots import LABELS, curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
-from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.folder import CONFIG
 
 LEGEND = (
     "Mean ± standard deviation over seeds; in brackets the paper's number and the difference to it. "
@@ -32,22 +30,23 @@ LEGEND = (
 class ReportOptions:
     """Tables, curves and one HTML page over the folders of runs."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """folders of runs, or folders that hold such folders"""
-    preset: str | None = None
-    """only the runs of this published table, as fedmr/table1; by default every run where it was recorded"""
-    output: Path = Path("report")
-    """folder for report.html, report.md, report.csv, report.tex and the curves"""
+    runs: tuple[Path, ...] = run_option((), "", "folders of runs, or folders that hold such folders")
+    preset: str | None = run_option(
+        None, "", "only the runs of this published table, as fedmr/table1; by default every run where it was recorded"
+    )
+    output: Path = run_option(
+        Path("report"), "", "folder for report.html, report.md, report.csv, report.tex and the curves"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
     """Paired comparison with the first run's method, over the same seeds and partitions."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """folders of runs, or folders that hold such folders; the first one is what the others are compared with"""
-    confidence: float = 0.95
-    """of the intervals; one less it is the level of the verdicts"""
+    runs: tuple[Path, ...] = run_option(
+        (), "", "folders of runs, or folders that hold such folders; the first is what the others are compared with"
+    )
+    confidence: float = run_option(0.95, "", "of the intervals; one less it is the level of the verdicts")
 
 
 def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
@@ -103,7 +102,7 @@ def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[
     for preset in dict.fromkeys(one.preset for one in groups if one.preset):
         numbers = read_expected(expected, preset)
         tables += paper_tables(preset, [one for one in groups if one.preset == preset], numbers)
-        unread = dict.fromkeys(kind(one.metric) for one in numbers if kind(one.metric) not in TITLES)
+        unread = dict.fromkeys(kind(one.metric) for one in numbers if title(one.metric) is None)
         if unread:
             notes.append(f"{preset} also prints {', '.join(unread)}, which is not read from run folders.")
     return tables, notes
@@ -132,7 +131,7 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
     """Text of every file by its name."""
     own_tables = [own_table(one) for one in groups]
     tables = [*papers, *own_tables]
-    commands = {run.path: run.command or command_of(run.config) for run in runs}
+    commands = {run.path: command_of(run) for run in runs}
     pictures = {}
     lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), "", *map(markdown, papers)]
     for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
@@ -163,29 +162,6 @@ def _write(folder: Path, files: dict[str, str]) -> None:
         raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
 
 
-def command_of(config: dict[str, Any]) -> str:
-    """The shortest command that gives the options of a run."""
-    known = RUN | _hyperparameters(config["method"])
-    usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
-    if config["partition"] != "natural":
-        usual["clients"] = 10
-    words = [f"--method={config['method']}"]
-    for name, value in config.items():
-        if name in PLACE or name == "method" or (name in usual and value == usual[name]):
-            continue
-        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={'none' if value is None else value}")
-    return shlex.join(["python", "experiments/run.py", *words])
-
-
-def _hyperparameters(method: str) -> dict[str, Option]:
-    """Of a method; none of one that this version does not know."""
-    try:
-        return options_of(methods.get(method))
-    except UserError:
-        return {}
+def command_of(run: RunRecord) -> str:
+    """How a run was started; where that is not recorded, a command with the same options."""
+    return run.command or shlex.join(["python", "experiments/run.py", f"--preset={run.path / CONFIG}"])

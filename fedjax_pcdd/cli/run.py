@@ -49,7 +49,7 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
         if own.quiet:
             runs.run(own, method, origin, say=lambda _: None)
             return
-        summary = runs.run(own, method, origin, [progress.bar()], _warn)
+        summary = runs.run(own, method, origin, last=[progress.bar()], say=_warn)
         progress.show(summary, own.run_dir or Path())
 
 

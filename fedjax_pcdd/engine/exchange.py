@@ -15,6 +15,7 @@ import optax
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
 from fedjax_pcdd.methods.method import Context, Hyper, Keys
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
@@ -56,6 +57,7 @@ class Talk(NamedTuple):
     key: jax.Array
 
 
+@full_precision
 def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tree, images, plan, round, key):
     """All public batches of a round.
 
@@ -112,7 +114,7 @@ def _context(table: Table, talk: Talk, g: int, seat: Seat, public: Tree, step) -
 
 def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tree:
     """What a group tells of all public images as they are, leaves [K_g, N, ...]."""
-    program = table.programs[g]
+    program, members = table.programs[g], len(table.members[g])
 
     def one(seat):
         def say(rows):
@@ -120,9 +122,9 @@ def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tre
             context = _context(table, talk, g, seat, public, jnp.zeros((), jnp.int32))
             return talk.method.say(seat.variables, PublicBatch(images, images, ()), context)
 
-        return over_all(say, talk.images.shape[0], program.eval_batch)
+        return over_all(say, talk.images.shape[0], program.eval_batch_of(members))
 
-    return lift(one, len(table.members[g]))(seats)
+    return lift(one, members)(seats)
 
 
 def _step(table: Table, talk: Talk, targets: Tree, t, seats: tuple[Seat, ...], public: Tree):

@@ -21,12 +21,13 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine import grouping, schedule
+from fedjax_pcdd.engine.blocks import Pass, client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.grouping import Public as Public
 from fedjax_pcdd.engine.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
 from fedjax_pcdd.engine.program import State, Tree, facts_of, samples_of
-from fedjax_pcdd.engine.round import Evaluation, Launched, Local, Report
+from fedjax_pcdd.engine.round import Evaluation, Launched, Local, Report, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method, Server
 from fedjax_pcdd.methods.participant import Participant
@@ -85,7 +86,7 @@ class Groups:
         self.images = jnp.asarray(public.images) if public else None
         self.tests = samples_of(on_device.x_test, on_device.y_test, federation.partition.test)
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
-        self._domains = [jax.jit(partial(domain_correct, g.program)) for g in self.groups]
+        self._domains = [jax.jit(partial(domain_correct, g.program, self._domain_pass(g))) for g in self.groups]
         self._logits = [jax.jit(partial(public_logits, g.program, self.table.pipeline)) for g in self.groups]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
@@ -104,6 +105,10 @@ class Groups:
     def federations(self) -> list[Federation]:
         """The one."""
         return [self.federation]
+
+    def _domain_pass(self, group: Simulation) -> Pass:
+        """How a participant's model goes through one domain's tests."""
+        return client_pass(self.federation.test_sizes, group.program.eval_batch, group.program.blocks.size)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -152,8 +157,9 @@ class Groups:
     def _initial(self, g: int) -> Tree:
         """Fresh variables of a group's participants [K_g, ...]."""
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
-        model, numbers = self.groups[g].program.model, jnp.array(self.members[g])
-        return jax.vmap(lambda k: initialise(model, jax.random.fold_in(key, k), shape))(numbers)
+        group, numbers = self.groups[g], jnp.array(self.members[g])
+        first = jax.vmap(lambda k: initialise(group.program.model, jax.random.fold_in(key, k), shape))(numbers)
+        return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
     def _init_public(self) -> Tree:
         if self.public is None or self.traits.exchange == "never":

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.engine.jobs import World
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Program, State, Tree, lift, unlabelled
 from fedjax_pcdd.methods.checks import alike
 from fedjax_pcdd.methods.method import Message, ServerContext
@@ -41,6 +42,7 @@ class Evaluation(NamedTuple):
     further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
 
 
+@full_precision
 def training_round(
     program: Program, methods, hyper, data, keys, state: State, plan, jobs, round
 ) -> tuple[State, Report]:

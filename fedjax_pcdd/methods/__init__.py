@@ -5,15 +5,20 @@ from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
 from fedjax_pcdd.methods.feddc import FedDC
+from fedjax_pcdd.methods.feddecorr import FedDecorr
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.feddyn import FedDyn
+from fedjax_pcdd.methods.fedetf import FedETF
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedgen import FedGen
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.fedlmd import FedLMD
+from fedjax_pcdd.methods.fedloge import FedLoGe
 from fedjax_pcdd.methods.fedmatch import FedMatch
 from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.methods.fednova import FedNova
+from fedjax_pcdd.methods.fedntd import FedNTD
 from fedjax_pcdd.methods.fedproc import FedProc
 from fedjax_pcdd.methods.fedproto import FedProto
 from fedjax_pcdd.methods.fedprox import FedProx
@@ -21,6 +26,8 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.feduv import FedUV
+from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
 from fedjax_pcdd.methods.moon import MOON
@@ -46,6 +53,13 @@ _OWN: dict[str, type[Method]] = {
     "solo": Solo,
     "fedrs": FedRS,
     "fedlc": FedLC,
+    "fedvls": FedVLS,
+    "fedntd": FedNTD,
+    "fedlmd": FedLMD,
+    "feddecorr": FedDecorr,
+    "feduv": FedUV,
+    "fedetf": FedETF,
+    "fedloge": FedLoGe,
     "fedgen": FedGen,
     "fedrl": FedRL,
     "fedrep": FedRep,

@@ -38,7 +38,7 @@ class FML(Participant):
     def build(self, model):
         """The participant's model and a meme."""
         norm = getattr(model.backbone, "norm", model.norm)
-        types = {"norm": norm, "dtype": model.dtype, "param_dtype": model.param_dtype}
+        types = {"norm": norm, "dtype": model.dtype, "param_dtype": model.param_dtype, "precision": model.precision}
         text = hasattr(model.backbone, "vocabulary")
         meme = models.build(self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), text=text, **types)
         return Pair(model, meme, models.smallest_side(self.meme))

@@ -137,6 +137,7 @@ def build(
     norm: str = "batch",
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
+    precision: str | None = None,
 ) -> Classifier:
     """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
 
@@ -148,6 +149,7 @@ def build(
       norm: "batch" or "group", for models that normalise.
       dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
       param_dtype: of the parameters.
+      precision: of products of float32 operands, as for `jax.default_matmul_precision`.
 
     Raises:
       UserError: for an unknown name or norm, images that are too small for the model, or text in their place.
@@ -163,7 +165,7 @@ def build(
         raise UserError(_misfit(name, image_shape, text))
     else:
         backbone = family.backbone(norm, **({"vocabulary": num_classes} if text else {}), **types)
-    return Classifier(backbone, num_classes, **types, norm=norm)
+    return Classifier(backbone, num_classes, **types, norm=norm, precision=precision)
 
 
 def _from_outside(name: str, part: Any, known: dict[str, Any]) -> nn.Module:

@@ -6,12 +6,14 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 import functools
 import inspect
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.models.convolution_choices import Choices, choosing
 from fedjax_pcdd.models.layers import BatchNorm, Linear
 
 Variables = dict[str, Any]
@@ -60,6 +62,9 @@ class Classifier(nn.Module):
       head_bias: whether that head has a bias.
       dtype: of the computation, but for the head, which reads at least float32; None promotes.
       param_dtype: of the parameters.
+      precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
+        for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
+      convolutions: which forms they take; None for those of the packaged table.
       norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
     """
 
@@ -73,14 +78,18 @@ class Classifier(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     norm: str = "batch"
+    precision: str | None = None
+    convolutions: Choices | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
         masked = {"mask": mask} if _takes_mask(type(self.backbone)) else {}
-        features = self.backbone(x, train=train, **masked)
-        if self.neck:
-            features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
+        precise = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
+        with precise, choosing(self.convolutions):
+            features = self.backbone(x, train=train, **masked)
+            if self.neck:
+                features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
             features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))

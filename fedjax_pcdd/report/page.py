@@ -1,10 +1,10 @@
-"""`report.html`: everything in one file that needs no other and no network."""
+"""`report.html`: everything in one file that needs no other and no network; page.html is its template."""
 
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,24 +23,6 @@ RUN_COLUMNS = (
 )
 
 
-class Section(NamedTuple):
-    """A group of runs.
-
-    Args:
-      table: its own.
-      key: border, colour and name of each curve.
-      figures: curves as SVG.
-      shares: accuracies by class and client, [] where no run has them.
-      partitions: picture in base64, and the seeds and names of the runs that have it.
-    """
-
-    table: Table
-    key: list[tuple[str, str, str]]
-    figures: list[Markup]
-    shares: list[Table]
-    partitions: list[tuple[str, str]]
-
-
 def page(
     groups: Sequence[Group],
     papers: Sequence[Table],
@@ -57,35 +39,40 @@ def page(
       notes: sentences above the tables.
       commands: how to start each run, by its folder.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"indented": lambda value: json.dumps(value, indent=2, ensure_ascii=False)}
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.lstrip_blocks = True
+    environment.globals |= {
+        "shown": shown, "aside": aside, "own_table": own_table, "legend": legend, "borders": BORDERS,
+        "figures": _figures, "shares": _shares, "partitions": _partitions, "machine": _machine, "indented": _indented,
+    }  # fmt: skip
     return environment.get_template("page.html").render(
-        title="Federated runs", groups=[_section(group, i) for i, group in enumerate(groups)], papers=papers,
-        runs=runs, waiting=sum(run.summary is None for run in runs), table_of_runs=_table_of_runs(runs), notes=notes,
-        commands=commands, machine=_machine, shown=shown, aside=aside,
+        title="Federated runs", groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
+        waiting=sum(run.summary is None for run in runs), notes=notes, commands=commands,
     )  # fmt: skip
 
 
-def _section(group: Group, index: int) -> Section:
-    members = [(name, run) for name, entry in zip(group.labels, group.entries, strict=True) for run in entry.runs]
-    runs = [(f"{name}, seed {run.seed}", run) for name, run in members]
+def _figures(group: Group, index: int) -> list[Markup]:
+    """The curves of a group as SVG."""
+    pictures = [(name, curves(group, name)) for name in LABELS]
+    return [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures if svg is not None]
+
+
+def _members(group: Group) -> list[tuple[str, RunRecord]]:
+    """Every run with the name of its experiment."""
+    return [(name, run) for name, entry in zip(group.labels, group.entries, strict=True) for run in entry.runs]
+
+
+def _shares(group: Group) -> list[Table]:
+    """Accuracies by class and by client, where a run has them."""
+    runs = [(f"{name}, seed {run.seed}", run) for name, run in _members(group)]
     by_class = [(name, _last(run, "ga_per_class")) for name, run in runs]
     by_client = [(name, _clients(run)) for name, run in runs]
-    shares = [
-        _shares("GA by class, last evaluation, %", "class", by_class),
-        _shares("PA by client, best, %", "client", by_client),
+    tables = [
+        _share_table("GA by class, last evaluation, %", "class", by_class),
+        _share_table("PA by client, best, %", "client", by_client),
     ]
-    pictures = [(name, svg) for name in LABELS if (svg := curves(group, name)) is not None]
-    return Section(
-        own_table(group),
-        [(BORDERS[style], colour, name) for colour, style, name in legend(group)],
-        [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures],
-        [table for table in shares if table.columns],
-        _partitions(members),
-    )
+    return [table for table in tables if table.columns]
 
 
 def _last(run: RunRecord, name: str) -> list[float | None]:
@@ -99,11 +86,7 @@ def _clients(run: RunRecord) -> list[float | None]:
     return (run.summary or {}).get("pa_best_per_client", newest)
 
 
-def _percent(share: float | None) -> Cell:
-    return Cell() if share is None else Cell(100 * share)
-
-
-def _shares(title: str, what: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
+def _share_table(title: str, what: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
     """Shares [n] of each run in a row."""
     width = max((len(shares) for _, shares in members), default=0)
     columns = tuple(Column(f"{what} {i}", digits=1) for i in range(width))
@@ -111,10 +94,14 @@ def _shares(title: str, what: str, members: Sequence[tuple[str, list[float | Non
     return Table(title, columns, tuple(Row(name, tuple(map(_percent, shares))) for name, shares in rows), stub="run")
 
 
-def _partitions(members: Sequence[tuple[str, RunRecord]]) -> list[tuple[str, str]]:
-    """Each picture once."""
+def _percent(share: float | None) -> Cell:
+    return Cell() if share is None else Cell(100 * share)
+
+
+def _partitions(group: Group) -> list[tuple[str, str]]:
+    """Each picture once, in base64, with the seeds and names of the runs that have it."""
     holders: dict[bytes, dict[int, list[str]]] = {}
-    for name, run in members:
+    for name, run in _members(group):
         if run.heat_map is not None:
             holders.setdefault(run.heat_map, {}).setdefault(run.seed, []).append(name)
     return [
@@ -136,3 +123,7 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
 
 def _machine(run: RunRecord) -> dict[str, Any]:
     return {name: (run.summary or {})[name] for name in MACHINE if name in (run.summary or {})}
+
+
+def _indented(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

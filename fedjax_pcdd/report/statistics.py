@@ -110,8 +110,8 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
       higher, lower: value by seed; the difference is the first less the second.
       confidence: of the interval, in (0, 1).
 
-    >>> found = paired({0: 3.0, 1: 5.0}, {0: 2.0, 1: 2.0, 2: 9.0})
-    >>> found.mean, found.error, found.seeds
+    >>> one = paired({0: 3.0, 1: 5.0}, {0: 2.0, 1: 2.0, 2: 9.0})
+    >>> one.mean, one.error, one.seeds
     (2.0, 1.0, (0, 1))
     """
     seeds = tuple(sorted(higher.keys() & lower.keys()))

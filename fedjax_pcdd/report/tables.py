@@ -175,6 +175,16 @@ def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
     return [first.index(cell.mean) + 1 if cell.mean in first else 0 for cell in cells]
 
 
+def escaped(text: str) -> str:
+    """Plain text for Markdown, in a table too.
+
+    >>> print(escaped("a|b *c* <d> mu_1 _e_ [f](g) [0, 1]"))
+    a\\|b \\*c\\* &lt;d&gt; mu_1 \\_e\\_ [f\\](g) [0, 1]
+    """
+    text = " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
+    return re.sub(r"([\\`*|~]|](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", text)
+
+
 def terminal(table: Table) -> RichTable:
     """For a console."""
     rich = RichTable(title=table.title or None, title_justify="left")
@@ -185,7 +195,7 @@ def terminal(table: Table) -> RichTable:
     return rich
 
 
-def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str] | None = None) -> str:
+def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str] = escaped) -> str:
     """One GitHub table under its title.
 
     Args:
@@ -193,13 +203,9 @@ def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str
       aligned: so that it reads as text too.
       escape: what makes text of a cell Markdown; `str` for cells that are Markdown.
     """
-    escape = escape or escaped
     lines = [[escape(heading) for heading in table.headings], *_lines(table, ("{}", "**{}**", "<u>{}</u>"), escape)]
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
-    rule = [
-        "-" * (width + 2) if aligned else "---" + ":" * (not left)
-        for width, left in zip(widths, table.left, strict=True)
-    ]
+    rule = ["-" * (width + 2) for width in widths] if aligned else ["---" if left else "---:" for left in table.left]
     piped = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
     head = [f"### {escape(table.title)}", ""] * bool(table.title) + [escape(table.remarks), ""] * bool(table.remarks)
     return "\n".join([*head, piped[0], f"|{'|'.join(rule)}|", *piped[1:]]) + "\n"
@@ -215,16 +221,6 @@ def _lines(table: Table, marks: Sequence[str], escape: Callable[[str], str]) -> 
             line.append(f"{text} ({escape(paper)})" if paper else text)
         lines.append(line)
     return lines
-
-
-def escaped(text: str) -> str:
-    """Plain text for Markdown, in a table too.
-
-    >>> print(escaped("a|b *c* <d> mu_1 _e_ [f](g) [0, 1]"))
-    a\\|b \\*c\\* &lt;d&gt; mu_1 \\_e\\_ [f\\](g) [0, 1]
-    """
-    text = " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
-    return re.sub(r"([\\`*|~]|](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", text)
 
 
 def code(text: str) -> str:

@@ -3,11 +3,10 @@
 Letters: E experiments, K clients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd import models
@@ -16,21 +15,23 @@ from fedjax_pcdd.data.domains import load_public
 from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
 from fedjax_pcdd.data.lists import is_file, partition
 from fedjax_pcdd.data.subset import subset
+from fedjax_pcdd.engine.device_errors import OutOfMemory
 from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.convolution_choices import Choices
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.config import RunConfig, unused
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
-
-PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def load(config: RunConfig) -> Dataset:
@@ -79,7 +80,7 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
     model = models.build(
         name, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",
-        dtype=None if config.precision == "float32" else PRECISION[config.precision],
+        dtype=TYPES[config.precision] if config.precision == "bfloat16" else None,
     )  # fmt: skip
     return model.clone(neck=config.neck) if config.neck else model
 
@@ -125,11 +126,13 @@ def assemble(
     model: Classifier | None = None,
     pipeline: augment.Pipeline | None = None,
     others: Sequence[Experiment] = (),
+    convolutions: Choices | None = None,
 ) -> Simulation:
     """Model, method and data as one simulation; a model or pipeline of one's own in place of what the options say.
 
     Args:
       others: experiments that share the program, after this one.
+      convolutions: forms that were timed on the device.
     """
     dataset, shape = federation.dataset, federation.image_shape
     pipeline = pipeline or augment.pipeline(
@@ -140,13 +143,16 @@ def assemble(
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
+    plain_model = plain_model.clone(
+        precision=plain_model.precision or products(config.precision), convolutions=convolutions
+    )
     return Simulation(
         method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,
         cohort=config.cohort or federation.num_clients, lanes=lanes,
         devices=count_devices(config.devices), rounds=config.rounds, weights=config.weights,
         local_statistics=config.bn == "local", keeps_optimiser=config.optimizer_state == "kept",
         client_state=config.client_state, public=public, eval_batch=config.eval_batch,
-        dtype=PRECISION[config.precision],
+        dtype=TYPES[config.precision],
     )  # fmt: skip
 
 
@@ -169,7 +175,10 @@ class Setup:
       federations: of each experiment [E].
       simulation: with one lane.
       methods: of each experiment [E], as the simulation uses them.
+      convolutions: forms that were timed on the device, None for those of the packaged table.
     """
+
+    convolutions: Choices | None = None
 
     def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
         """Build everything but the compiled programs; UserError for settings that cannot work."""
@@ -203,7 +212,7 @@ class Setup:
         others = zip(self.pairs[1:], self.federations[1:], strict=True)
         return assemble(
             *self.pairs[0], self.federations[0], lanes, model=self.given.model, pipeline=self.given.pipeline,
-            others=[experiment(*pair, federation) for pair, federation in others],
+            others=[experiment(*pair, federation) for pair, federation in others], convolutions=self.convolutions,
         )  # fmt: skip
 
     def _check(self, e: int) -> None:
@@ -219,14 +228,31 @@ class Setup:
         """Sentences about what is without effect, and what the method thinks of these settings."""
         return unused(self.pairs[e][0]) + self.simulation.advice[e]
 
-    def lanes(self, state: State) -> int:
-        """Clients trained as one step: as the options say, or measured."""
-        if self.config.lanes != "auto":
-            return int(self.config.lanes)
-        return self._fastest_lanes(state, len(self.pairs) * (self.config.cohort or self.federations[0].num_clients))
+    def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
+        """The simulation with the lanes and the forms of convolutions that are used.
 
-    def _fastest_lanes(self, state: State, jobs: int) -> int:
+        Args:
+          state: before the first round.
+          noted: what `notes` gave when the run began, None for a new one: then as the options say, or measured.
+          say: told what a user should know.
+        """
+        self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
+        lanes = noted["lanes"] if noted else self.config.lanes
+        if lanes == "auto":
+            clients = self.config.cohort or self.federations[0].num_clients
+            return self._with_fastest_lanes(state, len(self.pairs) * clients)
+        return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
+
+    def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
         return choose_lanes(self.make, state, jobs, self.config.rounds)
+
+    def notes(self, simulation: Any) -> dict[str, Any]:
+        """What was settled, for resolved.json: with it a resumed run computes the same numbers."""
+        return {"lanes": lanes_of(simulation), "convolutions": note(self.convolutions)}
+
+    def notes_out_of_memory(self, simulation: Any, error: OutOfMemory, say: Say) -> dict[str, Any]:
+        """The same with half of the lanes, which is said; the error where there is but one."""
+        return self.notes(simulation) | {"lanes": fewer_lanes(lanes_of(simulation), error, say)}
 
     def prepared(self, simulation: Any, state: State) -> State:
         """What the first round starts from."""

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pcdd import __version__
 from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
@@ -28,7 +29,7 @@ CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
-PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class RunFolder:
@@ -140,8 +141,9 @@ class Records(Callback):
 def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
+    own = {"python": platform.python_version(), "fedjax-pcdd": __version__}
     return {
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": own | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),

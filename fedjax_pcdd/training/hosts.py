@@ -68,7 +68,8 @@ def together(config: RunConfig, spell: Callable[[str], str] = spelled) -> Iterat
       The options of this process: without those of the processes, and for all but the first with a folder that goes.
     """
     if config.coordinator is None:
-        yield config
+        with _survived(config, spell):
+            yield config
         return
     temporary = Path(tempfile.mkdtemp())
     obituary = Obituary(temporary)
@@ -88,6 +89,22 @@ def together(config: RunConfig, spell: Callable[[str], str] = spelled) -> Iterat
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the others
     obituary.drop()
+
+
+@contextmanager
+def _survived(config: RunConfig, spell: Callable[[str], str]) -> Iterator[None]:
+    """Where a compiler may end the process, as those for GPUs do where a check of theirs fails, say what to do then."""
+    select_device(config.device, config.devices)
+    if jax.default_backend() == "cpu":
+        yield
+        return
+    obituary = Obituary(Path(tempfile.mkdtemp()))
+    advice = "or try another `precision`, or `tune=off`, in a new one"
+    obituary.prepare(spell(f"the run ended, killed or by a compiler that failed: {_advice(config)[:-1]}, {advice}."))
+    try:
+        yield
+    finally:
+        obituary.drop()
 
 
 def _join(config: RunConfig) -> None:

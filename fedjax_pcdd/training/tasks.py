@@ -18,6 +18,7 @@ from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
@@ -25,7 +26,6 @@ from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.training.accuracies import Accuracies, further
 from fedjax_pcdd.training.build import (
     NOTHING,
-    PRECISION,
     Given,
     Pair,
     Setup,
@@ -69,14 +69,15 @@ class ParticipantSetup(Setup):
         (config, method), federation = self.pairs[0], self.federations[0]
         method = self._completed(method)
         self._check_options(method)
-        models = [build_model(config, name, federation.dataset) for name in self.model_names(method)]
+        ways = {"precision": products(config.precision), "convolutions": self.convolutions}
+        models = [build_model(config, name, federation.dataset).clone(**ways) for name in self.model_names(method)]
         private, public = self._pipelines()
         return Groups(
             models, federation, method, local_training(config, method), seed=config.seed, epochs=self._epochs(),
             public=self._public(method, public), pipeline=private, lanes=lanes, rounds=config.rounds,
             weights=config.weights, local_statistics=config.bn == "local",
             keeps_optimiser=config.optimizer_state == "kept", eval_batch=config.eval_batch,
-            dtype=PRECISION[config.precision],
+            dtype=TYPES[config.precision],
         )  # fmt: skip
 
     def _completed(self, method: Method) -> Method:
@@ -128,9 +129,9 @@ class ParticipantSetup(Setup):
         if not method.traits().own_models and config.task is None:
             raise UserError(f"{config.method} has one common model: name it with `model`, not `models`.")
 
-    def _fastest_lanes(self, state: State, jobs: int) -> int:
+    def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
         """All participants of an architecture at once, but one after another on a CPU."""
-        return 1 if jax.default_backend() == "cpu" else jobs
+        return self.make(1 if jax.default_backend() == "cpu" else jobs)
 
     def prepared(self, simulation: Any, state: State) -> State:
         """The state after pre-training, if there is any."""

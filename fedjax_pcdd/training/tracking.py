@@ -18,6 +18,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
@@ -66,9 +67,9 @@ class Tracker:
         self.after, self.between = local and not exchanged, local and exchanged
         programs = [part.simulation.program for part in self.parts]
         looks = [partial(_look, program, self.names) for program in programs]
-        pairs = zip(programs, looks, strict=True)
+        pairs = list(zip(programs, looks, strict=True))
         self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
-        self._between = [jax.jit(partial(look_between_rounds, look)) for look in looks]
+        self._between = [jax.jit(partial(look_between_rounds, program, look)) for program, look in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
@@ -190,6 +191,7 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
+@full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
     """What is found in the global model."""
     method, server = select((methods, servers), 0)

@@ -70,8 +70,8 @@ def test_a_click_on_a_heading_sorts(chromium, address, heading, clicks, order):
     for _ in range(clicks):
         chromium.value(f"{table}.querySelectorAll('th button')[{heading}].click()")
     assert chromium.value(f"[...{table}.tBodies[0].rows].map((row) => row.cells[0].textContent)") == order
-    said = chromium.value(f"{table}.querySelectorAll('th')[{heading}].ariaSort")
-    assert said == ("descending" if order[0] == "moon" else "ascending")
+    order_named = chromium.value(f"{table}.querySelectorAll('th')[{heading}].ariaSort")
+    assert order_named == ("descending" if order[0] == "moon" else "ascending")
 
 
 def test_cells_without_a_number_stay_last(chromium, address):

@@ -58,8 +58,8 @@ def test_markdown_has_mean_paper_difference_and_marks(report):
 
 def test_csv_holds_every_number_unrounded(report):
     rows = list(csv.DictReader(io.StringIO((report / "report.csv").read_text())))
-    (found,) = [one for one in rows if one["method"] == "fedprox" and one["paper"]]
-    assert (float(found["mean"]), float(found["difference"]), found["rank"], found["note"]) == (
+    (line,) = [one for one in rows if one["method"] == "fedprox" and one["paper"]]
+    assert (float(line["mean"]), float(line["difference"]), line["rank"], line["note"]) == (
         60.0,
         0.0,
         "1",

@@ -16,7 +16,7 @@ from reproduction.columns import columns, with_means
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
 PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
     "claims", "ambiguities"
@@ -37,9 +37,9 @@ def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="fini
 
 def printed_numbers(**values):
     """Expected numbers of the split A; the mean of A and B is that of A plus one."""
-    found = [Expected("A", name, "", "ga_pct", value, None, "", ()) for name, value in values.items()]
+    numbers = [Expected("A", name, "", "ga_pct", value, None, "", ()) for name, value in values.items()]
     means = [Expected("avg", name, "", "ga_pct", value + 1, None, "", ("A", "B")) for name, value in values.items()]
-    return {"toy/table1": [*found, *means]}
+    return {"toy/table1": [*numbers, *means]}
 
 
 PAPER = printed_numbers(fedavg=60.0, fedmr=70.0, moon=65.0)
@@ -99,9 +99,9 @@ def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
 
 def test_a_reading_that_departs_from_the_table_bears_on_no_claim_unless_named():
     results = [made_up("fedmr", 50.0, tag="other"), made_up("fedavg", 40.0, tag="other")]
-    found = columns(results, PAPER)
-    assert findings([CLAIM], found, PAPER)[0].verdict == "not tried"
-    assert findings([CLAIM._replace(tags=("other",))], found, PAPER)[0].verdict == "one seed, same sign"
+    every = columns(results, PAPER)
+    assert findings([CLAIM], every, PAPER)[0].verdict == "not tried"
+    assert findings([CLAIM._replace(tags=("other",))], every, PAPER)[0].verdict == "one seed, same sign"
 
 
 def test_methods_are_counted_against_fedavg():

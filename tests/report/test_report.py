@@ -37,8 +37,8 @@ def papers(runs, cells, experiments, preset=None):
 
 
 def row(table, label):
-    (found,) = [one for one in table.rows if one.label == label]
-    return dict(zip((column.heading for column in table.columns), found.cells, strict=True))
+    (line,) = [one for one in table.rows if one.label == label]
+    return dict(zip((column.heading for column in table.columns), line.cells, strict=True))
 
 
 def test_runs_below_a_folder_are_found_once(tmp_path):
@@ -87,7 +87,7 @@ def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
 )
 def test_a_command_that_was_not_recorded_is_made_from_the_options(tmp_path, argv):
     (tmp_path / "config.yaml").write_text(dump(*parse(argv)))
-    command = command_of(read_run(tmp_path).config).split()
+    command = command_of(read_run(tmp_path)).split()
     assert dump(*parse(command[2:])) == dump(*parse(argv))
 
 
@@ -95,8 +95,8 @@ def test_mean_and_sample_deviation_are_over_seeds(tmp_path, cells):
     for seed, ga in enumerate((0.5, 0.6, 0.7)):
         write_run(tmp_path / f"runs/{seed}", ga, seed=seed)
     (one,) = group(collect([tmp_path / "runs"]), cells)
-    found = row(own_table(one), "fedavg")["GA best"]
-    assert (found.mean, found.std, found.n) == (pytest.approx(60.0), pytest.approx(10.0), 3)
+    cell = row(own_table(one), "fedavg")["GA best"]
+    assert (cell.mean, cell.std, cell.n) == (pytest.approx(60.0), pytest.approx(10.0), 3)
 
 
 def test_one_seed_has_no_deviation(tmp_path, cells):
@@ -114,7 +114,7 @@ def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
 
 def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
     (one,) = group(collect([write_run(tmp_path / "a")]), cells)
-    assert {found.rank for found in own_table(one).rows[0].cells} == {0}
+    assert {cell.rank for cell in own_table(one).rows[0].cells} == {0}
 
 
 def test_seconds_are_not_ranked(tmp_path, cells):
@@ -166,15 +166,15 @@ def test_a_cell_of_the_paper_is_joined_and_the_difference_taken(tmp_path, cells,
     in_preset(tmp_path / "runs/a", "A", ga=0.52)
     in_preset(tmp_path / "runs/b", "A", ga=0.54, seed=1)
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
-    found = row(table, "fedavg")["A"]
-    assert (found.mean, found.beside.mean, found.beside.std) == (pytest.approx(53.0), 50.0, 0.5)
-    assert found.difference == pytest.approx(3.0)
+    cell = row(table, "fedavg")["A"]
+    assert (cell.mean, cell.beside.mean, cell.beside.std) == (pytest.approx(53.0), 50.0, 0.5)
+    assert cell.difference == pytest.approx(3.0)
 
 
 def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, experiments):
     table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
-    found = row(table, "moon")["A"]
-    assert (found.mean, found.beside.mean, found.difference) == (None, 55.0, None)
+    cell = row(table, "moon")["A"]
+    assert (cell.mean, cell.beside.mean, cell.difference) == (None, 55.0, None)
 
 
 def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
@@ -208,8 +208,8 @@ def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cell
     in_preset(tmp_path / "runs/a1", "A", ga=0.9, seed=1)
     in_preset(tmp_path / "runs/b", "B", ga=0.4)
     table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
-    found = row(table, "fedavg")["avg"]
-    assert (found.mean, found.n, found.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+    cell = row(table, "fedavg")["avg"]
+    assert (cell.mean, cell.n, cell.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
 
 
 def accuracies(folder, *shares):
@@ -223,16 +223,16 @@ def test_rounds_to_fedavgs_best_accuracy_and_the_speed_up_are_pairs_of_one_seed(
         accuracies(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), best, 0.1, best)
         accuracies(in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed), *(best - 0.1, best, 0.9)[seed:])
     _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
-    found = row(table, "fedprox")
-    assert (found["A rounds"].mean, found["A rounds"].n) == (1.5, 2)
-    assert found["A speed-up"].mean == (3 / 2 + 3 / 1) / 2
+    cell = row(table, "fedprox")
+    assert (cell["A rounds"].mean, cell["A rounds"].n) == (1.5, 2)
+    assert cell["A speed-up"].mean == (3 / 2 + 3 / 1) / 2
 
 
 def test_fedavg_itself_counts_all_its_rounds(tmp_path, cells, experiments):
     in_preset(tmp_path / "runs/a", "A")
     _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
-    found = row(table, "fedavg")
-    assert (found["A rounds"].mean, found["A rounds"].beside.mean, found["A speed-up"].mean) == (3.0, 2.0, 1.0)
+    cell = row(table, "fedavg")
+    assert (cell["A rounds"].mean, cell["A rounds"].beside.mean, cell["A speed-up"].mean) == (3.0, 2.0, 1.0)
 
 
 def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
@@ -240,9 +240,9 @@ def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
         accuracies(write_run(tmp_path / f"runs/a{seed}", seed=seed), 0.1, 0.2, 0.5)
         accuracies(write_run(tmp_path / f"runs/b{seed}", seed=seed, method="moon"), 0.1, 0.2, last)
     (one,) = group(collect([tmp_path / "runs"]), cells)
-    found = row(own_table(one), "moon")["rounds to target"]
-    assert (found.mean, found.n, found.note) == (None, 2, "not reached by 1 of them")
-    assert shown(found) == "/"
+    cell = row(own_table(one), "moon")["rounds to target"]
+    assert (cell.mean, cell.n, cell.note) == (None, 2, "not reached by 1 of them")
+    assert shown(cell) == "/"
 
 
 def test_a_run_without_a_fedavg_of_its_seed_has_no_rounds_to_a_target(tmp_path, cells):
@@ -268,7 +268,7 @@ def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, 
 
 
 def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
-    folder = Path(__file__).parent.parent / "experiments/expected"
+    folder = Path(__file__).parents[2] / "experiments/expected"
     (table,) = paper_tables(
         "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
     )
@@ -291,7 +291,7 @@ def eigenvalues(tmp_path, cells, experiments):
     def column():
         table = papers(collect([tmp_path / "runs"]), cells, experiments)[-1]
         assert [column.metric for column in table.columns] == ["eigenvalue_variance"]
-        return {found.label: found.cells[0] for found in table.rows}
+        return {line.label: line.cells[0] for line in table.rows}
 
     return column
 
@@ -299,8 +299,8 @@ def eigenvalues(tmp_path, cells, experiments):
 def test_eigenvalues_are_those_tracked_after_the_last_round(tmp_path, eigenvalues):
     for seed, last in enumerate((10.0, 14.0)):
         spectra(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), 99.0, 50.0, last)
-    found = eigenvalues()["fedavg"]
-    assert (found.mean, found.n, found.beside.mean) == (12.0, 2, 1201.0)
+    cell = eigenvalues()["fedavg"]
+    assert (cell.mean, cell.n, cell.beside.mean) == (12.0, 2, 1201.0)
 
 
 def test_the_least_spread_eigenvalues_are_the_best(tmp_path, eigenvalues):
@@ -351,7 +351,7 @@ def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cel
 
 
 def test_the_expected_tables_of_the_papers_can_all_be_read():
-    folder = Path(__file__).parent.parent / "experiments/expected"
+    folder = Path(__file__).parents[2] / "experiments/expected"
     presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv")]
     assert all(read_expected(folder, preset) for preset in presets)
 
@@ -404,10 +404,10 @@ def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
     from fedjax_pcdd.api import runs
     from fedjax_pcdd.cli.run import main
 
-    found = {}
-    monkeypatch.setattr(runs, "run", lambda config, method, origin, *_: found.update(origin) or {})
+    recorded = {}
+    monkeypatch.setattr(runs, "run", lambda config, method, origin, **_: recorded.update(origin) or {})
     assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
-    assert found == {
+    assert recorded == {
         "preset": None, "split": None, "variant": None,
         "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",
     }  # fmt: skip
