@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.gpu import training
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
@@ -47,11 +45,10 @@ def groups(split: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, A
 
 
 def _preset(name: str, split: str, method: str) -> dict[str, Any]:
-    """Options of a cell of a table, in the order in which presets say that later ones win."""
-    top = yaml.safe_load((EXPERIMENTS / "presets" / f"{name}.yaml").read_text())
-    own = dict(top["methods"][method])
-    special = own.pop("splits", {}).get(split, {})
-    return {**top["run"], **top["splits"][split], **own, **special, "method": method, "seed": 0}
+    """Options of a cell of a table."""
+    from fedjax_pcdd.training.presets import preset_values, read_preset
+
+    return {**preset_values(read_preset(name, EXPERIMENTS / "presets"), method, split), "method": method, "seed": 0}
 
 
 def printed(split: str, method: str) -> float | None:

@@ -100,7 +100,7 @@ def model(name: str, tiny: bool) -> dict[str, Any]:
     batch = 4 if tiny else 50
     with tempfile.TemporaryDirectory() as folder:
         if name == "lstm":
-            data = training.random_text(Path(folder), speakers=2, length=80 + 3 * batch)
+            data = training.random_text(Path(folder), speakers=2, length=400)
         else:
             data = training.random_images(Path(folder), (side, side, 3), 4 * batch) | {"clients": 2}
         options = {"model": name, "batch_size": batch, "lanes": 2, "fine_tune_epochs": 0}
