@@ -63,7 +63,11 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
     """The steps of part 3, most valuable first; each is a run up to a round."""
     ten, five = groups("P10C2"), groups("P5C2")
     order = [ten[0], five[0], ten[1], ten[2], five[1], five[2]]
-    common: dict[str, Any] = {"data_dir": str(data) if data else None, "lanes": best_lanes(results)}
+    common: dict[str, Any] = {
+        "precision": "tf32",
+        "data_dir": str(data) if data else None,
+        "lanes": best_lanes(results),
+    }
     stages: tuple[int, ...] = STAGES
     if rehearse:
         order = [dict(list(ten[0].items())[:2])]
