@@ -32,6 +32,7 @@ class Stacking(Method):
         return Server(jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), message.each))
 
 
+TWO = ({"mu": 0.0}, {"mu": 1.0})
 CASES = {
     "fedavg": {"devices": ((2, 2), (8, 1))},
     "scaffold, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host"},
@@ -39,15 +40,10 @@ CASES = {
     "fedgela": {"devices": ((4, 1),)},
     "stacked messages": {"name": Stacking, "devices": ((2, 1),)},
     "no global model": {"name": "fedrep", "devices": ((4, 1),)},
-    "two experiments": {"name": "fedprox", "hyper": ({"mu": 0.0}, {"mu": 1.0}), "devices": ((2, 2),)},
+    "two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 2),)},
+    "blocks of two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 3),), "block": 2},
     "blocks, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host", "block": 2},
     "blocks of whole jobs": {"name": "fedmr", "devices": ((2, 4), (8, 2)), "block": 4},
-    "blocks of two experiments": {
-        "name": "fedprox",
-        "hyper": ({"mu": 0.0}, {"mu": 1.0}),
-        "devices": ((2, 3),),
-        "block": 2,
-    },
 }
 
 

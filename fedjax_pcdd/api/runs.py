@@ -208,7 +208,8 @@ class Record:
         config = asked.config
         self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
         self.noted = self.folder.read_json("resolved.json")  # None: nothing is settled yet
-        self._first = [(callback, copy.deepcopy(callback.state())) for callback in as_callbacks(list(asked.callbacks))]
+        beside = as_callbacks([*asked.callbacks, *asked.last])
+        self._first = [(callback, copy.deepcopy(callback.state())) for callback in beside]
         path = self.folder.path
         checkpoints = Checkpoints(
             path / "checkpoints", keep=config.keep, every=config.checkpoint_every,

@@ -20,8 +20,8 @@ from fedjax_pcdd.engine.schedule import layout
 # Predictions from programs compiled for a GPU, not measured:
 END = 2  # steps that the end of a segment costs, with its turns of loops and the kernels of a load and a finish
 WAITING = 1.1  # the most by which jobs that wait for each other may lengthen a round
-PADDING = 2  # and the most by which padding may multiply the jobs that are finished
-SIZES = (32, 8, 1)  # of blocks, beside L
+PADDING = 3  # and the most by which padding may multiply the jobs that are finished, in blocks larger than the smallest
+SIZES = (32, 8)  # of blocks, beside L
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def choose_quantum(steps: Sequence[int], lanes: int) -> int:
 
 
 def block_size(steps: Sequence[int], lanes: int, quantum: int) -> int:
-    """The largest block that is not mostly padding when these jobs [J] end."""
+    """The largest block without too much padding when these jobs [J] end, or else the smallest."""
     jobs, _ = layout(steps, lanes, quantum)
     ends = np.unique(jobs[:, 1], return_counts=True)[1]
     sizes = [lanes, *(size for size in SIZES if size < lanes)]
-    return next(size for size in sizes if (-(-ends // size) * size).sum() <= PADDING * len(steps))
+    return next((size for size in sizes if (-(-ends // size) * size).sum() <= PADDING * len(steps)), sizes[-1])
 
 
 def client_pass(sizes: np.ndarray, budget: int, size: int, *, batch: int | None = None) -> Pass:

@@ -157,8 +157,9 @@ class Groups:
     def _initial(self, g: int) -> Tree:
         """Fresh variables of a group's participants [K_g, ...]."""
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
-        model, numbers = self.groups[g].program.model, jnp.array(self.members[g])
-        return jax.vmap(lambda k: initialise(model, jax.random.fold_in(key, k), shape))(numbers)
+        group, numbers = self.groups[g], jnp.array(self.members[g])
+        first = jax.vmap(lambda k: initialise(group.program.model, jax.random.fold_in(key, k), shape))(numbers)
+        return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
     def _init_public(self) -> Tree:
         if self.public is None or self.traits.exchange == "never":
