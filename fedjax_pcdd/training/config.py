@@ -15,7 +15,6 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert_all, load_mapping, options_of, run_option
-from fedjax_pcdd.training.outside import OUTSIDE, origins_of, recorded_origins
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -34,6 +33,8 @@ TASK_DEFAULTS = {
     "rounds": 40, "local_epochs": None, "batch_size": 512, "last_batch": "keep", "optimizer": "adam", "lr": 1e-3,
     "weight_decay": 0.0, "fine_tune_epochs": 0,
 }  # fmt: skip
+
+OUTSIDE = "from_outside"  # the key of config.yaml that names parts that are not of this package
 
 # Where a run lies is not what it computes.
 PLACE = ("run_dir", "resume")
@@ -216,6 +217,8 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
 
 def dump(config: RunConfig, method: Method) -> str:
     """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
+    from fedjax_pcdd.training.outside import origins_of  # which knows loggers and the like; the help does not need them
+
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
     plain |= {OUTSIDE: origins} if origins else {}
@@ -232,6 +235,8 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     Raises:
       UserError: no YAML, an unknown key, or a value that does not fit.
     """
+    from fedjax_pcdd.training.outside import recorded_origins
+
     flat = load_mapping(text, source)
     recall(recorded_origins(flat.pop(OUTSIDE, None), source))
     cls = methods.get(str(flat.get("method", RUN["method"].default)))
