@@ -84,7 +84,7 @@ def layers(workloads: Iterable[Workload]) -> list[Layer]:
     """The convolutions that `client_conv` computes for these models, each shape once, found by tracing them."""
     found: dict[str, Layer] = {}
 
-    def record(x, w, window):
+    def record(x, w, window, _):
         layer = Layer(window, x.shape[0], x.shape[3], w.shape[3])
         found.setdefault(json.dumps(layer.shape), layer)
         return forward("direct", x, w, window)

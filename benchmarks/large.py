@@ -22,7 +22,8 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import sizes
-from fedjax_pcdd.training.loop import train
+from fedjax_pcdd.training.callbacks import Function
+from fedjax_pcdd.training.loop import loop
 
 SETTINGS = (("fedavg", "device"), ("scaffold", "device"), ("scaffold", "host"))
 CLIENTS = (100, 1000, 10000)
@@ -38,7 +39,9 @@ def measure(method: str, where: str, clients: int, rounds: int) -> dict:
         chosen.build(model), [Experiment(federation(workload), chosen, local, 0)], pipeline=Pipeline(), cohort=COHORT,
         client_state="host" if where == "host" else "device",
     )  # fmt: skip
-    seconds = [trained.seconds for trained in train(simulated, simulated.start(), 0, rounds + 1)]
+    seconds: list[float] = []
+    clock = Function(lambda run, report: seconds.append(report.seconds))
+    loop(simulated, simulated.start(), rounds + 1, [clock])
     kept = clients * sizes(model, workload.shape).params * 4 / 2**20 if method != "fedavg" else 0.0
     return {
         "method": method, "state": where, "clients": clients, "median_s": statistics.median(seconds[1:]),

@@ -30,12 +30,15 @@ from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.program import compiler_options
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import ServerContext
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
-EXTRA_FORWARDS = {"moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1}
+EXTRA_FORWARDS = {
+    "moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1, "fedvls": 1, "fedntd": 1, "fedlmd": 1,
+}  # fmt: skip
 
 # Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (its gradient) and in an
 # upload (what is sent and summed), each once; that the client's state comes and goes is counted by itself.
@@ -174,8 +177,13 @@ def server_seconds(simulated: Simulation) -> float:
     keys = jnp.repeat(simulated.keys[:1], len(jobs.row))
     world = World(simulated.methods, simulated.hyper, state.servers, simulated.data, jobs, keys, jnp.int32(0))
     sent = jax.eval_shape(partial(run_lanes, simulated.program), world, state, plan).message
-    message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)._replace(count=len(jobs.row))
-    aggregate = jax.jit(select(simulated.methods, 0).aggregate)
+    message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)
+    method, hyper = select((simulated.methods, simulated.hyper), 0)
+    program, clients = simulated.program, jnp.asarray(jobs.row)
+    known = ServerContext(
+        program.model, program.setting, hyper, jnp.int32(0), clients, jnp.int32(len(clients)), keys[0]
+    )
+    aggregate = jax.jit(lambda server, message, weights: method.aggregate(server, message, weights, known))
     return seconds_of(lambda: aggregate(select(state.servers, 0), message, jnp.asarray(jobs.weight)), 5)
 
 
@@ -244,7 +252,7 @@ def summary(results: dict[str, list[Cost]]) -> list[str]:
 
 def _plain(method: Any) -> bool:
     """Whether a method runs on a partition without public images and models of its own."""
-    return method.exchange == "never" and not method.distils
+    return not method.traits().needs_public
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -107,7 +107,7 @@ def _simulation(case: Case) -> Simulation:
     workload, parts = _federation(case)
     method = get(case.method)()
     local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.distils else None
+    public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(round_time.build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
         cohort=workload.clients, lanes=case.lanes, public=public,

@@ -5,9 +5,11 @@ python -m benchmarks.round_time --workload=w1 --rounds=8 --lanes=auto --devices=
 
 import argparse
 import sys
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import workloads
@@ -18,6 +20,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.devices import choose_lanes, select_device
+from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -34,11 +37,12 @@ class Flatten(nn.Module):
         return x.reshape(x.shape[0], -1)
 
 
-def build(workload: Workload) -> Classifier:
-    """The model of a workload."""
+def build(workload: Workload, precision: str = "float32") -> Classifier:
+    """The model of a workload, computing in the given precision."""
+    types = {"dtype": None if TYPES[precision] == jnp.float32 else TYPES[precision], "precision": products(precision)}
     if workload.model == "logistic_regression":
-        return Classifier(Flatten(), CLASSES)
-    return models.build(workload.model, num_classes=CLASSES, image_shape=workload.shape)
+        return Classifier(Flatten(), CLASSES, **types)
+    return models.build(workload.model, num_classes=CLASSES, image_shape=workload.shape, norm=workload.norm, **types)
 
 
 def federation(workload: Workload) -> Federation:
@@ -50,34 +54,42 @@ def federation(workload: Workload) -> Federation:
     rng = np.random.default_rng(0)
     train, test = (
         (rng.integers(0, 256, (n, *workload.shape), np.uint8), rng.integers(0, CLASSES, n))
-        for n in (workload.samples, 2)
+        for n in (workload.stored, 2)
     )
     dataset = Dataset("random", *train, *test, CLASSES)
     nothing = np.zeros(0, np.int64)
-    owned = tuple(np.arange(workload.samples).reshape(workload.clients, -1))
+    owned = tuple(np.arange(workload.stored).reshape(workload.clients, -1))
     return Federation(dataset, Partition(owned, (np.arange(2), *[nothing] * (workload.clients - 1))))
 
 
-def simulation(workload: Workload, parts: Federation, lanes: int, devices: int = 1) -> Simulation:
-    """FedAvg as the workload describes it."""
-    local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    method = METHODS["fedavg"]()
+def simulation(
+    workload: Workload,
+    parts: Federation,
+    lanes: int,
+    devices: int = 1,
+    *,
+    method: str = "fedavg",
+    precision: str = "float32",
+) -> Simulation:
+    """A method as the workload describes it, computing in the given precision."""
+    local = Local(workload.epochs, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
+    chosen = METHODS[method]()
     return Simulation(
-        method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, lanes=lanes, devices=devices,
+        chosen.build(build(workload, precision)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
+        cohort=workload.participants, lanes=lanes, devices=devices, dtype=TYPES[precision],
     )  # fmt: skip
 
 
-def prepare(workload: Workload, lanes: str, devices: int, rounds: int) -> Simulation:
-    """The simulation with the lanes asked for; "auto" chooses as a real run does."""
+def prepare(workload: Workload, lanes: str, devices: int, rounds: int, **options: Any) -> Simulation:
+    """The simulation with the lanes asked for; "auto" chooses as a real run does. Options are those of `simulation`."""
     parts = federation(workload)
 
     def make(lanes: int) -> Simulation:
-        return simulation(workload, parts, lanes, devices)
+        return simulation(workload, parts, lanes, devices, **options)
 
     if lanes != "auto":
         return make(int(lanes))
-    return make(choose_lanes(make, make(1).start(), workload.clients, rounds))
+    return choose_lanes(make, make(1).start(), workload.participants, rounds)
 
 
 def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:

@@ -54,7 +54,7 @@ def all_cases() -> dict[str, dict[str, Case]]:
             ("tuning", "w4", 500),
         )
     }  # fmt: skip
-    exchanging = [name for name, method in METHODS.items() if method().exchange != "never"]
+    exchanging = [name for name, method in METHODS.items() if method().traits().exchange != "never"]
     others |= {f"exchange, {name}": Case("round", "exchange", method=name, model=SMALL) for name in exchanging}
     others["exchange, fccl, large models"] = Case("round", "exchange", method="fccl", model=LARGE)
     models = {

@@ -17,10 +17,8 @@ import numpy as np
 
 from benchmarks.table import hardware, parser, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS
-from fedjax_pcdd.api.joint import Asked, run_together
-from fedjax_pcdd.api.launch import run
+from fedjax_pcdd.api.runs import Asked, run, run_together
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.progress import progress
 
 COMMON = {"local_epochs": 1, "fine_tune_epochs": 0, "quiet": True}
 SWEEPS: dict[str, dict[str, Any]] = {
@@ -78,7 +76,7 @@ def compare(name: str, experiments: int, rounds: int, repeats: int, lanes: str) 
         def asked(side: str) -> list[Asked]:
             folder = Path(tempfile.mkdtemp(dir=place))
             pairs = [build(given | {"seed": s, "run_dir": folder / str(s)}) for s in range(experiments)]
-            return [Asked(*pair, {"command": side}, progress(rounds, 0, True)) for pair in pairs]
+            return [Asked(*pair, {"command": side}) for pair in pairs]
 
         def alone() -> list:
             return [run(*one) for one in asked("alone")]

@@ -17,14 +17,17 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """A round of FedAvg: one local epoch of SGD on each of `clients` clients, all of the same size.
+    """A round of FedAvg: SGD on each of the cohort's clients, all of the same size.
 
     Args:
       model: "logistic_regression" or a name that `fedjax_pcdd.models.build` knows.
       shape: (H, W, channels).
-      clients: K, all of which take part.
+      clients: K.
       per_client: training samples of each.
       batch: B; divides `per_client`.
+      cohort: S, clients a round; None for all.
+      epochs: E, local epochs of each.
+      norm: "batch" or "group", of models that normalise.
     """
 
     model: str
@@ -32,16 +35,29 @@ class Workload:
     clients: int
     per_client: int
     batch: int
+    cohort: int | None = None
+    epochs: int = 1
+    norm: str = "batch"
+
+    @property
+    def participants(self) -> int:
+        """S, clients a round."""
+        return self.cohort or self.clients
+
+    @property
+    def stored(self) -> int:
+        """Training samples of all clients."""
+        return self.clients * self.per_client
 
     @property
     def samples(self) -> int:
-        """Samples a round."""
-        return self.clients * self.per_client
+        """Samples that a round trains on, each once an epoch."""
+        return self.participants * self.per_client * self.epochs
 
     @property
     def data_bytes(self) -> int:
         """Of the images as uint8."""
-        return self.samples * math.prod(self.shape)
+        return self.stored * math.prod(self.shape)
 
 
 WORKLOADS = {

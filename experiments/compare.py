@@ -2,7 +2,7 @@
 
 import sys
 
-from fedjax_pcdd.report.command import compare_main
+from fedjax_pcdd.cli.report import compare_main
 
 if __name__ == "__main__":
     sys.exit(compare_main())

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fedjax_pcdd.report.command import report_main
+from fedjax_pcdd.cli.report import report_main
 
 if __name__ == "__main__":
     sys.exit(report_main(Path(__file__).parent))

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fedjax_pcdd.harness.reproduction.command import reproduce_main
+from reproduction.command import reproduce_main
 
 if __name__ == "__main__":
     sys.exit(reproduce_main(Path(__file__).parent))

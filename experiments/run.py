@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 
 if __name__ == "__main__":
     sys.exit(main(presets=Path(__file__).parent / "presets"))

@@ -16,19 +16,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedjax_pcdd import methods, models
     from fedjax_pcdd.api import (
+        Callback,
         Dataset,
+        EarlyStopping,
         Federation,
         History,
+        Message,
         Method,
         Partition,
         Pipeline,
+        Quantity,
+        Summary,
+        Traits,
         UserError,
         build_model,
         from_arrays,
         hyperparameter,
         load_dataset,
+        load_run,
         partition,
         plot,
+        register_augmentation,
+        register_dataset,
+        register_logger,
+        register_method,
+        register_model,
+        register_partition,
+        register_quantity,
+        resume,
         simulate,
         table,
     )
@@ -36,8 +51,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Dataset", "Federation", "History", "Method", "Partition", "Pipeline", "UserError", "build_model",
-    "from_arrays", "hyperparameter", "load_dataset", "methods", "models", "partition", "plot", "simulate", "table",
+    "Callback", "Dataset", "EarlyStopping", "Federation", "History", "Message", "Method", "Partition", "Pipeline",
+    "Quantity", "Summary", "Traits", "UserError", "build_model", "from_arrays", "hyperparameter", "load_dataset",
+    "load_run", "methods", "models", "partition", "plot", "register_augmentation", "register_dataset",
+    "register_logger", "register_method", "register_model", "register_partition", "register_quantity", "resume",
+    "simulate", "table",
 ]  # fmt: skip
 
 

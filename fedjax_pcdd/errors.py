@@ -1,11 +1,34 @@
 """The one exception for what a user can put right: its text is one sentence that says what to do."""
 
 import difflib
-from collections.abc import Iterable
+import errno
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+_FIELD = re.compile(r"`([a-z][a-z0-9_]*)(=[^`]*)?`")
 
 
 class UserError(ValueError):
-    """A mistake in the input. The command line prints the sentence and exits with code 2."""
+    """A mistake in the input.
+
+    Options are named as fields in backticks, `` `beta` `` or `` `bn=local` ``. As text an error spells them as Python's
+    keyword arguments; the command line spells its `sentence` with options, prints that and exits with code 2.
+    """
+
+    def __init__(self, sentence: str, field: str | None = None):
+        """Args: field: the option that the sentence is about, which it then begins with."""
+        self.sentence = f"`{field}` {sentence}" if field else sentence
+        super().__init__(spelled(self.sentence))
+
+
+def spelled(sentence: str, spell: Callable[[str], str] = str) -> str:
+    """A sentence with its fields as `spell` writes them, by default as they are.
+
+    >>> spelled("`batch_size` must be at least 1 with `bn=local`.")
+    'batch_size must be at least 1 with bn=local.'
+    """
+    return _FIELD.sub(lambda field: spell(field[1]) + (field[2] or ""), sentence)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -30,3 +53,13 @@ def in_one_line(error: Exception) -> str:
     'EOFError'
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def failed_write(error: Exception, path: Path) -> Exception:
+    """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself."""
+    # TensorStore reports a full disk as a ValueError that quotes the operating system.
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        return UserError(f"no space left on the disk of {path}: free some and resume the run.")
+    if isinstance(error, OSError):
+        return UserError(f"cannot write to {path} ({error.strerror or error}): choose another `run_dir`.")
+    return error

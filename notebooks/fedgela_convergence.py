@@ -174,16 +174,18 @@ class LinearGELA(fp.FedGELA):
         logits = context.client * jnp.matmul(outputs.features, context.server.etf, precision="highest")
         return cross_entropy(logits, batch.labels, mask=batch.mask)
 
-    def adjust(self, updates, context):
+    def local_update(self, evaluate, step, variables, batch, context):
         """The decreasing step."""
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
         t = context.round * self.steps + context.step
-        return jax.tree.map(lambda u: u / (1 + self.slowing * t), updates)
+        updates = jax.tree.map(lambda u: u / (1 + self.slowing * t), taken.updates)
+        return loss, state, taken._replace(updates=updates)
 
     def upload(self, variables, summary, context):
         """The weights, once for the mean and once as they are."""
         return context.client, Message(mean=variables, each=(context.facts.client, variables))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """The mean, and the clients' weights in their order."""
         clients, sent = message.each
         return Server(message.mean, server.etf, jax.tree.map(lambda x: x[jnp.argsort(clients)], sent))

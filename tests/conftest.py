@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 
 CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -12,10 +13,10 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Tests compile much and compute little, so they do without optimisation; `XLA_FLAGS= pytest` compiles as for users.
 SHIPPED_FLAGS = os.environ.get("XLA_FLAGS", "")
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):  # later ones have no such flag
+    FAST += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", FAST)
 
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
@@ -69,9 +70,9 @@ def _forget_compiled_programs():
 @pytest.fixture(autouse=True, scope="module")
 def _pictures_are_empty(request):
     """Pictures of runs take longer than their training: only files that set `DRAWS_PICTURES = True` have them drawn."""
-    runner = sys.modules.get("fedjax_pcdd.training.runner")
+    runs = sys.modules.get("fedjax_pcdd.api.runs")
     with pytest.MonkeyPatch.context() as patch:
-        if runner and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
-            patch.setattr(runner, "heat_map", lambda _, path: path.touch())
-            patch.setattr(runner.records, "draw_curves", lambda _, path, __: path.touch())
+        if runs and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
+            patch.setattr(runs, "heat_map", lambda _, path: path.touch())
+            patch.setattr(runs, "draw_curves", lambda _, path, __: path.touch())
         yield

@@ -15,7 +15,7 @@ import toy  # noqa: E402
 from flax import struct  # noqa: E402
 
 from fedjax_pcdd import models  # noqa: E402
-from fedjax_pcdd.cli.options import main  # noqa: E402
+from fedjax_pcdd.cli.run import main  # noqa: E402
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation  # noqa: E402
 from fedjax_pcdd.methods import METHODS  # noqa: E402
 from fedjax_pcdd.methods.method import Message, Method, Server  # noqa: E402
@@ -28,10 +28,11 @@ class Stacking(Method):
     def upload(self, variables, summary, context):
         return (), Message(each=variables)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         return Server(jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), message.each))
 
 
+TWO = ({"mu": 0.0}, {"mu": 1.0})
 CASES = {
     "fedavg": {"devices": ((2, 2), (8, 1))},
     "scaffold, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host"},
@@ -39,11 +40,14 @@ CASES = {
     "fedgela": {"devices": ((4, 1),)},
     "stacked messages": {"name": Stacking, "devices": ((2, 1),)},
     "no global model": {"name": "fedrep", "devices": ((4, 1),)},
-    "two experiments": {"name": "fedprox", "hyper": ({"mu": 0.0}, {"mu": 1.0}), "devices": ((2, 2),)},
+    "two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 2),)},
+    "blocks of two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 3),), "block": 2},
+    "blocks, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host", "block": 2},
+    "blocks of whole jobs": {"name": "fedmr", "devices": ((2, 4), (8, 2)), "block": 4},
 }
 
 
-def simulate(name, devices, lanes, *, hyper=({},), client_state="device"):
+def simulate(name, devices, lanes, *, hyper=({},), client_state="device", block=None):
     parts = toy.federation()
     make = METHODS[name] if isinstance(name, str) else name
     methods = [make(**values) for values in hyper]
@@ -51,7 +55,7 @@ def simulate(name, devices, lanes, *, hyper=({},), client_state="device"):
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4)
     return Simulation(
         methods[0].build(plain), [Experiment(parts, method, local, e) for e, method in enumerate(methods)],
-        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, client_state=client_state,
+        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, client_state=client_state, block=block,
         dtype=jnp.float64, param_dtype=jnp.float64,
     )  # fmt: skip
 
@@ -76,11 +80,11 @@ def difference(one, other):
     return largest
 
 
-def compare(name, devices, hyper=({},), client_state="device"):
+def compare(name, devices, hyper=({},), client_state="device", block=None):
     alone = trained(simulate(name, 1, 1, hyper=hyper, client_state=client_state))
     found = []
     for number, lanes in devices:
-        simulated = simulate(name, number, lanes, hyper=hyper, client_state=client_state)
+        simulated = simulate(name, number, lanes, hyper=hyper, client_state=client_state, block=block)
         several = trained(simulated)
         found.append({
             "devices": number, "difference": difference(alone, several), "compilations": simulated.compilations,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.methods.method import Context, Facts, Hyper, Message, Setting
+from fedjax_pcdd.methods.method import Context, Facts, Hyper, Keys, Message, ServerContext, Setting
 
 
 def setting(clients, *, epochs=1, batch=1):
@@ -30,8 +30,8 @@ def context(method, server, client, *, sizes=(1,), k=0, steps=1, epochs=1, batch
     """What client k of a federation with these sizes sees after some steps."""
     start = method.download(server, client)
     fixed = setting(len(sizes), epochs=epochs, batch=batch)
-    key = jax.random.key(0)
-    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, epochs, steps, 0, key)
+    keys = Keys.of(jax.random.key(0))
+    return Context(None, fixed, hyper(**local), server, client, start, facts(sizes, k), 0, epochs, steps, 0, keys)
 
 
 def reduce(messages, weights):
@@ -42,7 +42,14 @@ def reduce(messages, weights):
         return jax.tree.map(lambda *x: sum(s * v for s, v in zip(scale, x, strict=True)), *trees)
 
     mean = total(weights, [m.mean for m in messages])
-    return Message(mean=mean, total=total(np.ones(len(weights)), [m.total for m in messages]), count=len(messages))
+    return Message(mean=mean, total=total(np.ones(len(weights)), [m.total for m in messages]))
+
+
+def aggregate(method, server, messages, weights, *, clients):
+    """The server after the messages of a cohort out of so many clients."""
+    number = np.arange(len(messages))
+    known = ServerContext(None, setting(clients), hyper(), 0, number, len(messages), jax.random.key(0))
+    return method.aggregate(server, reduce(messages, weights), np.asarray(weights), known)
 
 
 def start(method, values, sizes, **collections):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.methods.method import Batch, Context, Facts, Hyper, Setting
+from fedjax_pcdd.methods.method import Batch, Context, Facts, Hyper, Keys, Setting
 from fedjax_pcdd.models.classifier import Classifier
 
 
@@ -31,9 +31,9 @@ def context(method, counts, *, features, epochs=2, epoch=0, everyone=None):
     setting = Setting(len(counts), features, 1, 3, epochs, 4, False)
     facts = Facts(jnp.zeros((), int), counts, counts.sum(), everyone)
     scalars = jnp.asarray(0.1), jnp.asarray(0.9), jnp.asarray(0.0), jnp.asarray(jnp.inf)
-    step, key = jnp.zeros((), int), jax.random.key(0)
+    step, keys = jnp.zeros((), int), Keys.of(jax.random.key(0))
     epoch, epochs = jnp.asarray(epoch), jnp.asarray(epochs)
-    return Context(model, setting, Hyper(*scalars), (), (), (), facts, epoch, epochs, step, step, key)
+    return Context(model, setting, Hyper(*scalars), (), (), (), facts, epoch, epochs, step, step, keys)
 
 
 def loss(method, layers, features, labels, counts, **facts):

@@ -8,6 +8,7 @@ import toy
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.methods.method import Keys
 from fedjax_pcdd.methods.participant import PublicBatch
 from fedjax_pcdd.models.classifier import forward, initialise
 
@@ -34,7 +35,7 @@ def logits(own, x, model=MODEL):
 
 
 def context(**known):
-    return toy.context(**{"model": MODEL, "key": jax.random.key(3)} | known)
+    return toy.context(**{"model": MODEL, "keys": Keys.of(jax.random.key(3))} | known)
 
 
 def alone(k=4):

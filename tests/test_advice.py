@@ -1,18 +1,28 @@
-"""What a run says of its settings before it trains."""
+"""What the command line says of a run's settings before it trains."""
 
 import pytest
 
-from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
+from fedjax_pcdd.cli.options import flag
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.training import loop
 
-SMALL = {"lanes": 1, "clients": 3, "min_samples": 1, "rounds": 1}
+SMALL = {"lanes": 1, "clients": 3, "min_samples": 1, "rounds": 1, "fine_tune_epochs": 0}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_trained(monkeypatch):
+    def refuse(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop.Runs, "train", refuse)
 
 
 def said(tmp_path, capsys, **options):
-    config, method = build(SMALL | {"run_dir": tmp_path / "run"} | options)
-    work = Run(config, method)
-    work.checkpoints.close()
-    return capsys.readouterr().err
+    arguments = [f"{flag(name)}={value}" for name, value in (SMALL | options).items()]
+    assert main([*arguments, f"--run-dir={tmp_path / 'run'}"]) == 130
+    *advice, stopped = capsys.readouterr().err.splitlines(keepends=True)
+    assert stopped.startswith("stopped")
+    return "".join(advice)
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_up_runs import write_run
 
-from fedjax_pcdd.api import launch
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
@@ -40,7 +40,7 @@ def run(tmp_path_factory):
     small = {"clients": 4, "rounds": 2, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True,
              "fine_tune_epochs": 0}  # fmt: skip
     for name, options in (("plain", {}), ("tracked", {"track": "angles,spectrum", "track_local": False})):
-        launch.run(*build({"method": "fedavg", "run_dir": folder / name, **small, **options}))
+        runs.run(*build({"method": "fedavg", "run_dir": folder / name, **small, **options}))
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 from fedjax_pcdd import models
 from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
 from fedjax_pcdd.cli.catalogue import BLOCK, markdown, rows
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
 
 README = Path(__file__).parents[1] / "README.md"

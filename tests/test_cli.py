@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.api import runs as api_runs
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli.preset_files import preset_values, read_preset
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -17,6 +17,7 @@ from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
+from fedjax_pcdd.training.presets import preset_values, read_preset
 
 PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 
@@ -25,9 +26,7 @@ PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
 def runs(monkeypatch, tmp_path):
     """A runner that notes what it was asked to run; the working folder is empty."""
     noted = []
-    stub = types.SimpleNamespace(run=lambda config, method, origin=None: noted.append((config, method)) or {})
-    monkeypatch.setattr("fedjax_pcdd.api.launch", stub, raising=False)
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.api.launch", stub)
+    monkeypatch.setattr(api_runs, "run", lambda config, method, *_, **__: noted.append((config, method)) or {})
     monkeypatch.chdir(tmp_path)
     return noted
 
@@ -38,7 +37,7 @@ def parse(*argv):
 
 def refusal(capsys, *argv):
     """The one sentence on stderr for arguments that must be refused."""
-    assert cli.main(list(argv), presets=PRESETS) == 2
+    assert main(list(argv), presets=PRESETS) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -46,13 +45,13 @@ def refusal(capsys, *argv):
 
 
 def test_without_arguments_fedavg_runs_on_digits(runs):
-    assert cli.main([], presets=PRESETS) == 0
+    assert main(["--quiet"], presets=PRESETS) == 0
     [(config, method)] = runs
     assert (config.method, config.dataset, method) == ("fedavg", "digits", METHODS["fedavg"]())
 
 
 def test_the_run_folder_is_settled_before_the_run(runs):
-    cli.main([], presets=PRESETS)
+    main(["--quiet"], presets=PRESETS)
     assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
 
 
@@ -126,7 +125,7 @@ def test_values_get_their_types(argument, field, value):
         ("--rounds=1e3", "--rounds takes an integer, not '1e3'."),
         ("--rounds=", "--rounds takes an integer, not ''."),
         ("--lr=fast", "--lr takes a number, not 'fast'."),
-        ("--partition=dirichle", "--partition takes dirichlet, pcdd, iid or natural, not 'dirichle'."),
+        ("--partition=dirichle", "unknown partition 'dirichle': did you mean 'dirichlet'?"),
         ("--lanes=some", "--lanes takes auto or an integer, not 'some'."),
         ("--grad-clip=all", "--grad-clip takes method, none or a number, not 'all'."),
         ("--quiet=maybe", "--quiet takes true or false, not 'maybe'."),
@@ -161,38 +160,38 @@ def test_a_mistake_is_one_sentence(runs, capsys, argv, sentence):
 
 
 def test_a_mistake_found_by_the_runner_is_one_sentence(runs, capsys, monkeypatch):
-    def refuse(config, method, origin):
+    def refuse(*_, **__):
         raise UserError("the model is too narrow.")
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.api.launch"], "run", refuse)
+    monkeypatch.setattr(api_runs, "run", refuse)
     assert refusal(capsys) == "the model is too narrow."
 
 
 def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
-    def interrupt(config, method, origin):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["fedjax_pcdd.api.launch"], "run", interrupt)
-    assert cli.main(["--run-dir=here"], presets=PRESETS) == 130
+    monkeypatch.setattr(api_runs, "run", interrupt)
+    assert main(["--run-dir=here"], presets=PRESETS) == 130
     assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_shows_every_option_of_the_method(capsys, method):
-    assert cli.main([f"--method={method}", "--help"], presets=PRESETS) == 0
+    assert main([f"--method={method}", "--help"], presets=PRESETS) == 0
     shown = capsys.readouterr().out.replace(",", " ")
     options = [*RUN.values(), *options_of(METHODS[method]).values()]
-    assert [option.flag for option in options if f"{option.flag} " not in shown] == []
+    assert [option.name for option in options if f"{cli.flag(option.name)} " not in shown] == []
 
 
 def test_the_help_shows_symbol_bounds_and_default(capsys):
-    cli.main(["--method=fedmr", "--help"], presets=PRESETS)
+    main(["--method=fedmr", "--help"], presets=PRESETS)
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "mu_2: weight of the inter-class loss [at least 0] (default: 0.0001)" in words
 
 
 def test_the_help_shows_no_option_of_another_method(capsys):
-    cli.main(["--help", "--method", "fedgela"], presets=PRESETS)
+    main(["--help", "--method", "fedgela"], presets=PRESETS)
     shown = capsys.readouterr().out
     assert "--mu1" not in shown
     assert "fedmr" in shown
@@ -200,13 +199,13 @@ def test_the_help_shows_no_option_of_another_method(capsys):
 
 @pytest.mark.parametrize(("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)])
 def test_lists_show_every_name(capsys, option, known):
-    assert cli.main([f"--list-{option}"], presets=PRESETS) == 0
+    assert main([f"--list-{option}"], presets=PRESETS) == 0
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == list(known)
 
 
 def test_the_method_list_names_paper_and_file(capsys):
-    cli.main(["--list-methods"], presets=PRESETS)
+    main(["--list-methods"], presets=PRESETS)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fedmr"))
     assert "TMLR 2023" in line
     assert "fedjax_pcdd/methods/fedmr.py" in line
@@ -351,7 +350,7 @@ def test_every_bound_of_a_method_is_enforced(name, runs, capsys):
     for option in options_of(METHODS[name]).values():
         if option.low is not None:
             assert f"must be {bounds(option)}" in refusal(
-                capsys, f"--method={name}", f"{option.flag}={int(option.low) - 1}"
+                capsys, f"--method={name}", f"{cli.flag(option.name)}={int(option.low) - 1}"
             )
 
 
@@ -363,7 +362,7 @@ def test_the_script_exits_with_the_code():
 
 def test_mistakes_and_help_do_not_import_the_runner():
     code = (
-        "import sys; from fedjax_pcdd.cli.options import main; main(['--help']); main(['--x=1']);"
-        "sys.exit('fedjax_pcdd.api.launch' in sys.modules)"
+        "import sys; from fedjax_pcdd.cli.run import main; main(['--help']); main(['--x=1']);"
+        "sys.exit('fedjax_pcdd.api.runs' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

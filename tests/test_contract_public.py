@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import test_contract
 import toy
-from test_contract import assert_close, leaves, needs_public_images
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
@@ -14,6 +13,8 @@ from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
+from fedjax_pcdd.methods.participant import model_of
+from fedjax_pcdd.testing import assert_close, leaves
 
 ONE, TWO = (0, 0, 0, 0, 0), (0, 1, 0, 1, 0)
 
@@ -60,13 +61,13 @@ def models(state, table):
     held = {}
     for members, clients in zip(table.members, state.clients, strict=True):
         for row, k in enumerate(members):
-            held[k] = [x[row] for x in leaves(table.method.model_of(clients))]
+            held[k] = [x[row] for x in leaves(model_of(clients))]
     return [held[k] for k in range(len(held))]
 
 
 def test_the_two_contracts_together_cover_all_methods():
     here = {name for name, _ in FORMS.values()}
-    assert {name for name, method in METHODS.items() if needs_public_images(method())} <= here
+    assert {name for name, method in METHODS.items() if method().traits().needs_public} <= here
     assert here | set(test_contract.NAMES) == set(METHODS)
 
 
@@ -92,6 +93,19 @@ def assert_compiles_once(table):
 def test_lanes_do_not_change_results(form):
     expected = toy.train(groups(form, lanes=1))
     assert_close(toy.train(groups(form, lanes=2)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
+def test_blocks_of_participants_do_not_change_results(form, x64):
+    def outcome(**options):
+        table = groups(form, dtype=jnp.float64, **options)
+        state, report = toy.train(table)
+        counts = table.evaluate(state, personal=True), table.domain_correct(state)
+        return state, report, counts, table.public_logits(state)
+
+    expected = outcome(lanes=1)
+    for block in (2, 3):
+        assert_close(outcome(lanes=3, block=block), expected, 1e-10)
 
 
 @every_form

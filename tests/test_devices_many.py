@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine import devices, schedule
 from fedjax_pcdd.errors import UserError
 
 HERE = Path(__file__).parent
 CASES = (
     *("fedavg", "scaffold, clients on the host", "fedmr", "fedgela", "stacked messages", "no global model"),
-    "two experiments",
+    *("two experiments", "blocks, clients on the host", "blocks of whole jobs", "blocks of two experiments"),
 )
 
 
@@ -106,7 +106,7 @@ def test_devices_finish_at_about_the_same_time(number):
 
 def test_more_devices_than_there_are_is_a_sentence():
     there = len(jax.devices())
-    with pytest.raises(UserError, match=f"--devices={there + 1} is more than the {there} cpu devices"):
+    with pytest.raises(UserError, match=f"devices={there + 1} is more than the {there} cpu devices"):
         devices.count_devices(there + 1)
 
 

@@ -16,12 +16,14 @@ import pytest
 import toy
 import yaml
 
+import method_pages
+from documentation import relinked
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import sweep
-from fedjax_pcdd.cli.information import information
-from fedjax_pcdd.harness import pages
-from fedjax_pcdd.harness.documentation import relinked
+from fedjax_pcdd.cli.help import information
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.registry import origin_of_file, recall
 from fedjax_pcdd.training.config import run_folder
 from fedjax_pcdd.training.fields import options_of
 
@@ -61,8 +63,11 @@ def example():
 
 
 @pytest.fixture
-def registered(monkeypatch, example):
+def registered(monkeypatch, tmp_path, example):
+    """The example under its name, and as the file that commands of the documentation speak of."""
     monkeypatch.setitem(METHODS, "fedkeep", example)
+    (tmp_path / "fedkeep.py").write_text(EXAMPLE)
+    recall({"fedkeep.py:FedKeep": origin_of_file(tmp_path / "fedkeep.py", "FedKeep")})
 
 
 def models(method, lanes):
@@ -81,7 +86,7 @@ def test_the_example_method_has_thirty_lines_at_most():
 
 def test_the_example_method_runs_from_the_command_line(registered, tmp_path):
     options = ["--method=fedkeep", "--mu=0.5", "--clients=3", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=1"]
-    assert cli.main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
+    assert main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
 
 
@@ -159,15 +164,20 @@ def test_every_page_of_the_folder_is_in_the_navigation():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
-    text, cls = pages.method_page(name), METHODS[name]
-    assert all(f"| `{option.flag}`" in text for option in options_of(cls).values())
+    text, cls = method_pages.method_page(name), METHODS[name]
+    assert all(f"| `{cli.flag(option.name)}`" in text for option in options_of(cls).values())
     assert all(f"| `{hook}` |" in text for hook in ("upload", "penalty") if hook in vars(cls))
     assert f"class {cls.__name__}" in text
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_the_page_of_a_method_parses(name):
-    assert cli.parse(shlex.split(pages.command(name))[2:], PRESETS)
+    assert cli.parse(shlex.split(method_pages.command(name))[2:], PRESETS)
+
+
+def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():
+    exchanging = {name for name in METHODS if "--task=" in method_pages.command(name)}
+    assert exchanging == {"fccl", "fedmd", "rcfl", "fedmatch"}
 
 
 def folders_of(words):

@@ -16,7 +16,7 @@ import jax
 import pytest
 from conftest import SHIPPED_FLAGS
 
-from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.run import main
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]
@@ -40,7 +40,7 @@ def call_here(*options, cwd="."):
     """As `call`, in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(options)
+        code = main(options)
     return code, out.getvalue(), err.getvalue()
 
 

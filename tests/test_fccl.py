@@ -22,7 +22,7 @@ from participants import (
     variables,
 )
 
-from fedjax_pcdd.methods.fccl import FCCL, Learner, Words
+from fedjax_pcdd.methods.fccl import FCCL, Learner, Spoken
 from fedjax_pcdd.methods.method import Batch
 from fedjax_pcdd.models.classifier import forward
 
@@ -111,7 +111,7 @@ def test_without_continual_learning_no_teacher_is_asked():
 
 def test_the_target_is_the_mean_of_all_or_has_ones_own_previous_word_in_it():
     current, previous = np.random.default_rng(3).normal(size=(2, 3, 5, 4))
-    said = Words(jnp.asarray(current), jnp.asarray(previous))
+    said = Spoken(jnp.asarray(current), jnp.asarray(previous))
     _, plain = FCCL().agree((), said, None)
     _, own = FCCL(own="previous").agree((), said, None)
     for k in range(3):

@@ -9,7 +9,7 @@ import pytest
 import toy
 from flax import struct
 
-from fedjax_pcdd.api.launch import run
+from fedjax_pcdd.api.runs import run
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedbabu import FedBABU
 from fedjax_pcdd.training.config import RunConfig

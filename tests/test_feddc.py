@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_vectors import cases
-from hooks import context, hyper, params, reduce, setting, start
+from hooks import aggregate, context, hyper, params, setting, start
 
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.steps import effective_steps
@@ -29,7 +29,7 @@ def round_of(method, server, clients, models, *, chosen, sizes=None, **at):
         where = context(method, server, clients[k], sizes=sizes, k=k, **at)
         clients[k], message = method.upload(params(models[k]), (), where)
         messages.append(message)
-    return method.aggregate(server, reduce(messages, np.ones(len(messages))), np.ones(len(messages))), clients
+    return aggregate(method, server, messages, np.ones(len(messages)), clients=len(clients)), clients
 
 
 def uploaded(method, *, sizes=(1,), k=0, move=1.0, **at):
@@ -136,14 +136,14 @@ def test_three_models_can_be_evaluated(choice, expected):
 
 
 def test_momentum_is_warned_of_with_the_option_that_helps():
-    (sentence,) = FedDC().advise(setting(2), hyper(momentum=0.9))
+    _, (sentence,) = FedDC().configure(setting(2), hyper(momentum=0.9))
     assert "--step-normaliser=a_k" in sentence
 
 
 def test_no_warning_without_momentum_or_with_its_count():
-    assert FedDC().advise(setting(2), hyper(momentum=0.0)) == []
-    assert FedDC(step_normaliser="a_k").advise(setting(2), hyper(momentum=0.9)) == []
+    assert FedDC().configure(setting(2), hyper(momentum=0.0))[1] == []
+    assert FedDC(step_normaliser="a_k").configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 def test_no_warning_of_a_momentum_that_amplifies_nothing():
-    assert FedDC().advise(setting(2), hyper(momentum=1e-4)) == []
+    assert FedDC().configure(setting(2), hyper(momentum=1e-4))[1] == []

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import toy
 from golden_vectors import cases
-from hooks import context, hyper, params, reduce, setting, start
+from hooks import aggregate, context, hyper, params, setting, start
+from in_memory import trained
 from trajectories import train
 
 from fedjax_pcdd import models
@@ -19,8 +20,6 @@ from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -36,7 +35,7 @@ def round_of(method, server, clients, models, sizes=None, chosen=None):
         clients[k], message = method.upload(sent, (), at)
         messages.append(message)
     weights = [float(method.weight(context(method, server, clients[k], sizes=sizes, k=k).facts)) for k in chosen]
-    return method.aggregate(server, reduce(messages, weights), np.asarray(weights)), clients
+    return aggregate(method, server, messages, weights, clients=len(clients)), clients
 
 
 def w(variables):
@@ -172,8 +171,8 @@ def test_alpha_zero_is_uniform_fedavg():
 
 
 def test_alpha_zero_is_said():
-    assert len(FedDyn(alpha=0.0).advise(setting(2), hyper())) == 1
-    assert FedDyn(alpha=0.1).advise(setting(2), hyper(momentum=0.9)) == []
+    assert len(FedDyn(alpha=0.0).configure(setting(2), hyper())[1]) == 1
+    assert FedDyn(alpha=0.1).configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 @pytest.mark.usefixtures("x64")
@@ -236,29 +235,21 @@ def test_models_that_are_not_chosen_are_counted_beside_the_one_that_is(choice, o
 
 
 @pytest.fixture(scope="module")
-def one_round(tmp_path_factory):
+def one_round():
     """A run of one round."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    options = {"method": "feddyn", "lanes": 1, "rounds": 1, "local_epochs": 2, "lr": 0.1, "run_dir": folder}
-    config, method = build(options)
-    work = Run(config, method)
-    progress = work.rounds(work.begin())
-    work.checkpoints.close()
-    return work, progress
+    return trained(method="feddyn", lanes=1, rounds=1, local_epochs=2, lr=0.1)
 
 
 def test_a_run_records_the_models_that_are_not_chosen(one_round):
-    work, progress = one_round
-    (row,) = progress.history.rows
-    counts = work.simulation.evaluate(progress.state).further["cloud"]
-    assert row["ga_cloud"] == np.sum(counts) / len(work.federation.dataset.y_test)
+    (row,) = one_round.history.rows
+    counts = one_round.simulation.evaluate(one_round.state).further["cloud"]
+    assert row["ga_cloud"] == np.sum(counts) / len(one_round.federation.dataset.y_test)
     assert row["ga_cloud"] != row["ga"]
 
 
 def test_a_run_keeps_the_model_that_was_evaluated_as_its_best(one_round):
-    _, progress = one_round
-    server = progress.state.servers
+    server = one_round.state.servers
     evaluated = jax.tree.map(lambda x, v: np.asarray(x - v), server.variables["params"], server.drift)
-    for a, b in zip(*map(jax.tree.leaves, (progress.best["params"], evaluated)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (one_round.best["params"], evaluated)), strict=True):
         np.testing.assert_allclose(a, b, 1e-6, 1e-7)
     assert max(np.abs(x).max() for x in jax.tree.leaves(server.drift)) > 1e-4

@@ -28,7 +28,7 @@ COSINES = FEATURES / np.linalg.norm(FEATURES, axis=1, keepdims=True) @ ETF
 def seen(method, layers=()):
     """Context and model of a client with COUNTS, whose features are the images, and its configured method."""
     made = context(method, COUNTS, features=D, everyone=EVERYBODY)
-    method = method.configure(made.setting)
+    method, _ = method.configure(made.setting, None)
     server = Server({"params": dict(layers)}, jnp.asarray(ETF, jnp.float32))
     client = method.init_client(made.setting, server, made.facts, jax.random.key(0))
     return method, made._replace(server=server, client=client)
@@ -36,13 +36,13 @@ def seen(method, layers=()):
 
 def generic(method, **layers):
     method, made = seen(method, layers)
-    return np.array(method.predict_generic(made.model, made.server, made.server.variables, FEATURES))
+    return np.array(method.logits(made.model, made.server.variables, FEATURES, made.server))
 
 
 def personal(method, **layers):
     method, made = seen(method, layers)
-    args = made.model, made.server, made.client, made.facts, made.server.variables, FEATURES
-    return np.array(method.predict_personal(*args))
+    of_client = made.server, made.client, made.facts
+    return np.array(method.logits(made.model, made.server.variables, FEATURES, *of_client, scope="personal"))
 
 
 def loss(method, **layers):
@@ -86,7 +86,7 @@ def test_personal_prediction_is_restricted_where_the_softmax_was():
 
 @pytest.mark.parametrize("pa_model", ["local", "server"])
 def test_pa_is_of_the_model_asked_for(pa_model):
-    assert FedGELA(pa_model=pa_model).personal_model == pa_model
+    assert FedGELA(pa_model=pa_model).traits().personal_model == pa_model
 
 
 def test_pa_of_the_server_model_counts_what_is_predicted_with_each_clients_phi():
@@ -186,19 +186,19 @@ def test_linear_layers_end_linearly():
 def test_default_energy_depends_on_norm_layers_of_the_backbone(name, norm, ew, normalise):
     method = FedGELA(normalise=normalise)
     model = method.build(models.build(name, num_classes=C, image_shape=(8, 8, 3), norm=norm))
-    setting = Setting(C, 512, 1, 1, 1, 1, normalises(model))
-    assert method.configure(setting).ew == ew
+    setting = Setting(C, 512, 1, 1, 1, 1, normalises(model, (8, 8, 3)))
+    assert method.configure(setting, None)[0].ew == ew
 
 
 def test_energy_that_was_given_is_kept():
-    assert FedGELA(ew=7.0).configure(Setting(C, D, 1, 1, 1, 1, True)).ew == 7
+    assert FedGELA(ew=7.0).configure(Setting(C, D, 1, 1, 1, 1, True), None)[0].ew == 7
 
 
 def test_too_few_features_are_refused():
     setting, key = Setting(10, 9, 1, 1, 1, 1, False), jax.random.key(0)
     with pytest.raises(UserError, match="10 classes needs 10 or more features, not 9"):
-        FedGELA().configure(setting).init_server(setting, {}, None, key)
-    FedGELA(classifier="learned").configure(setting).init_server(setting, {}, None, key)
+        FedGELA().configure(setting, None)[0].init_server(setting, {}, None, key)
+    FedGELA(classifier="learned").configure(setting, None)[0].init_server(setting, {}, None, key)
 
 
 @pytest.mark.parametrize(("given", "clip"), [({}, 20.0), ({"grad_clip": "none"}, np.inf), ({"grad_clip": 3.0}, 3.0)])
@@ -216,5 +216,5 @@ def test_gradients_are_clipped_at_20_unless_asked_otherwise(given, clip):
 def test_options_of_the_etf_are_advised_against_without_one(options, sentences):
     setting = Setting(C, D, 1, 1, 1, 1, False)
     for classifier, number in (("learned", sentences), ("etf", 0)):
-        method = FedGELA(classifier=classifier, **options).configure(setting)
-        assert len(method.advise(setting, None)) == number
+        _, advice = FedGELA(classifier=classifier, **options).configure(setting, None)
+        assert len(advice) == number

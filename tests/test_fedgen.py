@@ -13,6 +13,7 @@ from golden_vectors import cases
 from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
 from fedjax_pcdd.methods import Batch, Message, Setting
 from fedjax_pcdd.methods.fedgen import FedGen
+from fedjax_pcdd.methods.method import Evaluated, ServerContext
 from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator
 
 CLASSES, DIM, BATCH = 4, 5, 6
@@ -99,7 +100,7 @@ def test_a_generator_in_training_moves_its_statistics_and_in_use_does_not():
 
 
 def small(**options):
-    return FedGen(**{**SMALL, **options}).configure(SETTING)
+    return FedGen(**{**SMALL, **options}).configure(SETTING, None)[0]
 
 
 def head(seed=0):
@@ -122,17 +123,19 @@ def message(counts=COUNTS):
 
 
 @jax.jit
-def _aggregate(method, server, message, weights):
-    return method.aggregate(server, message, weights)
+def _aggregate(method, server, message, weights, key):
+    clients = jnp.arange(len(weights))
+    known = ServerContext(None, SETTING, None, 0, clients, len(weights), key)
+    return method.aggregate(server, message, weights, known)
 
 
-def aggregated(method, server, message, weights=WEIGHTS):
-    return _aggregate(method, server, message, weights)
+def aggregated(method, server, message, weights=WEIGHTS, seed=0):
+    return _aggregate(method, server, message, weights, jax.random.key(seed))
 
 
-def generator_after(counts=COUNTS, trained=0, **options):
+def generator_after(counts=COUNTS, trained=0, seed=0, **options):
     method = small(**options)
-    server = aggregated(method, fresh(method, trained=jnp.array(trained)), message(counts))
+    server = aggregated(method, fresh(method, trained=jnp.array(trained)), message(counts), seed=seed)
     return server.generator["params"]
 
 
@@ -218,8 +221,8 @@ def test_decay_of_the_generator_is_part_of_the_gradient():
     np.testing.assert_allclose(updates, -0.1, rtol=1e-4)  # beside it, it would be -0.1 * 0.01
 
 
-def test_every_training_of_the_generator_draws_anew():
-    first, second = (generator_after(trained=t, generator_lr_decay=1.0)["fc2"]["kernel"] for t in (0, 1))
+def test_the_generator_draws_by_the_key_of_the_round():
+    first, second = (generator_after(seed=round)["fc2"]["kernel"] for round in (0, 1))
     assert jnp.abs(first - second).max() > 1e-6
 
 
@@ -230,7 +233,7 @@ def test_the_server_holds_plain_numbers_alone():
 
 @pytest.mark.parametrize(("dim", "hidden", "noise"), [(84, 256, 32), (512, 512, 64)])
 def test_sizes_follow_the_model_by_default(dim, hidden, noise):
-    method = FedGen().configure(SETTING._replace(feature_dim=dim))
+    method = FedGen().configure(SETTING._replace(feature_dim=dim), None)[0]
     assert (method.hidden, method.noise_dim, method.synthetic_batch) == (hidden, noise, BATCH)
 
 
@@ -327,7 +330,7 @@ def seen_after_two_batches():
     variables = method.download(fresh(method), ())
     batch = Batch(jnp.zeros(()), jnp.array([0, 0, 2]), jnp.array([1.0, 1.0, 0.0]))
     for _ in range(2):
-        variables = {**variables, **method.observe(variables, None, batch, context)}
+        variables |= method.local_update(lambda _: Evaluated(0.0, {}, ()), lambda _: None, variables, batch, context)[1]
     return method.upload(variables, (), context)[1]
 
 

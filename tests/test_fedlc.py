@@ -96,6 +96,6 @@ def test_global_counts_are_those_of_all_clients():
 
 def test_advice_is_given_where_something_is_masked_or_unbounded():
     few = Setting(3, 2, 5, 1, 1, 4, False, one_class_clients=2)
-    assert len(FedLC().advise(few, None)) == 1
-    assert FedLC(tau=0.0).advise(few, None) == FedLC(missing="constant").advise(few, None) == []
-    assert "unstable" in FedLC(form="pairwise", missing="constant").advise(few, None)[0]
+    assert len(FedLC().configure(few, None)[1]) == 1
+    assert FedLC(tau=0.0).configure(few, None)[1] == FedLC(missing="constant").configure(few, None)[1] == []
+    assert "unstable" in FedLC(form="pairwise", missing="constant").configure(few, None)[1][0]

@@ -45,7 +45,7 @@ def psi_of(clients):
 def test_the_parts_sum_to_the_initial_model():
     own, parts = variables(), split(psi_factor=0.3)
     assert_close(arrays(psi_of(parts)), arrays(jax.tree.map(lambda w: 0.3 * w, own["params"])))
-    found = FedMatch().predict_personal(MODEL, (), (), None, parts, images())
+    found = FedMatch().logits(MODEL, parts, images(), ())
     np.testing.assert_allclose(found, logits(own, images()), 1e-4, 1e-5)
 
 
@@ -152,7 +152,7 @@ def test_a_federation_without_helpers_can_talk():
 @pytest.mark.parametrize(("threshold", "part"), [(0.0, 1.0), (1e9, 0.8)])
 def test_small_entries_of_psi_are_left_out_of_predictions(threshold, part):
     own = variables()
-    found = FedMatch(l1_threshold=threshold).predict_personal(MODEL, (), (), None, split(), images())
+    found = FedMatch(l1_threshold=threshold).logits(MODEL, split(), images(), ())
     expected = logits({"params": jax.tree.map(lambda w: part * w, own["params"])}, images())
     np.testing.assert_allclose(found, expected, 1e-4, 1e-5)
 

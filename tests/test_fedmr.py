@@ -12,7 +12,7 @@ from flax import struct
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.methods import Batch, Method, Setting
 from fedjax_pcdd.methods.fedmr import FedMR, Server
-from fedjax_pcdd.methods.method import Facts
+from fedjax_pcdd.methods.method import Facts, Keys, Summary
 from fedjax_pcdd.models import Outputs, forward
 
 OVERLAP = 120  # noise at which features of one class lie nearer to the prototype of another
@@ -156,7 +156,7 @@ def penalty(**options):
     """Of three samples of class 0, on a client that has both classes."""
     server = Server({}, jnp.asarray(PROTOTYPES), jnp.ones(2, bool), jnp.ones(1, bool))
     facts = Facts(0, jnp.ones(2), jnp.asarray(2), jnp.ones((1, 2)))
-    context = toy.context(setting=setting(), server=server, facts=facts, key=jax.random.key(0))
+    context = toy.context(setting=setting(), server=server, facts=facts, keys=Keys.of(jax.random.key(0)))
     batch = Batch(jnp.zeros(3), jnp.zeros(3, int), jnp.ones(3))
     return FedMR(**{"mu1": 1.0, "mu2": 1.0} | options).penalty({}, Outputs(jnp.asarray(FEATURES), None), batch, context)
 
@@ -183,9 +183,9 @@ def test_penalty_has_the_value_computed_by_hand(options, expected):
     ("given", "features", "mu1"), [(None, 255, 0.01), (None, 256, 0.1), (0.3, 255, 0.3), (0.0, 256, 0.0)]
 )
 def test_default_of_mu1_depends_on_the_number_of_features(given, features, mu1):
-    assert FedMR(mu1=given).configure(setting(features=features)).mu1 == mu1
+    assert FedMR(mu1=given).configure(setting(features=features), None)[0].mu1 == mu1
 
 
-@pytest.mark.parametrize(("terms", "summary"), [("both", False), ("inter", False), ("intra", None)])
+@pytest.mark.parametrize(("terms", "summary"), [("both", Summary()), ("inter", Summary()), ("intra", None)])
 def test_intra_alone_needs_no_pass_for_prototypes(terms, summary):
-    assert FedMR(terms=terms).summary_augmented is summary
+    assert FedMR(terms=terms).traits().summary == summary

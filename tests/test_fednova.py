@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import toy
 from golden_vectors import cases
-from hooks import context, params, reduce, start
+from hooks import aggregate, context, params, start
 
 from fedjax_pcdd.methods.fednova import FedNova
 from fedjax_pcdd.methods.method import Method
@@ -23,7 +23,7 @@ def averaged(method, x0, models, sizes, steps, statistics=None, **local):
         sent = params(model, **({} if statistics is None else {"batch_stats": statistics[k]}))
         at = context(method, server, clients[k], sizes=sizes, k=k, steps=int(steps[k]), **local)
         messages.append(method.upload(sent, (), at)[1])
-    return method.aggregate(server, reduce(messages, sizes), np.asarray(sizes) / np.sum(sizes))
+    return aggregate(method, server, messages, np.asarray(sizes) / np.sum(sizes), clients=len(sizes))
 
 
 def weights_of(server):

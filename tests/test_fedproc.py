@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import linear_model
 import numpy as np
 import pytest
 import toy
 from flax import struct
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.losses.contrastive import prototype_contrast
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.fedproc import FedProc
@@ -146,7 +147,7 @@ def test_owners_of_a_class_count_by_samples_or_equally(weights, expected):
     none = {"sums": jnp.zeros((1, D)), "counts": jnp.zeros(1)}
     sent = [method.split({"params": ()}, summary)[1] for summary in (three, one, none)]
     message = Message(mean=(), total=jax.tree.map(lambda *x: sum(x), *sent))
-    server = method.aggregate(Server((), jnp.zeros((1, D)), jnp.zeros(1, bool)), message, jnp.ones(3))
+    server = method.aggregate(Server((), jnp.zeros((1, D)), jnp.zeros(1, bool)), message, jnp.ones(3), None)
     np.testing.assert_allclose(server.prototypes, expected)
 
 
@@ -162,12 +163,12 @@ def test_class_that_nobody_sends_is_carried_or_dropped(stale):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_only_the_last_epochs_features_are_collected(epoch):
     method = FedProc(prototype_features="last_epoch")
-    server = Server({"params": ()}, jnp.zeros((C, D)), VALID)
-    setting = Setting(C, D, 1, 3, 2, B, False)
-    context = toy.context(setting=setting, epoch=jnp.int32(epoch), epochs=jnp.int32(2))
-    batch, variables = Batch(jnp.zeros(B), LABELS, jnp.ones(B).at[0].set(0)), method.download(server, ())
+    head = {"head": linear_model.dense(np.ones((C, D)), np.zeros(C))}
+    server = Server({"params": head}, jnp.zeros((C, D)), VALID)
+    context = linear_model.context(method, np.ones(C), features=D, epoch=epoch)._replace(server=server)
+    batch, variables = Batch(FEATURES, LABELS, jnp.ones(B).at[0].set(0)), method.download(server, ())
     for _ in range(2):
-        variables = variables | method.observe(variables, Outputs(FEATURES, None), batch, context)
+        variables = variables | method.loss(variables, batch, context)[1]
     np.testing.assert_array_equal(variables[SEEN]["counts"], np.multiply([4, 4, 4, 4], epoch))
     np.testing.assert_allclose(variables[SEEN]["sums"][0], 2 * epoch * (FEATURES[4] + FEATURES[8]), rtol=1e-6)
 

@@ -149,4 +149,4 @@ def test_prediction_by_the_classifier_is_the_default():
 
 @pytest.mark.parametrize(("predict", "model"), [("classifier", "local"), ("prototype", "server")])
 def test_pa_by_prototypes_waits_for_those_of_the_round(predict, model):
-    assert FedProto(predict=predict).personal_model == model
+    assert FedProto(predict=predict).traits().personal_model == model

@@ -57,10 +57,10 @@ class Corrected(Method):
 
     mu: float
 
-    def correct(self, gradients, variables, context):
-        return jax.tree.map(
-            lambda g, w, start: g + self.mu * (w - start), gradients, variables["params"], context.start["params"]
-        )
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, state, gradients = evaluate(variables)
+        w, start = variables["params"], context.start["params"]
+        return loss, state, step(jax.tree.map(lambda g, w, w0: g + self.mu * (w - w0), gradients, w, start))
 
 
 def test_recorded_losses_are_without_the_term():

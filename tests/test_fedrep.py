@@ -32,7 +32,7 @@ def body(state):
 
 
 def test_default_is_e_epochs_on_the_head_and_one_on_the_body():
-    assert FedRep().local_epochs(7) == 8
+    assert (FedRep().traits().epochs, FedRep().traits().more_epochs) == (None, 1)
 
 
 def test_those_epochs_come_in_that_order():
@@ -131,10 +131,10 @@ def test_no_epochs_at_all_are_a_users_mistake():
 @pytest.mark.parametrize(("head_epochs", "expected"), [(None, 10), (3, 10), (12, 12)])
 def test_heads_are_fine_tuned_for_as_many_epochs_as_in_a_round_and_at_least_those_asked_for(head_epochs, expected):
     setting = toy.simulation("fedrep").program.setting
-    tuner = FedRep(head_epochs=head_epochs).tuner(setting, 10)
-    assert (tuner.local_epochs(10), tuner.body_epochs) == (expected, 0)
+    tuner = FedRep(head_epochs=head_epochs).fine_tuner(setting, 10)
+    assert (tuner.traits().epochs, tuner.traits().more_epochs) == (expected, 0)
 
 
 def test_heads_are_fine_tuned_only_if_asked_for():
-    assert not FedRep().fine_tune
-    assert FedRep(fine_tune_heads=True).fine_tune
+    assert not FedRep().traits().fine_tunes
+    assert FedRep(fine_tune_heads=True).traits().fine_tunes

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import toy
 from golden_vectors import cases
+from in_memory import trained
 from linear_model import context, dense, loss, loss_and_gradients
 from trajectories import train
 
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.method import Batch, Server
-from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
 
 RNG = np.random.default_rng(0)
 FEATURES, LABELS = RNG.normal(size=(6, 4)).astype(np.float32), np.array([0, 0, 1, 1, 0, 1])
@@ -52,12 +51,12 @@ def test_personal_heads_agree_with_the_reference(g):
 
 def personal(method, layers, features=FEATURES):
     model = context(method, np.ones(len(layers["head"]["bias"])), features=features.shape[-1]).model
-    return method.predict_personal(model, (), (), None, {"params": layers}, jnp.asarray(features))
+    return method.logits(model, {"params": layers}, jnp.asarray(features), (), scope="personal")
 
 
 def generic(method, layers):
     model = context(method, COUNTS, features=4).model
-    return method.predict_generic(model, (), {"params": {"head": layers["head"]}}, jnp.asarray(FEATURES))
+    return method.logits(model, {"params": {"head": layers["head"]}}, jnp.asarray(FEATURES), ())
 
 
 def test_prior_has_the_sheets_value():
@@ -128,15 +127,13 @@ def test_personal_model_is_the_global_one_with_the_own_head():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_pa_is_read_from_the_model_asked_for(tmp_path):
+def test_pa_is_read_from_the_model_asked_for():
     read = {}
     for source in ("local", "server"):
         options = {"method": "fedrod", "pa_model": source, "lanes": 1, "rounds": 1, "local_epochs": 1, "clients": 4}
-        work = Run(*build(options | {"lr": 0.1, "beta": 1.0, "batch_size": 50, "run_dir": tmp_path / source}))
-        progress = work.rounds(work.begin())
-        work.checkpoints.close()
-        correct = np.array(work.simulation.evaluate(progress.state, personal=True).personal).sum(1)
-        of_server = np.mean(correct / work.federation.test_sizes)
-        read[source] = progress.history.rows[0]["pa"], of_server
+        run = trained(**options, lr=0.1, beta=1.0, batch_size=50)
+        correct = np.array(run.simulation.evaluate(run.state, personal=True).personal).sum(1)
+        of_server = np.mean(correct / run.federation.test_sizes)
+        read[source] = run.history.rows[0]["pa"], of_server
     assert read["server"][0] == pytest.approx(read["server"][1])
     assert read["local"][0] != pytest.approx(read["local"][1], abs=1e-3)

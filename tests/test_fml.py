@@ -101,15 +101,16 @@ def test_merging_weighs_architectures_by_their_shares():
     servers = tuple(
         FML().init_server(None, {"params": {"meme": {"w": jnp.full(2, v)}}}, None, None) for v in (1.0, 5.0)
     )
-    merged = FML().merge(servers, (0.75, 0.25))
-    for server in merged:
-        np.testing.assert_allclose(server.variables["params"]["w"], 2.0)
+    table = toy.groups("fml", meme="mlp")
+    np.testing.assert_allclose(table._shares(), (0.6, 0.4))  # of five participants
+    for server in table._common(servers):
+        np.testing.assert_allclose(server.variables["params"]["w"], 2.6)
 
 
 def test_the_answer_is_that_of_the_model_asked_for():
     model, variables = pair()
     for name in ("private", "meme"):
-        found = FML(meme="mlp", answer=name).predict_personal(model, (), (), None, variables, images())
+        found = FML(meme="mlp", answer=name).logits(model, variables, images(), (), scope="personal")
         np.testing.assert_allclose(found, logits(part(variables, name), images()), 1e-6)
 
 
@@ -140,6 +141,5 @@ def test_pretraining_leaves_the_shared_meme_alone():
 
 def test_statistics_of_both_models_count_as_running_statistics():
     resnet = models.build("resnet10", num_classes=4, image_shape=(8, 8, 3))
-    assert [models.uses_batch_norm(Pair(*two)) for two in ((MODEL, MODEL), (MODEL, resnet), (resnet, MODEL))] == [
-        False, True, True,
-    ]  # fmt: skip
+    pairs = (MODEL, MODEL), (MODEL, resnet), (resnet, MODEL)
+    assert [models.uses_batch_norm(Pair(*two), (8, 8, 3)) for two in pairs] == [False, True, True]

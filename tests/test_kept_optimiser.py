@@ -9,7 +9,7 @@ import pytest
 import toy
 
 from fedjax_pcdd import models
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.jobs import resumed
 from fedjax_pcdd.engine.program import OPTIMISER
@@ -57,7 +57,7 @@ def test_parts_that_a_method_renews_begin_anew():
     tree = {"private": {"w": 1.0}, "meme": {"w": 2.0}}
     old = ({"private": {"w": 3.0}, "meme": {"w": 4.0}},)
     assert resumed((tree,), old, ("meme",)) == ({"private": {"w": 3.0}, "meme": {"w": 2.0}},)
-    assert METHODS["fml"].renewed == ("meme",)
+    assert METHODS["fml"]().traits().renewed == ("meme",)
 
 
 def test_participants_keep_theirs_but_for_the_meme():

@@ -8,7 +8,8 @@ import toy
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import Message, Method
+from fedjax_pcdd.methods import Message, Method, Traits
+from fedjax_pcdd.methods.method import Summary
 
 
 def arrays(tree):
@@ -50,7 +51,7 @@ def test_a_cohort_without_weight_does_not_train(name):
 
 
 def test_weights_by_batches_need_a_client_with_a_full_one():
-    with pytest.raises(UserError, match="--weights=batches"):
+    with pytest.raises(UserError, match="weights=batches"):
         toy.simulation(weights="batches", batch_size=31)
 
 
@@ -81,15 +82,14 @@ def test_the_start_has_the_statistics_of_the_client_where_they_are_local():
 class Drawing(Method):
     """Sums of a draw, its square and 1 over the passes' batches, kept by the client."""
 
-    @property
-    def summary_augmented(self):
-        return False
+    def traits(self):
+        return Traits(summary=Summary())
 
     def init_client(self, setting, server, facts, key):
         return jnp.zeros(3)
 
     def summarise(self, variables, batch, context):
-        draw = jax.random.uniform(context.key)
+        draw = jax.random.uniform(context.keys.method)
         return jnp.stack([draw, draw**2, jnp.ones(())])
 
     def upload(self, variables, summary, context):

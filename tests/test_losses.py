@@ -10,8 +10,9 @@ import pytest
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import correct_per_class, cross_entropy, masked_mean
 from fedjax_pcdd.losses.contrastive import model_contrast, prototype_contrast
-from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.losses.decorrelation import batch_decorrelation, intra_class
 from fedjax_pcdd.losses.logit_adjustment import class_scales, l2_normalise, scaled_logits
+from fedjax_pcdd.losses.masked_distillation import label_masking_distillation, masked_kl, not_true_distillation
 from fedjax_pcdd.losses.prototypes import (
     class_sums,
     inter_class,
@@ -19,6 +20,8 @@ from fedjax_pcdd.losses.prototypes import (
     random_subset,
     squared_distance_to_own,
 )
+from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
+from fedjax_pcdd.losses.vacant_classes import calibrated_cross_entropy, logit_suppression
 
 C, D, B = 5, 4, 12
 FORMS = ["offdiag", "frobenius"]
@@ -63,7 +66,31 @@ def distance(features, labels, mask=None):
     return squared_distance_to_own(features, labels, PROTOTYPES, PRESENT, mask=mask)
 
 
+COUNTS, VACANT = jnp.asarray([4, 3, 0, 4, 1]), jnp.asarray([False, True, True, False, True])
+
+
+def scored(loss, *, labelled=False, taught=False):
+    """A loss of logits [B, C] as one of features; its teacher is the same linear model on other features."""
+
+    def of_features(features, labels, mask=None):
+        logits, teacher = features @ PROTOTYPES.T, (features[:, ::-1] + 1) @ PROTOTYPES.T
+        known = [teacher] * taught + [logits] + [labels] * labelled
+        return loss(*known, mask=mask)
+
+    return of_features
+
+
 LOSSES = {
+    "vacant_kl": scored(partial(masked_kl, teacher_classes=VACANT), taught=True),
+    "not_true_distillation": scored(not_true_distillation, labelled=True, taught=True),
+    "label_masking": scored(partial(label_masking_distillation, majority=VACANT), labelled=True, taught=True),
+    "calibrated": scored(partial(calibrated_cross_entropy, class_counts=COUNTS), labelled=True),
+    "suppression": scored(partial(logit_suppression, class_counts=COUNTS), labelled=True),
+    "suppression_paper": scored(partial(logit_suppression, class_counts=COUNTS, form="paper"), labelled=True),
+    "batch_decorrelation": lambda features, labels, mask=None: batch_decorrelation(features, mask=mask),
+    "batch_frobenius": lambda features, labels, mask=None: batch_decorrelation(features, form="frobenius", mask=mask),
+    "prediction_variance": scored(prediction_variance),
+    "uniformity": lambda features, labels, mask=None: uniformity(features, mask=mask),
     "model_contrast": contrast_of_models,
     "prototype_contrast": contrast_of_prototypes,
     "squared_distance_to_own": distance,

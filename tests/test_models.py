@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from fedjax_pcdd.models import (
     feature_dim,
     forward,
     initialise,
+    normalises,
     simplex_etf,
     sizes,
     uses_batch_norm,
@@ -201,9 +203,30 @@ def test_evaluation_changes_no_statistics_and_training_does():
 
 
 def test_only_batch_norm_counts_as_batch_norm():
-    assert uses_batch_norm(narrow_resnet())
-    assert not uses_batch_norm(narrow_resnet("group"))
-    assert not uses_batch_norm(build("mlp", num_classes=3, image_shape=(4,)))
+    assert uses_batch_norm(narrow_resnet(), (8, 8, 3))
+    assert not uses_batch_norm(narrow_resnet("group"), (8, 8, 3))
+    assert not uses_batch_norm(build("mlp", num_classes=3, image_shape=(4,)), (4,))
+
+
+class Foreign(nn.Module):
+    """A backbone with layers of Flax, as someone else writes it."""
+
+    normed: bool = True
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(5)(x)
+        return nn.BatchNorm(use_running_average=not train)(x) if self.normed else x
+
+
+def test_norm_layers_of_another_library_are_seen():
+    foreign, plain = (Classifier(Foreign(normed), num_classes=3) for normed in (True, False))
+    assert [f(m, (4,)) for m in (foreign, plain) for f in (uses_batch_norm, normalises)] == [True, True, False, False]
+
+
+def test_a_norm_of_the_features_is_not_one_of_the_backbone():
+    model = Classifier(MLP((5,)), num_classes=3, feature_norm=True)
+    assert (uses_batch_norm(model, (4,)), normalises(model, (4,))) == (True, False)
 
 
 def test_group_norm_has_no_statistics():
@@ -215,7 +238,7 @@ def test_a_norm_of_the_features_comes_before_the_head():
     model = Classifier(MLP((5,)), num_classes=3, feature_norm=True)
     variables = initialise(model, jax.random.key(0), (4,))
     features = forward(model, variables, images((4,)), train=True)[0].features
-    assert uses_batch_norm(model)
+    assert uses_batch_norm(model, (4,))
     np.testing.assert_allclose(features.mean(0), 0, atol=1e-5)
 
 

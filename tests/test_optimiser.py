@@ -34,6 +34,18 @@ def test_steps_agree_with_the_reference(g, key, name, lr, momentum, decay, clip,
         np.testing.assert_allclose(w, expected, 1e-9)
 
 
+def test_parts_are_clipped_each_by_itself():
+    hyper = Hyper(*map(jnp.float32, (1.0, 0.0, 0.0, 1.0)))
+    gradients = {"small": jnp.array([0.3, 0.4]), "large": jnp.array([30.0, 40.0]), "rest": jnp.array([0.6, 0.0])}
+    for apart, small in (((), 0.5 / 50), (("small", "large"), 0.5)):
+        optimiser = make_optimiser("sgd", hyper, clip=True, apart=apart)
+        updates, _ = optimiser.update(gradients, optimiser.init(gradients), gradients)
+        norms = {name: np.linalg.norm(update) for name, update in updates.items()}
+        assert norms["small"] == pytest.approx(small, rel=1e-3)
+        assert norms["large"] == pytest.approx(1.0, rel=1e-3)
+    assert norms["rest"] == pytest.approx(0.6, rel=1e-3)
+
+
 def adam():
     return make_optimiser("adam", Hyper(*map(jnp.float32, (0.1, 0.0, 0.0, jnp.inf))), clip=False)
 

@@ -26,14 +26,14 @@ from fedjax_pcdd.models.classifier import forward, initialise
     ids=["fedmd", "fedmd-averaged", "rcfl", "fml-meme"],
 )
 def test_pa_is_of_the_model_that_a_round_ends_with(method, kept):
-    assert method.personal_model == kept
+    assert method.traits().personal_model == kept
 
 
 @pytest.mark.parametrize("name", ["fedmd", "fml"])
 def test_where_pa_is_read_in_training_nothing_changes_the_model_afterwards(name):
     more = {"meme": "mlp"} if name == "fml" else {}
     simulated = toy.groups(name, necks=ONE, **more)
-    assert simulated.method.personal_model == "local"
+    assert simulated.traits.personal_model == "local"
     state, report = simulated.step(simulated.start(), 0)
     counts = simulated.evaluate(state, personal=True)
     np.testing.assert_array_equal(report.correct[1:], counts.personal[1:])  # the first participant makes no step
@@ -73,7 +73,7 @@ def moved_statistics():
 
 
 def said_in(mode, own):
-    outputs, _ = forward(NORMED, own, images(), train=mode == "train", key=context().key)
+    outputs, _ = forward(NORMED, own, images(), train=mode == "train", key=context().keys.dropout)
     return outputs.logits
 
 

@@ -54,8 +54,8 @@ def test_lanes_are_images_one_after_another(channels):
 
 def blocked(kernel, side):
     """Whether a layer that maps 3 to 6 channels is computed in blocks here."""
-    window = plain_window(jnp.zeros((1, side, side, 3)), jnp.zeros((kernel, kernel, 3, 6)), (1, 1), "VALID")
-    return pooled_convolution._fits(window, 3, 6)
+    operands = jnp.zeros((1, side, side, 3)), jnp.zeros((kernel, kernel, 3, 6))
+    return pooled_convolution._fits(plain_window(*operands, (1, 1), "VALID"), *operands)
 
 
 def layers(bias=True, padding: Any = "VALID", kernel=5, features=6):

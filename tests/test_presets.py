@@ -5,14 +5,13 @@ A cell is (split, method, variant); the variant is "" for a method that has none
 
 import csv
 import functools
-import sys
-import types
 from pathlib import Path
 
 import pytest
 
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli.preset_files import Preset, preset_method, preset_values, read_preset
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
@@ -22,6 +21,7 @@ from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training import fields as options
 from fedjax_pcdd.training.config import TASK_DEFAULTS, build, partition_tag, values
+from fedjax_pcdd.training.presets import Preset, preset_method, preset_values, read_preset
 
 ROOT = Path(__file__).parents[1]
 PRESETS, EXPECTED = ROOT / "experiments" / "presets", ROOT / "experiments" / "expected"
@@ -42,6 +42,10 @@ WITHOUT_PRESET = {
 NO_RUN = {
     ("fedmr_table15", "best-baseline", ""): "the best of several methods",
     ("fedgela_table5", "best-baseline", ""): "the best of several methods",
+}
+# Rows of a table that a preset runs and whose printed numbers are not in experiments/expected/.
+NOT_COPIED = {
+    "fedvls_baselines": {"fedprox", "moon", "fedrs", "fedlc", "fedmr", "fedgela"},
 }
 
 
@@ -118,13 +122,15 @@ def test_every_printed_number_belongs_to_cells_of_its_preset(name):
 def test_every_cell_of_a_preset_has_a_printed_number(name):
     preset, table = preset_of(name), table_of(name)
     found = {(split, row["method"], row["variant"]) for row in printed(table) for split in averaged(row)}
-    cells = {(split, *row) for split in preset.splits for row in rows_of(preset)}
+    copied = [row for row in rows_of(preset) if row[0] not in NOT_COPIED.get(table, ())]
+    cells = {(split, *row) for split in preset.splits for row in copied}
     assert cells - found == set()
 
 
 def test_every_exception_is_still_one():
     found = {(table, row["method"], row["variant"]) for table in TABLES for row in printed(table)}
     assert set(NO_RUN) <= found
+    assert not {(table, method) for table, methods in NOT_COPIED.items() for method in methods} & {f[:2] for f in found}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -233,7 +239,7 @@ def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
     averages = {}
     for name in ("fccl/table1", "fccl/table3"):
         _, method = cli.parse([f"--preset={name}", "--split=office-home", "--method=fccl"], PRESETS)
-        averages[name] = method.averages
+        averages[name] = method.traits().averages
     assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
 
@@ -329,9 +335,8 @@ def test_without_a_variant_the_preset_names_the_method(mine):
     ],
 )
 def test_a_wrong_variant_is_refused_in_one_sentence(mine, capsys, monkeypatch, argv, sentence):
-    stub = types.SimpleNamespace(run=lambda config, method: pytest.fail("this must not run"))
-    monkeypatch.setitem(sys.modules, "fedjax_pcdd.training.runner", stub)
-    assert cli.main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("this must not run"))
+    assert main(argv.replace("FILE", str(mine)).split(), presets=PRESETS) == 2
     said = capsys.readouterr().err.replace(str(mine), "FILE").replace(str(PRESETS), "PRESETS")
     assert said.startswith(sentence)
     assert said.count("\n") == 1
@@ -357,5 +362,5 @@ def test_a_wrong_variant_in_a_file_is_refused(tmp_path, text, sentence):
 
 
 def test_the_help_shows_the_option(capsys):
-    cli.main(["--help"], presets=PRESETS)
+    main(["--help"], presets=PRESETS)
     assert "--variant " in capsys.readouterr().out

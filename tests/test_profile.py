@@ -3,7 +3,7 @@
 import gzip
 import json
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 
 RUN = ("--method=fedavg", "--clients=3", "--local-epochs=1", "--fine-tune-epochs=0", "--quiet")
 

@@ -3,21 +3,25 @@
 import numpy as np
 
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.runner import Run
+from fedjax_pcdd.training.loop import Callback, loop
+from fedjax_pcdd.training.tasks import setup
 
 
-def test_clients_without_steps_have_the_initial_models_accuracy(tmp_path):
+def test_clients_without_steps_have_the_initial_models_accuracy():
     config, method = build(
         {
             "method": "fedavg", "clients": 5, "min_samples": 1, "beta": 0.1, "rounds": 1, "lanes": 1, "quiet": True,
-            "last_batch": "strict", "batch_size": 256, "run_dir": tmp_path / "run",
+            "last_batch": "strict", "batch_size": 256,
         }
     )  # fmt: skip
-    work = Run(config, method)
-    idle = work.simulation.steps[0] == 0
+    parts, known = setup([(config, method)]), []
+    idle = parts.simulation.steps[0] == 0
     assert 0 < idle.sum() < 5
-    progress = work.begin()
-    work.checkpoints.close()
-    known = [accuracy is not None for accuracy in progress.history.pa_clients]
-    np.testing.assert_array_equal(known, work.federation.test_sizes > 0)
+
+    class Look(Callback):
+        def on_start(self, run):
+            known.extend(accuracy is not None for accuracy in run.history.pa_clients)
+
+    loop(parts.simulation, parts.simulation.start(), 1, [parts.accuracies(0), Look()])
+    np.testing.assert_array_equal(known, parts.federations[0].test_sizes > 0)
     assert all(np.array(known)[idle])

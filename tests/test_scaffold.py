@@ -7,12 +7,12 @@ import pytest
 import toy
 from flax import struct
 from golden_vectors import cases
-from hooks import context, hyper, params, reduce, setting, start
+from hooks import aggregate, context, hyper, params, setting, start
 from trajectories import Problem, train
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Evaluated, Method, Step
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
 
@@ -26,9 +26,17 @@ def w(variables):
 def trained(method, at, gradient, steps, *, momentum=0.0):
     """The parameter after some steps of heavy-ball SGD with the method's corrections."""
     x, buffer, lr = at.start["params"]["w"], 0.0, at.hyper.lr
+
+    def evaluate(variables):
+        return Evaluated(0.0, {}, {"w": gradient(variables["params"]["w"])})
+
+    def step(gradients):
+        after = momentum * buffer + gradients["w"]
+        return Step({"w": -lr * after}, after)
+
     for _ in range(steps):
-        buffer = momentum * buffer + method.correct({"w": gradient(x)}, params(x), at)["w"]
-        x = x + method.adjust({"w": -lr * buffer}, at)["w"]
+        _, _, (updates, buffer) = method.local_update(evaluate, step, params(x), None, at)
+        x = x + updates["w"]
     return params(x)
 
 
@@ -40,7 +48,7 @@ def uploaded(method, models, sizes, **at):
         client, message = method.upload(params(model), (), context(method, server, clients[k], sizes=sizes, k=k, **at))
         kept.append(client)
         messages.append(message)
-    return method.aggregate(server, reduce(messages, sizes), np.asarray(sizes)), kept
+    return aggregate(method, server, messages, sizes, clients=len(sizes)), kept
 
 
 @pytest.mark.usefixtures("x64")
@@ -56,7 +64,7 @@ def test_rounds_on_quadratics_agree_with_the_vectors(g):
             model = trained(method, at, lambda x, k=k: g["in_A"][k] @ (x - g["in_b"][k]), steps)
             clients[k], message = method.upload(model, (), at)
             messages.append(message)
-        server = method.aggregate(server, reduce(messages, sizes[chosen]), sizes[chosen])
+        server = aggregate(method, server, messages, sizes[chosen], clients=len(sizes))
         np.testing.assert_allclose(w(server.variables), g["out_x"][r], **EXACT)
         np.testing.assert_allclose(server.control["w"], g["out_c"][r], **EXACT)
         np.testing.assert_allclose([c["w"] for c in clients], g["out_ck"][r], **EXACT)
@@ -106,7 +114,7 @@ def test_equal_hessians_converge_to_the_optimum_of_the_mean():
             model = trained(method, at, lambda x, k=k: x - optima[k], 5 + 3 * k)
             clients[k], message = method.upload(model, (), at)
             messages.append(message)
-        server = method.aggregate(server, reduce(messages, (1, 1)), np.ones(2))
+        server = aggregate(method, server, messages, (1, 1), clients=2)
     np.testing.assert_allclose(w(server.variables), np.mean(optima, 0), rtol=1e-6, atol=1e-6)
 
 
@@ -195,28 +203,28 @@ def test_option_one_takes_its_gradient_in_the_batches_of_training():
     ("control", "remedy"), [("II", "set --step-normaliser=a_k,"), ("I", "set --control=II --step-normaliser=a_k,")]
 )
 def test_momentum_is_warned_of_with_the_options_that_help(control, remedy):
-    (sentence,) = Scaffold(control=control).advise(setting(2), hyper(momentum=0.9))
+    _, (sentence,) = Scaffold(control=control).configure(setting(2), hyper(momentum=0.9))
     assert remedy in sentence
 
 
 @pytest.mark.parametrize("option", [{"step_normaliser": "a_k"}, {"correction": "post_step"}])
 def test_no_warning_where_momentum_does_not_amplify(option):
-    assert Scaffold(**option).advise(setting(2), hyper(momentum=0.9)) == []
+    assert Scaffold(**option).configure(setting(2), hyper(momentum=0.9))[1] == []
 
 
 @pytest.mark.parametrize("momentum", [0.0, 1e-4])
 def test_no_warning_without_momentum_that_amplifies(momentum):
-    assert Scaffold().advise(setting(2), hyper(momentum=momentum)) == []
+    assert Scaffold().configure(setting(2), hyper(momentum=momentum))[1] == []
 
 
 def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
     method = Scaffold(control="I", correction="post_step")
-    (sentence,) = method.advise(setting(2), hyper(momentum=0.9))
+    _, (sentence,) = method.configure(setting(2), hyper(momentum=0.9))
     assert "about 10 times" in sentence
     assert "--control=II," in sentence
-    assert method.advise(setting(2), hyper(momentum=0.0)) == []
+    assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
 
 
 def test_momentum_is_not_counted_in_a_correction_that_has_none():
-    with pytest.raises(UserError, match="--correction=gradient"):
-        Scaffold(step_normaliser="a_k", correction="post_step").configure(setting(2))
+    with pytest.raises(UserError, match="correction=gradient"):
+        Scaffold(step_normaliser="a_k", correction="post_step").configure(setting(2), hyper())

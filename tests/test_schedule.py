@@ -39,15 +39,35 @@ def replay(plan, lanes):
     return got
 
 
-@settings(deadline=None, max_examples=60)
-@given(sizes, st.integers(1, 9), rules, st.integers(1, 5))
-def test_lanes_replay_every_job_in_order(counts, batch, rule, lanes):
+quanta = st.sampled_from([1, 2, 3, 8, 100])
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes, st.integers(1, 9), rules, st.integers(1, 5), quanta, st.integers(1, 3))
+def test_lanes_replay_every_job_in_order_and_then_at_most_wait(counts, batch, rule, lanes, quantum, block):
     jobs = jobs_of(counts, batch, rule)
-    steps = schedule.most_steps([np.array([len(b) for b in jobs])], len(jobs), lanes)
-    got = replay(schedule.pack(jobs, lanes, steps=steps), lanes)
+    steps = schedule.most_steps([np.array([len(b) for b in jobs])], len(jobs), lanes, quantum=quantum)
+    got = replay(schedule.pack(jobs, lanes, steps=steps, quantum=quantum, block=block), lanes)
     assert sorted(got) == [j for j, b in enumerate(jobs) if len(b)]
     for j, batches in got.items():
-        np.testing.assert_array_equal(batches, jobs[j])
+        np.testing.assert_array_equal(batches[: len(jobs[j])], jobs[j])
+        waiting = batches[len(jobs[j]) :]
+        assert len(waiting) < quantum
+        assert (np.array(waiting) == -1).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 12))
+def test_jobs_of_one_phase_each_fill_the_lanes_in_order_and_leave_them_together(steps, lanes):
+    capacity = schedule.most_steps([np.array(steps)], len(steps), lanes, quantum=30)
+    batches = [np.zeros((n, 1), np.int32) for n in steps]
+    plan = schedule.pack(batches, lanes, steps=capacity, quantum=30, block=lanes)
+    np.testing.assert_array_equal(plan.load_stop, plan.finish_stop)
+    np.testing.assert_array_equal(plan.load_job, plan.finish_job)
+    jobs = np.count_nonzero(steps)
+    np.testing.assert_array_equal(plan.load_lane[:jobs], np.arange(jobs) % lanes)
+    np.testing.assert_array_equal(plan.finish_lane[:jobs], np.arange(jobs) % lanes)
+    assert plan.num_segments == -(-jobs // lanes)
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,12 +87,13 @@ def test_an_epoch_has_each_sample_at_most_once_and_all_that_fit(count, batch, ru
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 30), min_size=2, max_size=12), st.integers(1, 4), st.data())
-def test_capacity_holds_for_every_cohort(steps, lanes, data):
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=12), st.integers(1, 4), quanta, st.data())
+def test_capacity_holds_for_every_cohort(steps, lanes, quantum, data):
     cohort = data.draw(st.integers(1, len(steps)))
     chosen = data.draw(st.permutations(range(len(steps))))[:cohort]
-    capacity = schedule.most_steps([np.array(steps)], cohort, lanes)
-    plan = schedule.pack([np.zeros((steps[k], 3), np.int32) for k in chosen], lanes, steps=capacity)
+    capacity = schedule.most_steps([np.array(steps)], cohort, lanes, quantum=quantum)
+    batches = [np.zeros((steps[k], 3), np.int32) for k in chosen]
+    plan = schedule.pack(batches, lanes, steps=capacity, quantum=quantum)
     assert plan.indices.shape == (capacity, lanes, 3)
     assert plan.step_stop.max() <= capacity
 

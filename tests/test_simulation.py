@@ -240,16 +240,17 @@ def test_auto_lanes_are_among_the_candidates():
     def make(lanes):
         return toy.simulation(lanes=lanes)
 
-    assert devices.choose_lanes(make, base.start(), 3, 10) in devices.candidates(3)
+    assert devices.choose_lanes(make, base.start(), 3, 10).program.lanes in devices.candidates(3)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
     simulated = toy.simulation(name, lanes=lanes, epochs=1, batch_size=64, last_batch="keep")
-    assert simulated.program.one_step
-    assert not toy.simulation(name, lanes=lanes).program.one_step
-    looped = jax.jit(partial(training_round, dataclasses.replace(simulated.program, one_step=False)))
+    program = simulated.program
+    assert (program.blocks.steps, toy.simulation(name, lanes=lanes).program.blocks.steps) == (1, 0)
+    blocks = dataclasses.replace(program.blocks, steps=0)
+    looped = jax.jit(partial(training_round, dataclasses.replace(program, blocks=blocks)))
     plan, jobs = simulated.plan(0)
     expected, told = looped(
         simulated.methods, simulated.hyper_at(0), simulated.data, simulated.keys, simulated.start(), plan, jobs, 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import toy
 
-from fedjax_pcdd.cli.options import main
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.storage import OnHost
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fedjax_pcdd.api import launch
+from fedjax_pcdd.api import sweep
 from fedjax_pcdd.cli.sweep import expand, summarise, sweep_main
 
 DRAWS_PICTURES = True
@@ -43,10 +43,11 @@ def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, m
     assert (tmp_path / "fedavg-s0" / "partition.png").is_file()
     before = (tmp_path / "summary.csv").read_text()
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise AssertionError("a finished experiment was run again")
 
-    monkeypatch.setattr(launch, "run", refuse)
+    monkeypatch.setattr(sweep, "run", refuse)
+    monkeypatch.setattr(sweep, "run_together", refuse)
     assert sweep_main(argv) == 0
     assert (tmp_path / "summary.csv").read_text() == before
 

@@ -8,16 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.api import joint, launch, sharing
-from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.api import runs, sweep
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
+from fedjax_pcdd.training.build import Setup
+from fedjax_pcdd.training.checkpoint import size
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.progress import SweepBar, progress
+from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
 
 SMALL = {
     "rounds": 3, "local_epochs": 1, "fine_tune_epochs": 0, "clients": 3, "min_samples": 1, "batch_size": 100,
@@ -43,14 +46,14 @@ def pairs(folder, method, grid, **options):
 
 
 def train(given):
-    return joint.run_together([joint.Asked(*pair, {"command": "x"}, progress(0, 0, True)) for pair in given])
+    return runs.run_together([runs.Asked(*pair, {"command": "x"}) for pair in given])
 
 
 @functools.cache
 def alone(folder, method):
     """The folder of single runs of the first two, of which one is enough for all tests."""
     for pair in pairs(folder, method, GRIDS[method][:2]):
-        launch.run(*pair, {"command": "x"})
+        runs.run(*pair, {"command": "x"})
     return folder
 
 
@@ -109,7 +112,7 @@ def test_numbers_are_those_of_single_runs(shared, method):
 
 def test_a_member_that_diverges_fails_alone(shared):
     folder, (*others, failed) = shared(together, "fedavg")
-    assert "is not finite in round" in failed
+    assert "is not finite in round" in str(failed)
     assert not (folder / "4" / "summary.json").exists()
     assert [result["together"] for result in others] == [5] * 4
 
@@ -139,21 +142,24 @@ def test_seconds_are_a_share_of_the_common_ones(shared):
 
 KILLED = """
 import os, signal, sys
-from fedjax_pcdd.api import joint
-from fedjax_pcdd.training import runner
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.training.checkpoint import Checkpoint
+from fedjax_pcdd.training.folder import Records
 from fedjax_pcdd.cli.sweep import sweep_main
 
-runner.heat_map = lambda *_: None
-write = joint.Member.write_round
+runs.heat_map = lambda *_: None
+save, write = Checkpoint.on_round, Records.on_round
 
-def killed(member, trained, *rest):
-    if (trained.round, member.index) == (2, 1):
-        member_before.checkpoints.wait()
+def saved(callback, run, report):
+    save(callback, run, report)
+    callback.checkpoints.wait()
+
+def killed(callback, run, report):
+    if (run.round, run.index) == (2, 1):
         os.kill(os.getpid(), signal.SIGKILL)
-    globals()["member_before"] = member
-    return write(member, trained, *rest)
+    write(callback, run, report)
 
-joint.Member.write_round = killed
+Checkpoint.on_round, Records.on_round = saved, killed
 sweep_main(sys.argv[1:])
 """
 
@@ -166,7 +172,7 @@ def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
     shutil.copytree(folders[0], tmp_path / "copy")
     assert [len(lines(folder / "metrics.jsonl")) for folder in folders] == [2, 1]
     assert sweep_main(argv) == 0
-    assert cli.main([f"--resume={tmp_path / 'copy'}"]) == 0
+    assert main([f"--resume={tmp_path / 'copy'}"]) == 0
     for folder, number in ((folders[0], 0), (folders[1], 1), (tmp_path / "copy", 0)):
         assert_same_numbers(folder, shared(alone, "fedgela") / str(number))
 
@@ -180,7 +186,7 @@ def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsy
 
 def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(launch, "run", lambda config, *_: ran.append(config.seed) or {"ga_best": 0.5})
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {"ga_best": 0.5})
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda _: "")
     tmp_path.joinpath("sweep").mkdir()
@@ -194,7 +200,7 @@ def test_together_takes_a_positive_number(tmp_path, capsys):
 
 
 def number_of_groups(*points):
-    return len(sharing.groups([build(point) for point in points]))
+    return len(sweep.groups([build(point) for point in points]))
 
 
 @pytest.mark.parametrize(
@@ -227,24 +233,22 @@ def test_some_do_not_share_with_other_seeds(options):
 
 def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
     points = [{"method": "fedgela", **own} for own in ({"ew": 1.0}, {"ew": 2.0}, {"phi": "exp", "ew": 1.0}, {})]
-    assert sharing.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
+    assert sweep.groups([build(point) for point in points]) == [[0, 1], [2], [3]]
 
 
-@pytest.mark.parametrize(("states", "most"), [(0, 1), (11.5, 1), (2 * sharing.COPIES * 5, 5), (math.inf, sharing.MOST)])
+@pytest.mark.parametrize(("states", "most"), [(0, 1), (11.5, 1), (2 * sweep.COPIES * 5, 5), (math.inf, sweep.MOST)])
 def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
     config, method = build({**SMALL, "method": "fedavg"})
-    state = sharing.assemble(config, method, sharing.federate(config), 1).start()
-    monkeypatch.setattr(sharing, "free_bytes", lambda: states * sharing.snapshot.size(state))
-    assert sharing.affordable(config, method) == most
+    state = Setup([(config, method)]).simulation.start()
+    monkeypatch.setattr(sweep, "free_bytes", lambda: states * size(state))
+    assert sweep.affordable(config, method) == most
 
 
 def test_one_bar_counts_the_rounds_of_all():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with SweepBar({"first": 4, "second": 2}, console) as bar:
-        first = bar.of("first")
-        first.update({"round": 1})
-        first.update({"round": 3})
-        bar.of("second").update({"round": 1})
+        for name, round in (("first", 1), ("first", 3), ("second", 1)):
+            PartOfSweep(bar, name).on_round(types.SimpleNamespace(round=round), None)
         assert bar.completed == 4
         bar.end("second")
         assert bar.completed == 5

@@ -7,13 +7,14 @@ import pytest
 from test_end_to_end import kill_after, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
-from fedjax_pcdd.api import launch
-from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.training.runner import Run
-from fedjax_pcdd.training.tasks import ParticipantRun, TaskRun, intra_and_inter
+from fedjax_pcdd.training import tasks
+from fedjax_pcdd.training.build import Setup
+from fedjax_pcdd.training.tasks import ParticipantSetup, TaskSetup, intra_and_inter
 
 TINY = [
     "--task=digits_domains", "--rounds=2", "--pretrain-epochs=1", "--local-epochs=1", "--public-samples=64",
@@ -25,7 +26,7 @@ OPTIONS = {"fml": ["--meme=mlp"], "feddf": ["--form=participants"]}
 def run(folder, method, *options):
     """The summary of a small run in this process, all participants with an mlp."""
     argv = [*TINY, f"--method={method}", "--models=mlp", *options, f"--run-dir={folder}"]
-    assert cli.main(argv) == 0
+    assert main(argv) == 0
     return json.loads((folder / "summary.json").read_text())
 
 
@@ -68,7 +69,7 @@ def test_correlations_are_written_where_there_are_public_images(fccl):
 
 
 def test_the_recorded_configuration_repeats_the_run(fccl, tmp_path):
-    assert cli.main([f"--preset={fccl}/config.yaml", f"--run-dir={tmp_path / 'again'}"]) == 0
+    assert main([f"--preset={fccl}/config.yaml", f"--run-dir={tmp_path / 'again'}"]) == 0
     assert results(tmp_path / "again") == results(fccl)
 
 
@@ -79,7 +80,7 @@ def test_solo_runs_and_has_no_correlation(tmp_path):
 
 def test_fedavg_runs_with_one_architecture(tmp_path):
     argv = [option for option in TINY if not option.startswith("--pretrain")]
-    assert cli.main([*argv, "--method=fedavg", "--models=mlp", f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert main([*argv, "--method=fedavg", "--models=mlp", f"--run-dir={tmp_path / 'run'}"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     # One common model: what is one's own domain to one participant is another's to the others.
     columns = np.array(summary["domain_accuracy"])
@@ -134,7 +135,7 @@ BAD = {
 def test_a_mistake_is_one_sentence_and_leaves_nothing(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options, word = BAD[case]
-    assert cli.main(["--task=digits_domains", "--method=solo", "--device=cpu", *options]) == 2
+    assert main(["--task=digits_domains", "--method=solo", "--device=cpu", *options]) == 2
     said = capsys.readouterr().err
     assert word in said
     assert said.count("\n") == 1
@@ -154,7 +155,7 @@ WITHOUT_TASK = {
 def test_a_mistake_without_a_task_is_one_sentence_too(case, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options, word = WITHOUT_TASK[case]
-    assert cli.main([*options, "--data-dir=."]) == 2
+    assert main([*options, "--data-dir=."]) == 2
     said = capsys.readouterr().err
     assert word in said
     assert said.count("\n") == 1
@@ -163,7 +164,7 @@ def test_a_mistake_without_a_task_is_one_sentence_too(case, tmp_path, capsys, mo
 
 def test_participants_of_a_partition_exchange_too(tmp_path):
     argv = ["--method=fedmd", "--models=mlp", "--clients=3", "--rounds=1", "--local-epochs=1", "--public-samples=64"]
-    assert cli.main([*argv, "--public-batch=32", "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert main([*argv, "--public-batch=32", "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert 0 < summary["ga_last"] < 1
     assert 0 < summary["pa_last"] < 1
@@ -172,19 +173,22 @@ def test_participants_of_a_partition_exchange_too(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ("--task=digits_domains", TaskRun),
-        ("--method=fccl", ParticipantRun),
-        ("--method=feddf --form=participants", ParticipantRun),
-        ("--method=feddf", Run),
-        ("--method=solo", Run),
-        ("--method=solo --models=mlp", ParticipantRun),
-        ("--method=solo --pretrain-epochs=2", ParticipantRun),
-        ("--method=fccl --no-collaborate --average=trained", ParticipantRun),
-        ("--method=fccl --no-collaborate", Run),
+        ("--task=digits_domains", TaskSetup),
+        ("--method=fccl", ParticipantSetup),
+        ("--method=feddf --form=participants", ParticipantSetup),
+        ("--method=feddf", Setup),
+        ("--method=solo", Setup),
+        ("--method=solo --models=mlp", ParticipantSetup),
+        ("--method=solo --pretrain-epochs=2", ParticipantSetup),
+        ("--method=fccl --no-collaborate --average=trained", ParticipantSetup),
+        ("--method=fccl --no-collaborate", Setup),
     ],
 )
-def test_the_kind_of_run_follows_from_the_options(options, kind):
-    assert launch.kind_of_run(*parse(options.split())) is kind
+def test_the_kind_of_run_follows_from_the_options(monkeypatch, options, kind):
+    config, method = parse(options.split())
+    for other in (Setup, ParticipantSetup, TaskSetup):
+        monkeypatch.setattr(other, "__init__", lambda *_: None)
+    assert type(tasks.setup([(config, method)])) is kind
 
 
 def test_a_task_brings_the_papers_settings():
@@ -214,7 +218,7 @@ def groups_of(monkeypatch, tmp_path, *options):
     monkeypatch.chdir(tmp_path)
     config, method = parse(options)
     with pytest.raises(Stopped):
-        launch.run(config, method)
+        runs.run(config, method)
     return noted
 
 
@@ -253,13 +257,13 @@ def test_public_images_are_those_asked_for(monkeypatch, tmp_path):
 
 
 def test_tasks_are_listed(capsys):
-    assert cli.main(["--list-tasks"]) == 0
+    assert main(["--list-tasks"]) == 0
     shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == ["digits_domains", "digits2", "digits", "office_caltech10", "office_home"]
 
 
 def test_the_help_has_a_group_for_tasks(capsys):
-    assert cli.main(["--help"]) == 0
+    assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "task options" in shown
     assert "--pretrain-epochs" in shown
@@ -267,11 +271,11 @@ def test_the_help_has_a_group_for_tasks(capsys):
 
 @pytest.mark.parametrize("method", ["rcfl", "fedmatch"])
 def test_a_reconstruction_is_marked_wherever_it_is_listed(method, capsys):
-    assert "reconstructed" in METHODS[method].paper
-    cli.main(["--list-methods"])
+    assert "reconstructed" in METHODS[method]().traits().paper
+    main(["--list-methods"])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(method))
     assert "reconstruct" in line
-    cli.main([f"--method={method}", "--help"])
+    main([f"--method={method}", "--help"])
     assert "reconstructed" in capsys.readouterr().out
 
 

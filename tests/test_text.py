@@ -12,7 +12,7 @@ import pytest
 from toy import train
 
 from fedjax_pcdd import models
-from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
@@ -250,7 +250,7 @@ def test_natural_federation_runs_on_the_command_line(tmp_path, method):
     np.savez(tmp_path / "play.npz", **made_up(window=3, stride=6))
     options = ["--dataset=play", f"--data-dir={tmp_path}", "--partition=natural", "--clients=2", "--rounds=2"]
     short = ["--local-epochs=1", "--batch-size=8", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
-    assert cli.main([f"--method={method}", *options, *short, f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert main([f"--method={method}", *options, *short, f"--run-dir={tmp_path / 'run'}"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2]
     assert all(0 <= row["ga"] <= 1 and 0 <= row["pa"] <= 1 for row in rows)
@@ -266,7 +266,7 @@ def test_natural_federation_runs_on_the_command_line(tmp_path, method):
 def test_mistakes_are_one_sentence(tmp_path, capsys, options, sentence):
     np.savez(tmp_path / "play.npz", **made_up())
     where = [f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
-    assert cli.main(["--dataset=play", "--partition=natural", *where, *options]) == 2
+    assert main(["--dataset=play", "--partition=natural", *where, *options]) == 2
     assert capsys.readouterr().err == sentence
     assert not (tmp_path / "run").exists()
 

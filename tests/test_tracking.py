@@ -7,11 +7,13 @@ import pytest
 
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
-from fedjax_pcdd.api import launch
+from fedjax_pcdd.analysis.trained import Watched
+from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
-from fedjax_pcdd.training.tracking import Tracker, names_of
+from fedjax_pcdd.training.tracking import names_of
 
 ALL = tuple(QUANTITIES)
 SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": True, "fine_tune_epochs": 0, "keep": 9}
@@ -19,7 +21,7 @@ SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "quiet": 
 
 def run(folder, **options):
     """A run of digits; its lines without times."""
-    launch.run(*build({"method": "fedavg", "clients": 4, "run_dir": folder, **SMALL, **options}))
+    runs.run(*build({"method": "fedavg", "clients": 4, "run_dir": folder, **SMALL, **options}))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if "seconds" not in k} for row in rows]
 
@@ -33,8 +35,10 @@ def test_a_quantity_named_twice_is_tracked_once():
     assert names_of("intra, angles,intra") == ("intra", "angles")
 
 
-def test_nothing_tracked_is_nothing_computed():
-    assert Tracker((), None, 0).names == names_of(None) == ()
+@pytest.mark.parametrize("method", ["fml", "fedrep", "fedgela"])
+def test_training_that_is_repeated_for_tracking_knows_the_traits_of_the_method(method):
+    own = METHODS[method]().traits()
+    assert Watched(METHODS[method](), (), print).traits() == own._replace(summary=None)
 
 
 def lines_of(folder):

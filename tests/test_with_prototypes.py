@@ -33,6 +33,18 @@ def test_without_weight_it_is_the_plain_method(name):
     jax.tree.map(np.testing.assert_array_equal, extended.clients, plain.clients)
 
 
+def test_a_pass_that_both_need_serves_both():
+    plain = trained(of("scaffold", control="I"))
+    extended = trained(of("scaffold+prototypes", control="I", prototype_mu=0.0))
+    np.testing.assert_allclose(flat(extended.servers.control), flat(plain.servers.control), rtol=1e-6, atol=1e-8)
+    assert extended.servers.valid.any()
+
+
+def test_a_form_that_averages_no_models_has_none():
+    with pytest.raises(UserError, match="averages no models in this form"):
+        trained(of("feddf+prototypes", form="participants"))
+
+
 def test_of_fedavg_it_is_fedproc():
     ours = trained(of("fedavg+prototypes", prototype_mu=0.3, prototype_tau=0.5)).servers
     theirs = trained(FedProc(mu=0.3, tau=0.5)).servers
@@ -45,7 +57,7 @@ ALIKE = ("fedavg", "fedprox", "fedgela", "feddyn", "feddc", "fedrs", "fedlc", "f
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALIKE]
 
 
-@pytest.mark.parametrize("name", ["moon", "fednova", "fedrl", "fedgen", *SLOW])
+@pytest.mark.parametrize("name", ["moon", "fednova", "fedrl", "fedgen", "scaffold", *SLOW])
 def test_the_contrast_acts_from_the_second_round_on(name):
     first, weak = (trained(of(f"{name}+prototypes", prototype_mu=mu), rounds=1) for mu in (1.0, 0.0))
     np.testing.assert_array_equal(flat(first.servers.variables), flat(weak.servers.variables))
@@ -58,19 +70,14 @@ def test_lanes_do_not_change_results():
     np.testing.assert_allclose(flat(several.servers.variables), flat(one.servers.variables), rtol=1e-5, atol=1e-6)
 
 
-def test_those_are_all_methods_that_can_have_one():
-    able = {"moon", "fednova", "fedrl", "fedgen", *ALIKE}
-    for name in methods.METHODS:
-        if name in able:
-            assert methods.get(f"{name}+prototypes")
-        else:
-            with pytest.raises(UserError, match="does not exist"):
-                methods.get(f"{name}+prototypes")
+def test_methods_that_average_models_can_have_one():
+    for name in ("fedavg", "moon", "scaffold", "feddf", "fedgela", "fednova"):
+        assert issubclass(methods.get(f"{name}+prototypes"), methods.METHODS[name])
 
 
 @pytest.mark.parametrize("name", ["fedmr", "solo", "fccl", "fedproto"])
 def test_methods_that_do_not_only_average_models_have_none(name):
-    with pytest.raises(UserError, match=rf"--method={name}\+prototypes does not exist"):
+    with pytest.raises(UserError, match=rf"method={name}\+prototypes does not exist"):
         methods.get(f"{name}+prototypes")
 
 

@@ -1,41 +1,24 @@
-"""A small ragged federation for contract tests: absent classes, a one-sample client, made-up images."""
+"""Simulations on the made-up federation of `fedjax_pcdd.testing`; equal ones are shared, with what they compiled."""
 
 import functools
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS, Context
+from fedjax_pcdd.testing import CLASSES as CLASSES
+from fedjax_pcdd.testing import OWNED as OWNED
+from fedjax_pcdd.testing import SIZES as SIZES
+from fedjax_pcdd.testing import federation as federation
+from fedjax_pcdd.testing import public_images as public_images
+from fedjax_pcdd.testing import train as train
 
-CLASSES = 4
-SIZES = (1, 23, 9, 14, 30)
 PLAIN = Pipeline()
-OWNED = ((2,), (0, 1), (1, 2), (0, 1, 2), (0, 2))  # class 3 is nobody's
-
-
-def federation(seed: int = 0, noise: float = 40) -> Federation:
-    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, and noise (std) about it."""
-    rng = np.random.default_rng(seed)
-    means = rng.integers(40, 216, (CLASSES, 5, 5, 1))
-
-    def draw(sizes):
-        labels = np.concatenate([rng.choice(owned, n) for owned, n in zip(OWNED, sizes, strict=True)])
-        images = np.clip(means[labels] + rng.normal(0, noise, (len(labels), 5, 5, 1)), 0, 255).astype(np.uint8)
-        bounds = np.cumsum(sizes)[:-1]
-        return images, labels, tuple(np.split(np.arange(len(labels)), bounds))
-
-    x_train, y_train, train = draw(SIZES)
-    x_test, y_test, test = draw((4, 6, 5, 7, 6))
-    dataset = Dataset("toy", x_train, y_train, x_test, y_test, CLASSES)
-    return Federation(dataset, Partition(train, test))
-
 
 _first: dict[Any, Simulation] = {}
 
@@ -60,7 +43,8 @@ def forget():
 def simulation(
     name="fedavg", *, lanes=2, cohort=3, model="mlp", seed=0, method=None, batch_size=8, last_batch="drop",
     norm="batch", epochs=2, weights="method", local_statistics=False, momentum=0.9, clip=None,
-    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd", **hyper,
+    client_state="device", lr=0.05, noise=40, pipeline=PLAIN, eval_batch=500, optimizer="sgd",
+    block=None, dtype=jnp.float32, **hyper,
 ):  # fmt: skip
     """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
     parts = federation(noise=noise)
@@ -70,7 +54,7 @@ def simulation(
     simulated = Simulation(
         method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
-        eval_batch=eval_batch,
+        eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     return shared(simulated)
 
@@ -81,16 +65,11 @@ def architectures(*necks: int) -> list:
     return [plain.clone(neck=neck) for neck in necks]
 
 
-def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
-    """Unlabelled images [count, 5, 5, 1]."""
-    return np.random.default_rng(seed).integers(0, 256, (count, 5, 5, 1)).astype(np.uint8)
-
-
 @functools.cache
 def groups(
     name="fedmd", *, necks=(0, 1, 0, 1, 0), lanes=2, method=None, parts=None, images=21, batch=8, seed=0, epochs=2,
     batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
-    **hyper,
+    block=None, dtype=jnp.float32, **hyper,
 ):  # fmt: skip
     """Participants on the toy federation, two architectures by default; equal arguments share one."""
     method = METHODS[name](**hyper) if method is None else method
@@ -98,6 +77,7 @@ def groups(
     table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
         public=Public(public_images(images), public, batch), pipeline=PLAIN, lanes=lanes, rounds=3,
+        block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     for group in table.groups:
         shared(group)
@@ -108,11 +88,3 @@ def context(**known: Any) -> Context:
     """A context of which a test gives only what its hook looks at."""
     fields: dict[str, Any] = dict.fromkeys(Context._fields)
     return Context(**fields | known)
-
-
-def train(simulated, rounds=(0, 1, 2)):
-    """The state after some rounds, and the last report."""
-    state, report = simulated.start(), None
-    for r in rounds:
-        state, report = simulated.step(state, r)
-    return state, report

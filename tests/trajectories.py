@@ -1,6 +1,7 @@
-"""The golden `trajectories`: a tiny federation with fixed batches, trained through the same lanes as a real run."""
+"""The golden trajectories: a tiny federation with fixed batches, trained through the same lanes as a real run."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier
 
+DRAWN = [("etf", "in_etf_M"), ("etf", "in_etf"), ("sparse_etf", "in_ssec")]  # what a server draws, and its vectors
 LAYERS = [("backbone", "first"), ("backbone", "second"), ("head", None)]
 
 
@@ -35,6 +37,15 @@ class TwoLayers(nn.Module):
         return x
 
 
+def sizes(g):
+    """H, inputs, D, C, batch size and epochs; a file that does not list them has them in its arrays."""
+    if "par_shapes" in g:
+        return [int(v) for v in g["par_shapes"]]
+    inputs, (dim, classes) = g["in_x0"].shape[1], g["in_ssec"].shape
+    hidden = (len(g["in_p0"]) - dim - classes * (dim + 1)) // (inputs + 1 + dim)
+    return hidden, inputs, dim, classes, math.gcd(*g["in_n"].astype(int)), g["in_perm0"].shape[1]
+
+
 class Problem:
     """The federation of one golden file, its model and its fixed batches."""
 
@@ -46,7 +57,7 @@ class Problem:
         self.clients, self.n = clients, g["in_n"].astype(int)
         self.first = np.concatenate([[0], np.cumsum(self.n)])
         self.x = np.concatenate(xs)
-        self.hidden, inputs, self.dim, self.classes, self.batch, self.epochs = (int(v) for v in g["par_shapes"])
+        self.hidden, inputs, self.dim, self.classes, self.batch, self.epochs = sizes(g)
         blank = np.zeros((len(ys), 1, 1, inputs), np.uint8)
         dataset = Dataset("toy", blank, ys, blank[:1], ys[:1], self.classes)
         lists = tuple(np.arange(self.first[k], self.first[k + 1]) for k in range(clients))
@@ -66,9 +77,10 @@ class Problem:
         return params
 
     def flatten(self, params):
-        """The inverse; a model without head gives the backbone's part alone, one without bias has zeros there."""
+        """The inverse; a projection is in the head's place, without either there is the backbone's part alone."""
+        params = params | ({"neck": params["neck"]["fc1"]} if "neck" in params else {})
         layers = [params["backbone"]["first"], params["backbone"]["second"]]
-        layers += [params["head"]] if "head" in params else []
+        layers += [params[part] for part in ("head", "neck") if part in params]
         pairs = [(np.asarray(p["kernel"]), p.get("bias")) for p in layers]
         parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
         return np.concatenate(parts)
@@ -107,13 +119,16 @@ def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, **hyper)
     problem = Problem(g)
     simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay)
     model, params = simulation.program.model, problem.unflatten(g["in_p0"])
-    if not model.head:
+    if model.neck:
+        params["neck"] = {"fc1": params.pop("head")}
+    elif not model.head:
         params.pop("head")
     elif not model.head_bias:
         params["head"].pop("bias")
     state = simulation.start({"params": jax.tree.map(lambda x: x[None], params)})
-    if "etf" in state.servers._fields:
-        state = state._replace(servers=state.servers._replace(etf=jnp.asarray(g["in_etf_M"])[None]))
+    drawn = {field: jnp.asarray(g[name])[None] for field, name in DRAWN if name in g}
+    servers = state.servers._replace(**{f: x for f, x in drawn.items() if f in state.servers._fields})
+    state = state._replace(servers=servers)
     states = []
     for r, row in enumerate(problem.selected):
         chosen = np.arange(problem.clients) if everyone else np.flatnonzero(row)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_pcdd.analysis.curves import frame
+
 
 class Bilateral(NamedTuple):
     """Means over the seeds of each of n energies, in rising order.
@@ -61,9 +63,6 @@ def draw_bilateral(curves: dict[str, Bilateral], path: str | Path) -> None:
             panel.errorbar(found.ew, 100 * mean, 100 * np.nan_to_num(spread), marker="o", capsize=3, label=label)
     for panel, title in zip(panels, ("generic accuracy (GA)", "personal accuracy (PA)"), strict=True):
         panel.set_xscale("log")
-        panel.set(title=title, xlabel="E_W", ylabel="%")
-        panel.grid(color="0.92", linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
+        frame(panel, title=title, across="E_W", upwards="%")
     panels[0].legend(frameon=False)
     figure.savefig(path)

@@ -22,6 +22,7 @@ from fedjax_pcdd.analysis.spectrum import (
 from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.registry import Registry
 
 Numbers = dict[str, np.ndarray]
 
@@ -116,7 +117,7 @@ def _test_intra(view: View, probe: jax.Array) -> jax.Array:
     return one.mean()
 
 
-QUANTITIES = {
+_OWN = {
     "angles": Quantity(
         "angles between the classifier's class vectors (FedGELA, Figure 2)",
         _classifier_angles, lambda view, probe: _classifier_angles(view), _degrees, _mean_degrees,
@@ -136,3 +137,6 @@ QUANTITIES = {
         lambda found, counts, labels, classes: {"loss": float(found)},
     ),
 }  # fmt: skip
+
+QUANTITIES: Registry[Quantity] = Registry("quantity", "quantities", _OWN)
+"""What can be tracked, by name, or by the import path of a `Quantity` elsewhere."""

@@ -19,10 +19,10 @@ from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.jobs import World, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
-from fedjax_pcdd.engine.program import Tree, facts_of
+from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
-from fedjax_pcdd.methods.method import Context, Message, Method
-from fedjax_pcdd.methods.participant import PublicBatch
+from fedjax_pcdd.methods.method import Context, Keys, Message, Method, ServerContext
+from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select
 
@@ -71,7 +71,7 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
     down = sum(x.size for x, used, moves in zip(leaves, needed[:number], changed, strict=True) if used and moves)
     held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
-    said, aims = _exchanged(simulated, method, client, image_shape) if method.exchange != "never" else (0, 0)
+    said, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
     return Traffic(
         up=_size(sent) + said, down=down + aims, client=_size(client), held=_size(lane.variables) + sum(held),
         model=_size(_model_part(simulated, lane.variables)), head=_size(params.get("head", {})),
@@ -148,10 +148,10 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
     def talk(client, images):
         first = jnp.zeros((), jnp.int32)
         context = Context(
-            program.model, program.setting, select(simulated.hyper, 0), public, client, method.model_of(client),
-            facts_of(program, simulated.data, 0), first, first, first, first, jax.random.key(0),
+            program.model, program.setting, select(simulated.hyper, 0), public, client, model_of(client),
+            facts_of(program, simulated.data, 0), first, first, first, first, Keys.of(jax.random.key(0)),
         )  # fmt: skip
-        said = method.say(method.model_of(client), PublicBatch(images, images, ()), context)
+        said = method.say(model_of(client), PublicBatch(images, images, ()), context)
         everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
         _, aims = method.agree(zeros, everybody, jnp.ones((3, program.setting.num_classes)))
@@ -172,9 +172,17 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
     """Which leaves of the server's state a round changes."""
     jobs = simulated.cohort_size
     each = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
-    message = Message(sent.mean, sent.total, each, 1)
-    weights = jax.ShapeDtypeStruct((jobs,), jnp.float32)
-    jaxpr: Any = jax.make_jaxpr(method.aggregate)(server, message, weights).jaxpr
+    message = Message(sent.mean, sent.total, each)
+    weights, program = jax.ShapeDtypeStruct((jobs,), jnp.float32), simulated.program
+    known = ServerContext(
+        program.model, program.setting, select(simulated.hyper, 0), jnp.int32(0), jnp.arange(jobs), jnp.int32(jobs),
+        jax.random.key(0), unlabelled(program, simulated.data),
+    )  # fmt: skip
+
+    def aggregate(server, message, weights):
+        return method.aggregate(server, message, weights, known)
+
+    jaxpr: Any = jax.make_jaxpr(aggregate)(server, message, weights).jaxpr
     before = jaxpr.invars[: len(jax.tree.leaves(server))]
     return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
 
@@ -201,7 +209,7 @@ def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...])
     halves = tuple(np.split(np.arange(len(labels)), 2))
     parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves))
     pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
-    public = (np.zeros((PUBLIC, *image_shape), np.uint8), pipeline) if method.distils else None
+    public = (np.zeros((PUBLIC, *image_shape), np.uint8), pipeline) if method.traits().public else None
     return Simulation(
         method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
         cohort=2, public=public,
@@ -221,7 +229,6 @@ def in_words(count: int, found: Traffic, classes: int) -> str:
     prototypes, logits = classes * found.features, PUBLIC * classes
     known = {
         logits: "N C",
-        logits + 1: "N C + 1",
         2 * logits: "2 N C",
         classes: "C",
         prototypes: "C D",

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.engine.evaluation import by_client
 from fedjax_pcdd.engine.jobs import World
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, running
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Hyper, Message, Method
@@ -32,6 +34,10 @@ class Watched(Method):
     data: Any
     look: Look = struct.field(pytree_node=False)
 
+    def traits(self):
+        """The other method's, without its pass over the data."""
+        return self.inner.traits()._replace(summary=None)
+
     def download(self, server, client):
         """The other method's."""
         return self.inner.download(server, client)
@@ -44,27 +50,24 @@ class Watched(Method):
         """The other method's."""
         return self.inner.regulariser(params, context)
 
-    def correct(self, gradients, variables, context):
-        """The other method's."""
-        return self.inner.correct(gradients, variables, context)
-
     def trainable(self, params, context):
         """The other method's."""
         return self.inner.trainable(params, context)
 
-    def adjust(self, updates, context):
+    def local_update(self, evaluate, step, variables, batch, context):
         """The other method's."""
-        return self.inner.adjust(updates, context)
+        return self.inner.local_update(evaluate, step, variables, batch, context)
 
     def upload(self, variables, summary, context):
         """The client's state as it was, and what is found."""
         return context.client, Message(each=self.look(self.data, context.server, variables, context.facts.client))
 
-    def predict_personal(self, model, server, client, facts, variables, images):
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Nothing is tested."""
         return jnp.zeros((images.shape[0], model.num_classes))
 
 
+@full_precision
 def look_after_training(
     program: Program,
     look: Look,
@@ -92,7 +95,9 @@ def look_after_training(
     return run_lanes(program, world, state, plan).message.each
 
 
+@full_precision
 def look_between_rounds(
+    program: Program,
     look: Look,
     methods: Method,
     data: Data,
@@ -102,6 +107,7 @@ def look_between_rounds(
     """What is found in the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
 
     Args:
+      program: of one experiment.
       look: what is looked for.
       methods, data: of the `Simulation`.
       state: with the clients [n, ...] of the rows.
@@ -114,4 +120,4 @@ def look_between_rounds(
         variables = {**method.personal_variables(server, client), **running(statistics)}
         return look(data, server, variables, row)
 
-    return jax.lax.map(one, (rows, state.clients, state.statistics))
+    return by_client(program, one, (rows, state.clients, state.statistics))

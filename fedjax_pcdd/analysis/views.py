@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.evaluation import client_batches
 from fedjax_pcdd.engine.program import Program, Samples, Tree, sum_over_samples
 from fedjax_pcdd.losses.logit_adjustment import l2_normalise
@@ -69,12 +70,12 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
         return class_sums(l2_normalise(found) if headless else found, samples.labels[index], classes, mask=mask)
 
     if view.row is not None:
-        total, counts = client_batches(sums, samples, view.row, program.train_batch)
+        total, counts = client_batches(sums, samples, view.row, program.train_pass)
     else:
         everybody = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
         batch = program.eval_batch
         template = jax.eval_shape(sums, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
-        total, counts = sum_over_samples(sums, everybody, 0, samples.labels.shape[0], batch, template)
+        total, counts = sum_over_samples(sums, everybody, 0, samples.labels.shape[0], Pass(batch), template)
     return total / jnp.maximum(counts, 1)[:, None], counts
 
 

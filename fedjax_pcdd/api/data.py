@@ -5,18 +5,19 @@ Letters: n samples, K clients, C classes.
 
 from collections.abc import Sequence
 from os import PathLike
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd import models
-from fedjax_pcdd.api.sentences import python_sentences
-from fedjax_pcdd.data import partition as partitioning
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.training.build import federate
+from fedjax_pcdd.training.config import RunConfig
 
 __all__ = ["Dataset", "Federation", "Partition", "build_model", "from_arrays", "load_dataset", "partition"]
 
@@ -35,8 +36,7 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
     >>> digits.x_train.shape, digits.num_classes
     ((1442, 8, 8, 1), 10)
     """
-    with python_sentences():
-        return sources.load(name, data_dir)
+    return sources.load(name, data_dir)
 
 
 def from_arrays(
@@ -127,19 +127,16 @@ def partition(
     >>> (federation.class_counts > 0).sum(1).tolist()
     [2, 2, 2, 2, 2]
     """
-    with python_sentences():
-        if not len(dataset.y_test):
-            raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
-        if kind == "natural" and clients is not None:
-            dataset = largest_groups(dataset, clients)
-        train, test = dataset.groups_train, dataset.groups_test
-        groups = None if train is None or test is None else (train, test)
-        parts = partitioning.partition(
-            kind, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
-            clients=10 if clients is None else clients, seed=seed, beta=beta, classes_per_client=classes_per_client,
-            retry=retry, min_size=min_samples, doubled=doubled, groups=groups,
-        )  # fmt: skip
-        return Federation(dataset, parts)
+    if not len(dataset.y_test):
+        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
+    if kind == "natural" and clients is not None:
+        dataset = largest_groups(dataset, clients)
+    kinds: Any = kind  # an unknown one is refused with the nearest
+    config = RunConfig(
+        partition=kinds, clients=clients, beta=beta, classes_per_client=classes_per_client, seed=seed, retry=retry,
+        min_samples=min_samples, doubled=doubled,
+    )  # fmt: skip
+    return federate(config, dataset)
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:

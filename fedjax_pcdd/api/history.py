@@ -1,35 +1,31 @@
 """What `simulate` returns: the accuracies of all rounds and the trained models, with a picture and a table of them.
 
-Letters: T rounds, K clients, C classes, D features, n images.
+Letters: T rounds, K clients, C classes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
-from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
-from fedjax_pcdd.engine.program import State, Tree, facts_of, running
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 from fedjax_pcdd.training.config import RunConfig
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.training.trained_models import TrainedModels
 
 CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
 @dataclass(frozen=True, eq=False)
-class History:
-    """One experiment; accuracies are shares in [0, 1], NaN where a round was not evaluated.
+class History(TrainedModels):
+    """One experiment and its models; accuracies are shares in [0, 1], NaN where a round was not evaluated.
 
     Attributes:
       label: what curves and tables call it.
@@ -93,54 +89,6 @@ class History:
         nothing = [np.nan] * width
         return np.array([row.get(name) or nothing for row in self.rows], float).reshape(-1, width)
 
-    @property
-    def model(self) -> Classifier:
-        """The module that was trained, as the method built it."""
-        return self._place(0)[0].program.model
-
-    @property
-    def variables(self) -> Tree:
-        """Variables of the global model; UserError where the method has none."""
-        if not self.method.global_model:
-            raise UserError(f"{self.label} has no global model: take history.client_variables(k).")
-        return self.method.generic_variables(self._place(0)[1])
-
-    def client_variables(self, client: int) -> Tree:
-        """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
-        _, server, state, _ = self._place(client)
-        variables = dict(self.method.personal_variables(server, state.clients))
-        return variables | running(state.statistics)
-
-    def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
-        """Features [n, D] and logits [n, C] of images.
-
-        Args:
-          images: [n, H, W, channels] uint8, as in the data set.
-          client: whose model; None for the global one.
-        """
-        simulation, server, state, row = self._place(client or 0)
-        program, method = simulation.program, self.method
-        x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
-        variables = self.variables if client is None else self.client_variables(client)
-        features = forward(program.model, variables, x, train=False)[0].features
-        if client is None:
-            return Outputs(features, method.predict_generic(program.model, server, variables, x))
-        facts = facts_of(program, simulation.data, row)
-        return Outputs(features, method.predict_personal(program.model, server, state.clients, facts, variables, x))
-
-    def _place(self, client: int) -> tuple[Simulation, Tree, State, int]:
-        """Of a client: the simulation that trains it, its server, its state, and its row."""
-        if not 0 <= client < self.federation.num_clients:
-            raise UserError(f"there is no client {client}: choose one in [0, {self.federation.num_clients}).")
-        simulation, state, row = self.simulation, self.state, client
-        if isinstance(simulation, Groups):
-            g = next(g for g, members in enumerate(simulation.members) if client in members)
-            state = State(state.servers["groups"][g], state.clients[g], state.statistics[g])
-            row = simulation.members[g].index(client)
-            simulation = simulation.groups[g]
-        server, own = select(state.servers, 0), select((state.clients, state.statistics), row)
-        return simulation, server, State(server, *own), row
-
     def plot(self, ax: Any = None, *, what: str = "ga", label: str | None = None, **style: Any) -> Any:
         """Draw a curve over the rounds.
 
@@ -160,16 +108,9 @@ class History:
             return plot([self])
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
-        values = getattr(self, what) * (1 if what == "loss" else 100)
-        known = ~np.isnan(values)
-        marker = "o" if known.sum() <= 30 else None
-        line = {"marker": marker, "markersize": 3, "linewidth": 1.6} | style
-        ax.plot(self.rounds[known], values[known], label=label or self.label, **line)
-        ax.set(xlabel="round", ylabel=CURVES[what] + ("" if what == "loss" else " (%)"))
-        ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-        ax.grid(color="0.92", linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
+        rounds, values = series(self.rows, what, 1 if what == "loss" else 100)
+        curve(ax, rounds, values, label=label or self.label, **style)
+        frame(ax, upwards=CURVES[what] + ("" if what == "loss" else " (%)"))
         return ax
 
     def to_table(self) -> list[dict[str, Any]]:
@@ -199,7 +140,8 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
     figure, panels = plt.subplots(1, len(what), figsize=(3.6 * len(what), 3.0), layout="constrained", squeeze=False)
     for ax, name in zip(panels[0], what, strict=True):
         for i, history in enumerate(histories):
-            history.plot(ax, what=name, color=COLOURS[i % len(COLOURS)])
+            colour, style = look(i)
+            history.plot(ax, what=name, color=colour, linestyle=style)
     if len(histories) > 1:
         panels[0][0].legend(fontsize=8, frameon=False)
     else:

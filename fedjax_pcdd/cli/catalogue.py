@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.report import tables
 
 COUNTS = Path(__file__).with_name("traffic.json")
 BLOCK = re.compile(r"(<!-- methods -->\n).*?(<!-- /methods -->)", re.DOTALL)
@@ -37,13 +38,14 @@ class Row(NamedTuple):
 def rows(counts: Mapping[str, Mapping[str, str]] | None = None) -> list[Row]:
     """All registered methods; a method that has not been counted yet has question marks."""
     known: Mapping[str, Mapping[str, str]] = json.loads(COUNTS.read_text()) if counts is None else counts
-    found = []
+    lines = []
     for name, cls in METHODS.items():
         down, up, client, held = (known.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held"))
-        status = "reconstruction" if "reconstructed" in cls.paper else "complete"
+        traits = cls().traits()
+        status = "reconstruction" if "reconstructed" in traits.paper else "complete"
         file = cls.__module__.replace(".", "/") + ".py"
-        found.append(Row(name, cls.paper, cls().target, down, up, client, held, file, status))
-    return found
+        lines.append(Row(name, traits.paper, traits.target, down, up, client, held, file, status))
+    return lines
 
 
 def count() -> dict[str, dict[str, str]]:
@@ -52,25 +54,22 @@ def count() -> dict[str, dict[str, str]]:
     from fedjax_pcdd.analysis.traffic import in_words, traffic
 
     plain = models.build("mlp", num_classes=10, image_shape=(28, 28, 1))
-    found = {}
+    counts = {}
     for name, cls in METHODS.items():
         sizes = traffic(cls(), plain, (28, 28, 1))
-        found[name] = {key: in_words(getattr(sizes, key), sizes, 10) for key in ("up", "down", "client", "held")}
-    return found
+        counts[name] = {key: in_words(getattr(sizes, key), sizes, 10) for key in ("up", "down", "client", "held")}
+    return counts
 
 
-def markdown(found: list[Row]) -> str:
+def markdown(methods: list[Row]) -> str:
     """The table for the README."""
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    for row in found:
-        file = f"[{Path(row.file).name}]({row.file})"
-        lines.append("| " + " | ".join(row._replace(file=file)) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [row._replace(file=f"[{Path(row.file).name}]({row.file})") for row in methods]
+    return tables.markdown(tables.texts("", HEADER, lines, left=HEADER), escape=str)
 
 
 def with_table(text: str, table: str) -> str:
     """A README whose block of methods is the table."""
-    return BLOCK.sub(lambda found: found[1] + table + found[2], text)
+    return BLOCK.sub(lambda block: block[1] + table + block[2], text)
 
 
 def main(readme: Path) -> None:

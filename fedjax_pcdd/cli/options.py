@@ -1,21 +1,20 @@
-"""The command line of a run, in two stages: method and preset first, then the options that follow from them.
+"""Arguments of a run, in two stages: method and preset first, then the options that follow from them.
 
 Everything is generated from `RunConfig` and the method's dataclass; a new hyper-parameter appears by itself.
 """
 
-import dataclasses
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.information import LISTS, information
-from fedjax_pcdd.cli.preset_files import preset_method, preset_values, read_preset, read_run
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, nearest, spelled
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import (
+    MAY_CHANGE,
     PLACE,
     RESERVED,
     RUN,
@@ -23,59 +22,40 @@ from fedjax_pcdd.training.config import (
     RunConfig,
     build,
     difference,
-    run_folder,
     values,
 )
 from fedjax_pcdd.training.fields import convert, options_of
+from fedjax_pcdd.training.presets import preset_method, preset_values, read_preset, read_run
 
 PRESETS = Path("experiments/presets")
-
-# May differ when a run is continued: they say where it runs and what is written, not what is computed.
-MAY_CHANGE = {
-    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "track", "track_every", "track_local", "device", "devices", "data_dir"),
-    *("coordinator", "processes", "process", "patience"),
-}
+LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
-def main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
-    """Run what the arguments say.
+def flag(name: str) -> str:
+    """A field as an option, as `--batch-size`."""
+    return "--" + name.replace("_", "-")
 
-    Args:
-      argv: arguments without the program's name; None for those of the process.
-      presets: folder of the presets.
 
-    Returns:
-      Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
+def sentence(text: str) -> str:
+    """A sentence with its fields as options.
+
+    >>> sentence("`batch_size` must be at least 1 with `bn=local`.")
+    '--batch-size must be at least 1 with --bn=local.'
     """
-    config = None
+    return spelled(text, flag)
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence."""
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        given = scan(argv)
-        if shown := information(given):
-            print(shown)
-            return 0
-        config, method = configure(given, presets)
-        if config.resume is None:
-            config = dataclasses.replace(config, run_dir=run_folder(config))
-        from fedjax_pcdd.api import launch  # JAX programs are not needed for the help and for mistakes
-        from fedjax_pcdd.training import hosts  # JAX programs are not needed for the help and for mistakes
-
-        with hosts.together(config) as own:
-            launch.run(own, method, _origin(given, argv))
+        return work() or 0
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(sentence(error.sentence), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"stopped; continue with --resume={config.run_dir}" if config else "stopped.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        advice = f"; {stop}" if str(stop) else "."
+        print(sentence(f"stopped{advice}"), file=sys.stderr)
         return 130
-    return 0
-
-
-def _origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:
-    """How a run was asked for: by it a report finds the cell of a paper's table."""
-    cell = {name: given.get(name) for name in ("preset", "split", "variant")}
-    return {**cell, "command": shlex.join(["python", "experiments/run.py", *argv])}
 
 
 def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
@@ -83,52 +63,69 @@ def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Meth
     return configure(scan(argv), presets)
 
 
-def scan(argv: Sequence[str]) -> dict[str, str]:
+def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
     """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+
+    Args:
+      switches: options that take no value; None for those of runs.
+      words: takes what is no option; None where there may be no such words.
 
     Raises:
       UserError: something that is no option, or an option without its value.
     """
     given, rest = {}, list(argv)
-    switches = _switches()
+    switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
         if token == "-h":
             token = "--help"
+        if words is not None and not token.startswith("-"):
+            words.append(token)
+            continue
         if not token.startswith("--") or token == "--":
             raise UserError(f"unexpected '{token}': options are written --name=value.")
-        flag, equals, text = token.partition("=")
-        name = flag[2:].replace("-", "_")
+        word, equals, text = token.partition("=")
+        name = word[2:].replace("-", "_")
         if not equals and name in switches:
             text = "true"
         elif name.removeprefix("no_") in switches and name not in switches:
             if equals:
-                raise UserError(f"{flag} takes no value: write {flag} alone.")
+                raise UserError(f"{word} takes no value: write {word} alone.")
             name, text = name.removeprefix("no_"), "false"
         elif not equals:
             if not rest or rest[0].startswith("--"):
-                raise UserError(_without_value(flag, name))
+                raise UserError(_without_value(name))
             text = rest.pop(0)
         given[name] = text
     return given
 
 
-def _switches() -> set[str]:
+def _named_method(argv: Sequence[str]) -> list[type[Method]]:
+    """The classes of methods from outside that arguments name (a sweep several), whose options are not known before."""
+    words = [word.partition("=") for word in argv]
+    pairs = pairwise([*words, ("", "", "")])
+    names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
+    several = [name for listed in names[-1:] for name in listed.split(",")]
+    return [methods.get(name) for name in several if is_import_path(methods.plain_name(name))]
+
+
+def _switches(named: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
-    every = [RUN, *map(options_of, METHODS.values())]
+    every = [RUN, *map(options_of, [*METHODS.values(), *named])]
     names = {option.name for options in every for option in options.values() if option.kind is bool}
     return names | {"help", *LISTS}
 
 
-def _without_value(flag: str, name: str) -> str:
+def _without_value(name: str) -> str:
     known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
-    return f"{flag} needs a value: write {flag}=VALUE." if name in known else _no_option(name, known)
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else no_option(name, known)
 
 
-def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
+def no_option(name: str, known: Sequence[str] | set[str]) -> str:
+    """A sentence about an option that there is not, with the nearest that there is."""
     advice = nearest(name, known)
     close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
-    return f"there is no option --{name.replace('_', '-')}: {close}"
+    return f"there is no option {flag(name)}: {close}"
 
 
 def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Method]:
@@ -138,7 +135,7 @@ def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Metho
     chosen = read_preset(given["preset"], presets) if "preset" in given else None
     for option in ("split", "variant"):
         if chosen is None and option in given:
-            raise UserError(f"--{option} chooses a {option} of a preset: add --preset, or drop it.")
+            raise UserError(f"chooses a {option} of a preset: add `preset`, or drop it.", field=option)
     fixed = preset_method(chosen, given.get("variant")) if chosen else None
     name = given.get("method", fixed or RUN["method"].default)
     own = _own_values(given, name)
@@ -153,7 +150,7 @@ def _check_task(own: Mapping[str, Any]) -> None:
     """UserError where options say how a data set is spread over clients, beside a task."""
     for name in own:
         if name in RUN and RUN[name].group == "data" and name != "data_dir":
-            raise UserError(f"a task brings its own data and participants: drop {RUN[name].flag}, or --task.")
+            raise UserError(f"a task brings its own data and participants: drop `{name}`, or `task`.")
 
 
 def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
@@ -162,7 +159,7 @@ def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
     result = {}
     for name, text in given.items():
         if name in known:
-            result[name] = convert(known[name], text, known[name].flag)
+            result[name] = convert(known[name], text)
         elif name not in RESERVED:
             raise UserError(_foreign(name, method, [*known, *RESERVED]))
     return result
@@ -170,22 +167,23 @@ def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
-    if name in options_of(methods.get(f"fedavg{methods.SUFFIX}")):
-        owners = [f"{method}{methods.SUFFIX}"]
+    wrappers = [suffix for suffix in methods.WRAPPERS if name in options_of(methods.get(f"fedavg+{suffix}"))]
+    if wrappers and not owners:
+        owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
-        return _no_option(name, known)
-    flag, several = "--" + name.replace("_", "-"), ", ".join(owners)
-    return f"{flag} belongs to {several}, not to {method}: drop it or use --method={owners[0]}."
+        return no_option(name, known)
+    several = ", ".join(owners)
+    return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`."
 
 
 def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
     """The recorded run; what is given beside it may not change its results."""
     for name in ("preset", "split", "variant", "run_dir"):
         if name in given:
-            raise UserError(f"--resume continues a run as it was started: drop --{name.replace('_', '-')}.")
-    folder = convert(RUN["resume"], given["resume"], "--resume")
+            raise UserError(f"continues a run as it was started: drop `{name}`.", field="resume")
+    folder = convert(RUN["resume"], given["resume"])
     if folder is None:
-        raise UserError("--resume takes the folder of a run, not none.")
+        raise UserError("takes the folder of a run, not none.", field="resume")
     recorded = read_run(folder)
     old = values(*recorded)
     if given.get("method", old["method"]) != old["method"]:
@@ -200,6 +198,6 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
-    parts = [f"--{name.replace('_', '-')} was {old[name]} in this run, not {value}" for name, value in new.items()]
+    parts = [f"`{name}` was {old[name]} in this run, not {value}" for name, value in new.items()]
     it = "it" if len(parts) == 1 else "them"
-    return f"{', '.join(parts)}: resume without {it}, or start a new run with --run-dir."
+    return f"{', '.join(parts)}: resume without {it}, or start a new run with `run_dir`."

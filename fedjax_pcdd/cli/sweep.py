@@ -12,25 +12,21 @@ seconds of an experiment are its share. What is finished is not run again; what 
 import csv
 import io
 import itertools
-import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.options import PRESETS, configure, scan
+from fedjax_pcdd.cli.options import PRESETS, configure, flag, guarded, scan, sentence
+from fedjax_pcdd.cli.run import origin
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.registry import short_name
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, terminal
 from fedjax_pcdd.training.fields import Option, convert, options_of
-from fedjax_pcdd.training.progress import Bar, SweepBar
 
 WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
@@ -68,7 +64,7 @@ def values_of(name: str, text: str) -> list[str]:
         else:
             found.append(part.strip())
     if not found or "" in found:
-        raise UserError(f"--{name.replace('_', '-')}={text} lists an empty value or range: correct it.")
+        raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
     return found
 
 
@@ -76,6 +72,8 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
     """All points of the grid, methods first; UserError for an option that no method has, found by `configure`."""
     listed = {name: values_of(name, text) for name, text in given.items()}
     names = listed.pop("method", ["fedavg"])
+    short = {method: short_name(method) for method in names}
+    short = short if len(set(short.values())) == len(short) else {method: method for method in names}
     owned = {method: set(options_of(methods.get(method))) for method in names}
     some = set().union(*owned.values())
     found = []
@@ -85,105 +83,10 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
             options = dict(zip(own, point, strict=True))
             varied = [name for name in own if len(own[name]) > 1]
             label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
-            group = "-".join([method, *label]).replace("/", "_")
+            group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
             found.append(Experiment(name, group, {"method": method, **options}))
     return found
-
-
-class Sweep:
-    """Runs what is not finished of the experiments, together what shares a program."""
-
-    def __init__(self, experiments: Sequence[Experiment], folder: Path, presets: Path, console: Console):
-        """Look what is finished.
-
-        Args:
-          folder: where each experiment has a folder of its name.
-          presets: folder of the presets.
-          console: told of failures.
-        """
-        self.folder, self.presets, self.console = folder, presets, console
-        self.results: dict[str, Any] = {}  # by name what summary.json holds, or the sentence of a failure
-        self.pairs: dict[str, tuple[RunConfig, Method]] = {}
-        self.left = [e for e in experiments if not self._is_over(e)]
-
-    def _is_finished(self, experiment: Experiment) -> bool:
-        done = self.folder / experiment.name / "summary.json"
-        if done.is_file():
-            self.results[experiment.name] = json.loads(done.read_text())
-        return done.is_file()
-
-    def _is_over(self, experiment: Experiment) -> bool:
-        """Whether it is finished, or cannot even be configured."""
-        if self._is_finished(experiment):
-            return True
-        try:
-            self.pairs[experiment.name] = self._configured(experiment)
-        except UserError as error:
-            self._failed(experiment, error)
-            return True
-        return False
-
-    def _configured(self, experiment: Experiment) -> tuple[RunConfig, Method]:
-        folder = self.folder / experiment.name
-        started = (folder / "config.yaml").is_file()
-        where = {"resume": str(folder)} if started else {**experiment.given, "run_dir": str(folder)}
-        return configure(where | {"quiet": "true"}, self.presets)
-
-    def _failed(self, experiment: Experiment, error: Any) -> None:
-        self.results[experiment.name] = str(error)
-        self.console.print(f"{experiment.name}: {error}", markup=False)
-
-    def run(self, together: int | None = None) -> dict[str, Any]:
-        """Run it all.
-
-        Args:
-          together: most experiments in one program, None for as many as fit into memory.
-
-        Returns:
-          For each experiment by name what its summary.json holds, or the sentence with which it failed.
-        """
-        from fedjax_pcdd.api import sharing  # nothing of JAX is needed for mistakes
-
-        pairs = [self.pairs[e.name] for e in self.left]
-        with SweepBar({name: config.rounds for name, (config, _) in self.pairs.items()}, self.console) as bar:
-            for group in sharing.groups(pairs):
-                most = together or (sharing.affordable(*pairs[group[0]]) if len(group) > 1 else 1)
-                for part in sharing.portions(group, most):
-                    self._run_part([self.left[i] for i in part], bar)
-        return self.results
-
-    def _run_part(self, experiments: Sequence[Experiment], bar: SweepBar) -> None:
-        """Run experiments together, or one by one where there is but one or some cannot be prepared."""
-        from fedjax_pcdd.api.joint import Asked, run_together
-
-        if len(experiments) > 1:
-            asked = [Asked(*self.pairs[e.name], _origin(e), bar.of(e.name)) for e in experiments]
-            with suppress(UserError):  # alone, it is said of the one that it concerns
-                for experiment, result in zip(experiments, run_together(asked), strict=True):
-                    if isinstance(result, str):
-                        self._failed(experiment, result)
-                    else:
-                        self.results[experiment.name] = result
-        for experiment in experiments:
-            if experiment.name not in self.results and not self._is_finished(experiment):
-                self._run_alone(experiment, bar.of(experiment.name))
-            bar.end(experiment.name)
-
-    def _run_alone(self, experiment: Experiment, bar: Bar) -> None:
-        from fedjax_pcdd.api import launch
-
-        try:
-            pair = self._configured(experiment)  # it may have been started with others
-            self.results[experiment.name] = launch.run(*pair, _origin(experiment), bar)
-        except UserError as error:
-            self._failed(experiment, error)
-
-
-def _origin(experiment: Experiment) -> dict[str, Any]:
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in experiment.given.items()]
-    cell = {name: experiment.given.get(name) for name in ("preset", "split", "variant")}
-    return {**cell, "command": shlex.join(["python", "experiments/run.py", *arguments])}
 
 
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -194,9 +97,8 @@ def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> 
         finished = [r for r in found if isinstance(r, dict)]
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(found) - len(finished)}
         for measure in MEASURES:
-            values = 100 * np.array([r[measure] for r in finished if r.get(measure) is not None], float)
-            row[measure] = values.mean().item() if len(values) else None
-            row[f"{measure}_std"] = values.std(ddof=1).item() if len(values) > 1 else None
+            cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
+            row |= {measure: cell.mean, f"{measure}_std": cell.std}
         rows.append(row)
     return rows
 
@@ -210,17 +112,15 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def as_table(rows: Sequence[Mapping[str, Any]]) -> RichTable:
     """For the terminal, in percent."""
-    table = Table("experiment", "seeds", *(measure.replace("_", " ").upper() for measure in MEASURES))
+    columns = [Column("seeds"), *(Column(measure.replace("_", " ").upper()) for measure in MEASURES)]
+    lines = []
     for row in rows:
-        cells = []
-        for measure in MEASURES:
-            mean, deviation = row[measure], row[f"{measure}_std"]
-            cells.append("-" if mean is None else f"{mean:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}"))
         failed = f" ({row['failed']} failed)" if row["failed"] else ""
-        table.add_row(row["experiment"], f"{row['seeds']}{failed}", *cells)
-    return table
+        cells = [Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES]
+        lines.append(Row(row["experiment"], (Cell(text=f"{row['seeds']}{failed}"), *cells)))
+    return terminal(Table("", tuple(columns), tuple(lines), stub="experiment"))
 
 
 def sweep_main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
@@ -229,31 +129,49 @@ def sweep_main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> in
     Returns:
       Exit code: 0; 1 where an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
     """
-    console = Console()
-    try:
-        given = scan(sys.argv[1:] if argv is None else argv)
-        if "help" in given:
-            print(HELP)
-            return 0
-        folder = Path(given.pop("sweep_dir", "runs/sweep"))
-        for name in ("run_dir", "resume"):
-            if name in given:
-                raise UserError(f"--{name.replace('_', '-')} is for one run: use --sweep-dir for a sweep's folder.")
-        if "coordinator" in given:
-            raise UserError("--coordinator is for one run: a sweep is one process, which can use several --devices.")
-        together = convert(TOGETHER, given.pop("together", "auto"), "--together")
-        experiments = expand(given)
-        for experiment in experiments:
-            configure(experiment.given, presets)
-        results = Sweep(experiments, folder, presets, console).run(None if together == "auto" else together)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command continues.", file=sys.stderr)
-        return 130
+    argv = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _main(argv, presets))
+
+
+def _main(argv: Sequence[str], presets: Path) -> int:
+    given = scan(argv)
+    if "help" in given:
+        print(HELP)
+        return 0
+    folder = Path(given.pop("sweep_dir", "runs/sweep"))
+    for name in ("run_dir", "resume"):
+        if name in given:
+            raise UserError("is for one run: use `sweep_dir` for a sweep's folder.", field=name)
+    if "coordinator" in given:
+        raise UserError("`coordinator` is for one run: a sweep is one process, which can use several `devices`.")
+    together = convert(TOGETHER, given.pop("together", "auto"))
+    experiments = expand(given)
+    results = _run(experiments, folder, presets, None if together == "auto" else together)
     rows = summarise(experiments, results)
     (folder / "summary.csv").write_text(as_csv(rows))
-    console.print(as_table(rows))
+    Console().print(as_table(rows))
     print(f"written to {folder / 'summary.csv'}; report: python experiments/report.py {folder}")
     return 1 if any(row["failed"] for row in rows) else 0
+
+
+def _run(experiments: Sequence[Experiment], folder: Path, presets: Path, together: int | None) -> dict[str, Any]:
+    """The results by name, each what summary.json holds, or an error."""
+    configured = [configure(one.given, presets) for one in experiments]
+    from fedjax_pcdd.api.sweep import Planned, Sweep  # JAX programs are not needed for mistakes
+    from fedjax_pcdd.training.progress import SweepBar
+
+    planned = []
+    for one, pair in zip(experiments, configured, strict=True):
+        arguments = [f"{flag(name)}={value}" for name, value in one.given.items()]
+        planned.append(Planned(one.name, *pair, origin(one.given, arguments)))
+    console = Console()
+
+    def failed(name: str, error: UserError) -> None:
+        console.print(f"{name}: {sentence(error.sentence)}", markup=False)
+
+    sweep = Sweep(planned, folder, failed)
+    bar = SweepBar({name: one.config.rounds for name, one in sweep.left.items()}, console)
+    try:
+        return sweep.run(bar, together)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command continues.") from None

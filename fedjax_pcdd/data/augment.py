@@ -9,6 +9,7 @@ other took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, sele
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.sources import spec
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Pipeline:
       rotate: largest angle in degrees; uniform in [-rotate, rotate], nearest pixel, zero fill.
       padding: width of the crop's border in pixels.
       codes: the stored integers are characters, which go to the model as they are.
+      own: a function of one image [H, W, channels] uint8 and a key that gives another such image, applied last.
 
     Raises:
       UserError: an unknown crop.
@@ -44,6 +47,7 @@ class Pipeline:
     rotate: float = 0.0
     padding: int = 4
     codes: bool = False
+    own: Callable | None = None
 
     def __post_init__(self):
         if self.crop not in ("none", "reflect", "zero"):
@@ -52,6 +56,11 @@ class Pipeline:
     @property
     def random(self) -> bool:
         """Whether training draws anything."""
+        return self.moves or self.own is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether training crops, flips or rotates."""
         return self.crop != "none" or self.flip or self.rotate != 0
 
 
@@ -73,7 +82,13 @@ class Draws(NamedTuple):
     degrees: jax.Array
 
 
-def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False) -> Pipeline:
+AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
+"""Functions from outside of one image and a key, by name, as `Pipeline.own`."""
+
+
+def pipeline(
+    dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False, own: str | None = None
+) -> Pipeline:
     """The pipeline of a data set (table in docs/data.md).
 
     Args:
@@ -81,6 +96,7 @@ def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int]
       augment: False leaves the images as they are, as FedGELA's published code does on CIFAR10.
       image_shape: (H, W, channels).
       text: whether the data set is a text, whose codes nothing is done to.
+      own: an augmentation from outside in place of what is customary, by its name or import path.
 
     Raises:
       UserError: the images do not suit the data set's constants.
@@ -92,6 +108,8 @@ def pipeline(dataset_name: str, augment: bool, image_shape: tuple[int, int, int]
     if len(facts.mean) not in (1, channels):
         wanted = len(facts.mean)
         raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
+    if own is not None:
+        return Pipeline(facts.mean, facts.std, own=AUGMENTATIONS.find(own))
     recipes = facts.augmentation if augment else ()
     crop = next((name.removeprefix("crop_") for name in recipes if name.startswith("crop_")), "none")
     made = Pipeline(facts.mean, facts.std, crop, flip="flip" in recipes, rotate=15.0 if "rotate" in recipes else 0.0)
@@ -126,9 +144,12 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
     """
     if pipeline.codes:
         return jnp.asarray(images)
-    if train and pipeline.random:
+    if train and pipeline.moves:
         chosen = draw(pipeline, key, len(images))
         images = jax.vmap(lambda image, own: transform(pipeline, image, own))(images, chosen)
+    if train and pipeline.own is not None:
+        keys = jax.random.split(jax.random.fold_in(key, len(images)), len(images))
+        images = jax.vmap(pipeline.own)(images, keys).astype(jnp.uint8)
     return normalise(pipeline, images, dtype)
 
 

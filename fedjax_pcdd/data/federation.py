@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from fedjax_pcdd.data.partition import Partition, class_counts
 from fedjax_pcdd.errors import UserError
@@ -97,10 +94,10 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
       UserError: there are no groups, or fewer.
     """
     if dataset.groups_train is None or dataset.groups_test is None:
-        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another --partition.")
+        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another `partition`.")
     values, sizes = np.unique(dataset.groups_train, return_counts=True)
     if count > len(values):
-        raise UserError(f"'{dataset.name}' has {len(values)} groups, not --clients={count}: lower it or leave it out.")
+        raise UserError(f"'{dataset.name}' has {len(values)} groups, not `clients={count}`: lower it or leave it out.")
     kept = values[np.argsort(-sizes, kind="stable")[:count]]
     train, test = np.isin(dataset.groups_train, kept), np.isin(dataset.groups_test, kept)
     return replace(
@@ -222,8 +219,8 @@ def load_partition(path: str | Path) -> Partition:
     except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         raise UserError(f"{path} holds no partition: write it with Federation.save.") from None
     return Partition(
-        _lists(tables.train, tables.train_size),
-        _lists(tables.test, tables.test_size),
+        lists_of(tables.train, tables.train_size),
+        lists_of(tables.test, tables.test_size),
     )
 
 
@@ -234,6 +231,8 @@ def heat_map(federation: Federation, path: str | Path):
       federation: K clients, C classes; counts are written into the cells where there are few.
       path: picture to write; its suffix sets the format (.png, .pdf, .svg).
     """
+    from matplotlib.figure import Figure  # whose start takes longer than that of a run's help
+
     figure = Figure(figsize=_map_size(federation), dpi=150, layout="constrained")
     _draw_map(federation, figure.add_subplot())
     figure.savefig(path)
@@ -248,6 +247,8 @@ def _map_size(federation: Federation) -> tuple[float, float]:
 def _draw_map(federation: Federation, axes):
     counts = federation.class_counts
     clients, classes = counts.shape
+    from matplotlib.colors import PowerNorm
+
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     shown = np.ma.masked_equal(counts.T, 0)
     image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm)
@@ -260,6 +261,8 @@ def _draw_map(federation: Federation, axes):
 
 
 def _set_ticks(axes, federation: Federation):
+    from matplotlib.ticker import MaxNLocator
+
     axes.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
     names = federation.dataset.class_names
     if names is not None and len(names) <= 30:
@@ -287,5 +290,6 @@ def _flat(lists: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return np.concatenate(lists).astype(np.int32), starts.astype(np.int32), sizes.astype(np.int32)
 
 
-def _lists(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+def lists_of(flat: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The clients' lists of which `Tables` has one after the other and the sizes [K]."""
     return tuple(np.split(flat.astype(np.int64), np.cumsum(sizes)[:-1]))

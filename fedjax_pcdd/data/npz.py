@@ -51,8 +51,11 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
         raise UserError(f"{file} cannot be used: {error}") from None
 
 
-def read_arrays(file: str | os.PathLike, wanted: Iterable[str]) -> dict[str, np.ndarray]:
+def read_arrays(file: str | os.PathLike, wanted: Iterable[str] | None = None) -> dict[str, np.ndarray]:
     """The wanted arrays of an npz file, in this order and as far as they are there; the others are not read.
+
+    Args:
+      wanted: None for all there are.
 
     Raises:
       UserError: it is no readable archive, or a wanted array is a pickle.
@@ -66,7 +69,11 @@ def read_arrays(file: str | os.PathLike, wanted: Iterable[str]) -> dict[str, np.
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it holds a single array")
-            return {key: np.asarray(archive[key]) for key in wanted if key in archive.files}
+            return {
+                key: np.asarray(archive[key])
+                for key in (archive.files if wanted is None else wanted)
+                if key in archive.files
+            }
     except _UNREADABLE as error:
         advice = "write it anew with numpy.savez, without object arrays."
         raise UserError(f"{file} is no readable npz archive ({in_one_line(error)}); {advice}") from error

@@ -75,7 +75,7 @@ def partition(
         case "iid":
             return iid(y_train, y_test, clients=clients, seed=seed)
     if groups is None:
-        raise UserError("this data set names no writers or domains: choose another --partition than natural.")
+        raise UserError("this data set names no writers or domains: choose another `partition` than natural.")
     return natural(*groups)
 
 
@@ -115,14 +115,14 @@ def dirichlet(
     """
     rng = _generator(clients, seed)
     if not 0 < beta < np.inf:
-        raise UserError(f"--beta must be a positive number, not {beta}.")
+        raise UserError(f"`beta` must be a positive number, not {beta}.")
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
     wanted = min_size if retry else 0
     samples = sum(map(len, splits[0]))
     if samples < clients * wanted:
         raise UserError(
             f"{samples} training samples cannot give {clients} clients {wanted} each: "
-            "use fewer --clients or a smaller --min-samples."
+            "use fewer `clients` or a smaller `min_samples`."
         )
     for _ in range(max_tries):
         shuffled, shares = zip(*draw(splits, clients, beta, rng), strict=True)
@@ -131,7 +131,7 @@ def dirichlet(
             return Partition(shuffle(train, rng), shuffle(test, rng))
     raise UserError(
         f"no Dirichlet draw in {max_tries} gave every client {wanted} samples: "
-        "use a larger --beta, fewer --clients or a smaller --min-samples."
+        "use a larger `beta`, fewer `clients` or a smaller `min_samples`."
     )
 
 
@@ -168,11 +168,11 @@ def pcdd(
     rng = _generator(clients, seed)
     train, test = _positions(y_train, num_classes), _positions(y_test, num_classes)
     if not 1 <= classes_per_client <= num_classes:
-        raise UserError(f"--classes-per-client must lie in [1, {num_classes}], not {classes_per_client}.")
+        raise UserError(f"`classes_per_client` must lie in [1, {num_classes}], not {classes_per_client}.")
     if clients * classes_per_client < num_classes:
         raise UserError(
             f"{clients} clients with {classes_per_client} classes each leave some of {num_classes} classes "
-            "without an owner: raise --clients or --classes-per-client."
+            "without an owner: raise `clients` or `classes_per_client`."
         )
     if classes_per_client == num_classes:
         return iid(y_train, y_test, clients=clients, seed=seed)
@@ -235,9 +235,9 @@ def class_counts(y: ArrayLike, lists: Sequence[np.ndarray], num_classes: int) ->
 
 def _generator(clients: int, seed: int) -> np.random.RandomState:
     if clients < 1:
-        raise UserError(f"--clients must be at least 1, not {clients}.")
+        raise UserError(f"`clients` must be at least 1, not {clients}.")
     if not 0 <= seed < 2**32:
-        raise UserError(f"--seed must lie in [0, 2**32), not {seed}.")
+        raise UserError(f"`seed` must lie in [0, 2**32), not {seed}.")
     return np.random.RandomState(seed)
 
 

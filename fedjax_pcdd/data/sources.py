@@ -6,7 +6,7 @@ Constants of normalisation and augmentation are those of the papers' published c
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 from fedjax_pcdd.data.federation import Dataset
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.errors import UserError, in_one_line, nearest
+from fedjax_pcdd.registry import Registry, is_import_path, located
 
 DATASETS = {
     "digits": "scikit-learn's digits, built in: 1442 + 355 grey 8x8 images, 10 classes",
@@ -30,6 +31,9 @@ DATASETS = {
     "cifar100": "CIFAR-100: 50000 + 10000 colour 32x32 images, 100 classes (160 MB)",
     "cifar100_subset": "CIFAR-100, 100 + 20 images a class: 10000 + 2000 colour 32x32 images (25 MB)",
 }
+
+LOADERS: Registry[Callable[[], Dataset]] = Registry("data set", "datasets")
+"""Functions from outside that load a data set, by name."""
 
 TFDS_NAMES = {
     "mnist": "mnist",
@@ -82,7 +86,7 @@ def spec(name: str) -> DatasetSpec:
     >>> spec("cifar10").augmentation
     ('crop_reflect', 'flip')
     """
-    return _SPECS.get(name, DatasetSpec())
+    return _SPECS.get(Path(name).stem if name.endswith(".npz") else name, DatasetSpec())
 
 
 def default_root() -> Path:
@@ -96,7 +100,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     Tried in order: built in ("digits"); `<data_dir>/<name>.npz`; a prepared TFDS folder below data_dir.
 
     Args:
-      name: one of `DATASETS`, the stem of an npz file, or any TFDS name, as "stl10" or "emnist/letters".
+      name: one of `DATASETS`, the stem of an npz file, any TFDS name, as "stl10" or "emnist/letters"; or from outside:
+        the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
       data_dir: folder of npz files or TFDS root; without it the TFDS default root is searched.
 
     Returns:
@@ -107,6 +112,10 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
     """
     if name == "digits":
         return _digits()
+    if name.endswith(".npz"):
+        return read_npz(located(name))
+    if is_import_path(name) or name in LOADERS:
+        return _made(name)
     root = default_root() if data_dir is None else Path(data_dir).expanduser()
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
@@ -118,6 +127,14 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
         if prepared := _prepared_version(folder):
             return read_tfds(prepared, name)
     raise UserError(_advice(name, root, file, root / tfds_name))
+
+
+def _made(name: str) -> Dataset:
+    """What a function from outside returns."""
+    dataset = LOADERS.find(name)()
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(dataset).__name__}.")
+    return dataset
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:

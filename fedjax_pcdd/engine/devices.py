@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedjax_pcdd.engine.device_errors import check_compilation_cache, is_out_of_memory, started_platforms
 from fedjax_pcdd.engine.jobs import World, load, train_step
 from fedjax_pcdd.engine.mesh import devices_of
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import State, lift, put
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Plan, most_jobs
@@ -33,22 +35,15 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
       devices: as `count_devices` will be asked for; a CPU is divided into so many before JAX starts.
 
     Raises:
-      UserError: JAX finds no such device.
+      UserError: JAX has no such device, or cannot start it.
     """
     platforms = {"gpu": "cuda,rocm"}.get(name, name)
     if name != "auto":
         jax.config.update("jax_platforms", None if name == "gpu" else platforms)
     if devices != "auto" and devices > 1:
         _divide_cpu(devices)
-    try:
-        found = {d.platform for d in jax.devices()}
-    except RuntimeError:
-        wanted = os.environ.get("JAX_PLATFORMS") or name
-        raise UserError(f"JAX finds no {wanted} device here: install its extra or run with --device=cpu.") from None
-    if name not in ("auto", *found):
-        raise UserError(
-            f"JAX finds no {name} here, only {', '.join(sorted(found))}: install its extra or drop --device."
-        )
+    started_platforms(name)
+    check_compilation_cache()
 
 
 def _divide_cpu(devices: int) -> None:
@@ -77,7 +72,7 @@ def count_devices(asked: Literal["auto"] | int) -> int:
         return jax.process_count() * (1 if platform == "cpu" else found)
     if asked > found:
         late = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
-        raise UserError(f"--devices={asked} is more than the {found} {platform} devices that JAX has here; {late}.")
+        raise UserError(f"`devices={asked}` is more than the {found} {platform} devices that JAX has here; {late}.")
     return jax.process_count() * asked
 
 
@@ -113,14 +108,42 @@ def candidates(jobs: int, devices: int = 1) -> list[int]:
     return sorted(v for v in values if v <= jobs) or [1]
 
 
+def free_memory() -> float:
+    """Bytes that the fullest device of this process has left; infinite where it shares those of the machine."""
+    known = [device.memory_stats() or {} for device in jax.local_devices()]
+    return min((k["bytes_limit"] - k["bytes_in_use"] if "bytes_limit" in k else math.inf) for k in known)
+
+
+def _fits(compiled: Any) -> bool:
+    """Whether a program has the memory that it takes beside its arguments, which are on the device already."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return True
+    taken = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return taken <= free_memory()
+
+
 def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
-    """Seconds to compile, and seconds a sample, of the training step with this number of lanes."""
+    """Seconds to compile, and seconds a sample, of the training step with this number of lanes.
+
+    Infinitely many of the latter where memory does not suffice.
+    """
+    try:
+        return _timed_step(simulation, state)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return 0.0, math.inf
+
+
+def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
     program = simulation.program
     plan, jobs = simulation.plan(0)
     state = simulation.fetch(state, (plan, jobs))
     keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
     world = World(simulation.methods, simulation.hyper, state.servers, simulation.data, jobs, keys, jnp.int32(0))
 
+    @full_precision
     def run(world, state, indices, steps):
         def load_one(lane, lanes):
             return put(lanes, lane, load(program, world, state.clients, state.statistics, lane % len(jobs.row), 0))
@@ -135,6 +158,8 @@ def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
     indices = plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0]
     compiled = jax.jit(run).lower(world, state, indices, np.int32(1)).compile()
     compiling = time.perf_counter() - start
+    if not _fits(compiled):
+        return compiling, math.inf
     timed = partial(compiled, world, state, indices)
     jax.block_until_ready(timed(np.int32(1)))
     times = []
@@ -145,10 +170,11 @@ def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
     return compiling, min(times) / PROBE_STEPS / program.lanes
 
 
-def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> int:
-    """The fastest of a few lane counts, by timing a few steps of each; trying costs about a tenth of the run at most.
+def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:
+    """The simulation with the fastest of a few lane counts, by timing a few steps of each.
 
-    On several devices all do the same steps at once; of several processes the first one's times count.
+    Trying costs about a tenth of the run at most, and ends where the memory of the devices does. On several devices
+    all do the same steps at once; of several processes the first one's times count.
 
     Args:
       make: builds the simulation for a number of lanes.
@@ -157,15 +183,24 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
       rounds: of the run, to weigh what trying costs.
     """
     best, fastest = 1, math.inf
-    tried = 0.0
-    devices = devices_of(state)
-    for lanes in candidates(most_jobs(jobs, devices), devices // jax.process_count()):
+    tried, devices = 0.0, devices_of(state)
+    counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
+    for lanes in counts:
         simulation = make(lanes)
         compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
         if seconds < 0.95 * fastest:
             best, fastest = lanes, seconds
         tried += compiling
         expected = rounds * float((simulation.epochs * simulation.steps).mean()) * jobs / devices * fastest
-        if tried > 0.1 * expected:
+        if seconds == math.inf or tried > 0.1 * expected:
             break
-    return best
+    return _within_memory(make, state, [lanes for lanes in reversed(counts) if lanes <= best])
+
+
+def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:
+    """The simulation with the first of these lane counts whose round fits into the devices' memory, else one lane."""
+    for lanes in counts:
+        simulation = make(lanes)
+        if free_memory() == math.inf or multihost_utils.broadcast_one_to_all(_fits(simulation.compile(state))):
+            return simulation
+    return make(1)

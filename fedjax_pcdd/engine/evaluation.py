@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import (
     Data,
     Program,
@@ -27,16 +29,26 @@ from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.trees import select
 
 
-def evaluation_batch() -> int:
-    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations."""
-    return 100 if jax.default_backend() == "cpu" else 500
+def evaluation_batch(trained: int) -> int:
+    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations.
+
+    Args:
+      trained: samples of a training step of all lanes, which needs more memory than a pass over as many.
+    """
+    return 100 if jax.default_backend() == "cpu" else max(500, trained)
 
 
-def client_batches(function: Callable, samples: Samples, row, batch: int) -> Tree:
-    """Sum of function(index, mask) over the samples of one row, so many at a time; no work for a row without any."""
-    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((batch,), bool))
-    return sum_over_samples(function, samples, samples.start[row], samples.size[row], batch, template)
+def client_batches(function: Callable, samples: Samples, row, how: Pass) -> Tree:
+    """Sum of function(index, mask) over the samples of one row, so many at a time."""
+    index = jax.ShapeDtypeStruct((how.batch,), jnp.int32)
+    template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((how.batch,), bool))
+    return sum_over_samples(function, samples, samples.start[row], samples.size[row], how, template)
+
+
+def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
+    """The function of each client, stacked: one after another on a CPU, elsewhere in blocks."""
+    size, number = program.blocks.size, len(jax.tree.leaves(clients)[0])
+    return jax.lax.map(function, clients, batch_size=None if size == 1 else size if size < number else 0)
 
 
 def count_correct(predict: Callable, program: Program, samples: Samples) -> Callable:
@@ -50,8 +62,13 @@ def count_correct(predict: Callable, program: Program, samples: Samples) -> Call
     return count
 
 
-def domain_correct(program: Program, methods, state: State, data: Data, tests: Samples) -> jax.Array:
-    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5."""
+@full_precision
+def domain_correct(program: Program, how: Pass, methods, state: State, data: Data, tests: Samples) -> jax.Array:
+    """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5.
+
+    Args:
+      how: a model goes through a list.
+    """
     method, server = select((methods, state.servers), 0)
     shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
 
@@ -63,18 +80,20 @@ def domain_correct(program: Program, methods, state: State, data: Data, tests: S
 
         def count(index, mask):
             images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
-            logits = method.predict_local(program.model, server, client, facts, variables, images)
+            logits = method.logits(program.model, variables, images, server, client, facts, scope="local")
             return both_tops(logits, tests.labels[index], mask, program.setting.num_classes)
 
         def domain(entry):
             start, size = entry
-            return sum_over_samples(count, tests, start, size, program.test_batch, shape)
+            return sum_over_samples(count, tests, start, size, how, shape)
 
         return jax.lax.map(domain, (tests.start, tests.size))
 
-    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients, state.statistics))
+    rows = jnp.arange(data.class_counts.shape[0])
+    return by_client(program, one, (rows, state.clients, state.statistics))
 
 
+@full_precision
 def public_logits(
     program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
 ) -> jax.Array:
@@ -87,11 +106,11 @@ def public_logits(
 
         def say(index):
             prepared = prepare(pipeline, images[index], None, train=False, dtype=program.dtype)
-            return method.predict_local(program.model, server, client, facts, variables, prepared)
+            return method.logits(program.model, variables, prepared, server, client, facts, scope="local")
 
-        return over_all(say, images.shape[0], program.eval_batch)
+        return over_all(say, images.shape[0], program.eval_batch_of(program.blocks.size))
 
-    return jax.lax.map(one, (jnp.arange(data.class_counts.shape[0]), state.clients))
+    return by_client(program, one, (jnp.arange(data.class_counts.shape[0]), state.clients))
 
 
 def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
@@ -103,16 +122,22 @@ def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
     return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
 
 
-def on_whole_test(predict: Callable, program: Program, samples: Samples, devices: int = 1) -> jax.Array:
-    """Correct predictions per class [C] on all test images, or on this one's part if several devices divide them."""
+def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
+    """Correct predictions per class [C] on all test images, or on this one's part if several devices divide them.
+
+    Args:
+      models: that are tested together.
+    """
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.setting.num_classes,), jnp.int32)
     function = count_correct(predict, program, samples)
     start, size, most = part_of(devices, samples.labels.shape[0])
-    batch = program.eval_batch if devices == 1 else min(program.eval_batch, most)
-    return sum_over_samples(function, images, start, size, batch, template)
+    batch = program.eval_batch_of(models)
+    batch = batch if devices == 1 else min(batch, most)
+    return sum_over_samples(function, images, start, size, Pass(batch), template)
 
 
+@full_precision
 def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
 
@@ -120,12 +145,12 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
         def one(method, server):
             def correct(variables):
                 def predict(images):
-                    return method.predict_generic(program.model, server, variables, images)
+                    return method.logits(program.model, variables, images, server)
 
-                return on_whole_test(predict, program, data.test, program.devices)
+                return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 
             further = method.further_models(server)
-            generic = correct(method.generic_variables(server)) if method.global_model else ()
+            generic = correct(method.generic_variables(server)) if method.traits().global_model else ()
             return generic, {name: correct(model) for name, model in further.items()}
 
         return lift(one, program.experiments)(methods, servers)
@@ -135,6 +160,7 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
     return count(methods, servers, data)
 
 
+@full_precision
 def personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows, slots) -> jax.Array:
     """Correct predictions [n, C] of the personal models of n rows between rounds.
 
@@ -168,11 +194,11 @@ def _personal_correct(program: Program, own: bool, methods, state: State, data: 
             variables |= running(statistics)
 
         def predict(images):
-            logits = method.predict_personal if own else method.predict_local
-            return logits(program.model, server, client, facts, variables, images)
+            scope = "personal" if own else "local"
+            return method.logits(program.model, variables, images, server, client, facts, scope=scope)
 
         if own:
-            return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_batch)
-        return on_whole_test(predict, program, data.test)
+            return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_pass)
+        return on_whole_test(predict, program, data.test, program.blocks.size)
 
-    return jax.lax.map(one, (rows, state.clients, state.statistics))
+    return by_client(program, one, (rows, state.clients, state.statistics))

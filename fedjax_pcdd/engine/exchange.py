@@ -15,9 +15,10 @@ import optax
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
-from fedjax_pcdd.methods.method import Context, Hyper
-from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, over_all
+from fedjax_pcdd.methods.method import Context, Hyper, Keys
+from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
 from fedjax_pcdd.trees import select, where
 
 
@@ -56,6 +57,7 @@ class Talk(NamedTuple):
     key: jax.Array
 
 
+@full_precision
 def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tree, images, plan, round, key):
     """All public batches of a round.
 
@@ -70,7 +72,7 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
     talk = Talk(select(methods, 0), select(hyper, 0), data, images, plan, round, key)
     seats = tuple(_seats(table, talk, g, group) for g, group in enumerate(clients))
     targets = None
-    if talk.method.targets == "round":
+    if talk.method.traits().targets == "round":
         said = table.in_order([_say_all(table, talk, g, group, public) for g, group in enumerate(seats)])
         public, targets = talk.method.agree(public, said, _counts(table, talk))
 
@@ -83,14 +85,14 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
 
 def _seats(table: Table, talk: Talk, g: int, clients: Tree) -> Seat:
     rows = jnp.arange(len(table.members[g]))
-    variables = jax.vmap(talk.method.model_of)(clients)
+    variables = jax.vmap(model_of)(clients)
     start = jax.vmap(_optimiser(table, talk, g).init)(variables["params"])
     return Seat(rows, clients, variables, start)
 
 
 def _optimiser(table: Table, talk: Talk, g: int) -> optax.GradientTransformation:
     program = table.programs[g]
-    return make_optimiser(program.optimizer, talk.hyper, clip=program.clip)
+    return make_optimiser(program.optimizer, talk.hyper, clip=program.clip, apart=talk.method.traits().apart)
 
 
 def _counts(table: Table, talk: Talk) -> jax.Array:
@@ -100,19 +102,19 @@ def _counts(table: Table, talk: Talk) -> jax.Array:
 def _context(table: Table, talk: Talk, g: int, seat: Seat, public: Tree, step) -> Context:
     program = table.programs[g]
     participant = jnp.asarray(table.members[g])[seat.row]
-    key = jax.random.fold_in(jax.random.fold_in(talk.key, step), 1 + participant)
-    start = talk.method.model_of(seat.client)
+    keys = Keys.of(jax.random.fold_in(jax.random.fold_in(talk.key, step), 1 + participant))
+    start = model_of(seat.client)
     facts = facts_of(program, talk.data[g], seat.row)
     epoch = jnp.zeros((), jnp.int32)
     return Context(
         program.model, program.setting, talk.hyper, public, seat.client, start, facts, epoch, epoch + 1, step,
-        talk.round, key,
+        talk.round, keys, exchanging=True,
     )  # fmt: skip
 
 
 def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tree:
     """What a group tells of all public images as they are, leaves [K_g, N, ...]."""
-    program = table.programs[g]
+    program, members = table.programs[g], len(table.members[g])
 
     def one(seat):
         def say(rows):
@@ -120,9 +122,9 @@ def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tre
             context = _context(table, talk, g, seat, public, jnp.zeros((), jnp.int32))
             return talk.method.say(seat.variables, PublicBatch(images, images, ()), context)
 
-        return over_all(say, talk.images.shape[0], program.eval_batch)
+        return over_all(say, talk.images.shape[0], program.eval_batch_of(members))
 
-    return lift(one, len(table.members[g]))(seats)
+    return lift(one, members)(seats)
 
 
 def _step(table: Table, talk: Talk, targets: Tree, t, seats: tuple[Seat, ...], public: Tree):
@@ -175,11 +177,11 @@ def _move(table: Table, talk: Talk, g: int, seat: Seat, batch: PublicBatch, publ
     held = optimiser.init(params) if method.public_optimizer == "per_batch" else seat.optimiser
     updates, held = optimiser.update(gradients, held, params)
     moved = optax.apply_updates(params, updates)
-    moving = method.public_trainable(params)
+    moving = method.trainable(params, context)
     if moving is not None:
         moved = jax.tree.map(where, moving, moved, params)
     return seat._replace(variables={**seat.variables, **state, "params": moved}, optimiser=held)
 
 
 def _keep(talk: Talk, seats: Seat) -> Any:
-    return jax.vmap(talk.method.keep)(seats.client, seats.variables)
+    return jax.vmap(with_model)(seats.client, seats.variables)

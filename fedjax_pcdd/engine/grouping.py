@@ -14,12 +14,12 @@ from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
-from fedjax_pcdd.methods.participant import Participant
+from fedjax_pcdd.methods.participant import model_of, with_model
 from fedjax_pcdd.models.classifier import Classifier
 
 
 class Public(NamedTuple):
-    """Images that everybody may see; nobody has their labels."""
+    """Images that all may see; no one has their labels."""
 
     images: np.ndarray  # [N, H, W, channels] uint8
     pipeline: Pipeline
@@ -55,11 +55,11 @@ def batch_size_of(local: Local, sizes: np.ndarray, options: dict[str, Any]) -> i
     return local.batch_size if counts else int(min(local.batch_size, max(1, sizes.max())))
 
 
-def mean_of_models(method: Participant, clients: Tree) -> Tree:
+def mean_of_models(clients: Tree) -> Tree:
     """Every participant's model replaced by the mean of all [K, ...]."""
-    variables = jax.vmap(method.model_of)(clients)
+    variables = jax.vmap(model_of)(clients)
     mean = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), variables)
-    return jax.vmap(method.keep)(clients, mean)
+    return jax.vmap(with_model)(clients, mean)
 
 
 def public_batches(seed: int, round: int, total: int, batch: int, epochs: int) -> np.ndarray:

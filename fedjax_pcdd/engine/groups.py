@@ -21,14 +21,16 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine import grouping, schedule
+from fedjax_pcdd.engine.blocks import Pass, client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.grouping import Public as Public
 from fedjax_pcdd.engine.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
 from fedjax_pcdd.engine.program import State, Tree, facts_of, samples_of
-from fedjax_pcdd.engine.round import Evaluation, Launched, Local, Report
+from fedjax_pcdd.engine.round import Evaluation, Launched, Local, Report, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method, Server
+from fedjax_pcdd.methods.participant import Participant
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select
 
@@ -67,7 +69,7 @@ class Groups:
         self.members = members_of(models)
         self._check(method, options)
         on_device = placed(federation.dataset)
-        if public is not None and method.distils:
+        if public is not None and method.traits().public:
             options = options | {"public": (public.images, public.pipeline)}
         self.groups = tuple(
             group_simulation(
@@ -77,25 +79,36 @@ class Groups:
         )
         self.methods, self.program = self.groups[0].methods, self.groups[0].program
         self.method = select(self.methods, 0)
+        self.traits, self.advice = self.method.traits(), self.groups[0].advice
         self.table = Table(
             tuple(g.program for g in self.groups), self.members, public.pipeline if public else Pipeline()
         )
         self.images = jnp.asarray(public.images) if public else None
         self.tests = samples_of(on_device.x_test, on_device.y_test, federation.partition.test)
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
-        self._domains = [jax.jit(partial(domain_correct, g.program)) for g in self.groups]
+        self._domains = [jax.jit(partial(domain_correct, g.program, self._domain_pass(g))) for g in self.groups]
         self._logits = [jax.jit(partial(public_logits, g.program, self.table.pipeline)) for g in self.groups]
-        self._mean = jax.jit(mean_of_models, donate_argnums=1)
+        self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
     def _check(self, method: Method, options: dict[str, Any]) -> None:
-        if len(self.members) > 1 and not method.own_models:
-            raise UserError("this method averages models, so all participants need the same one: name one in --models.")
-        if len(self.members) > 1 and method.averages != "never":
-            raise UserError("models of different architectures cannot be averaged: name one in --models.")
-        if (method.exchange != "never" or method.distils) and self.public is None:
-            raise UserError("this method needs public images: name a data set with --public.")
-        if method.own_models and options.get("local_statistics"):
-            raise UserError("models of the participants' own keep their statistics anyway: drop --bn=local.")
+        traits = method.traits()
+        if len(self.members) > 1 and not traits.own_models:
+            raise UserError("this method averages models, so all participants need the same one: name one in `models`.")
+        if len(self.members) > 1 and traits.averages != "never":
+            raise UserError("models of different architectures cannot be averaged: name one in `models`.")
+        if traits.needs_public and self.public is None:
+            raise UserError("this method needs public images: name a data set with `public`.")
+        if traits.own_models and options.get("local_statistics"):
+            raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
+
+    @property
+    def federations(self) -> list[Federation]:
+        """The one."""
+        return [self.federation]
+
+    def _domain_pass(self, group: Simulation) -> Pass:
+        """How a participant's model goes through one domain's tests."""
+        return client_pass(self.federation.test_sizes, group.program.eval_batch, group.program.blocks.size)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -137,18 +150,19 @@ class Groups:
 
     def _start(self, g: int) -> State:
         state = self.groups[g].start()
-        if not self.method.own_models:
+        if not self.traits.own_models:
             return state
         return state._replace(clients=self._clients(g, self._initial(g)))
 
     def _initial(self, g: int) -> Tree:
         """Fresh variables of a group's participants [K_g, ...]."""
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
-        model, numbers = self.groups[g].program.model, jnp.array(self.members[g])
-        return jax.vmap(lambda k: initialise(model, jax.random.fold_in(key, k), shape))(numbers)
+        group, numbers = self.groups[g], jnp.array(self.members[g])
+        first = jax.vmap(lambda k: initialise(group.program.model, jax.random.fold_in(key, k), shape))(numbers)
+        return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
     def _init_public(self) -> Tree:
-        if self.public is None or self.method.exchange == "never":
+        if self.public is None or self.traits.exchange == "never":
             return ()
         return self.method.init_public(self.program.setting, len(self.public.images))
 
@@ -166,24 +180,23 @@ class Groups:
         return jax.jit(jax.vmap(one))(rows, numbers, variables)
 
     def pretrain(self, state: State, epochs: int, batch_size: int) -> State:
-        """Every participant trains its model on its own data, by the method's `pretrainer`."""
-        if not self.method.own_models:
+        """Every participant trains its model on its own data, with plain cross-entropy."""
+        if not self.traits.own_models:
             raise UserError(
-                "only methods whose participants keep their models are pre-trained: use --pretrain-epochs=0."
+                "only methods whose participants keep their models are pre-trained: use `pretrain_epochs=0`."
             )
         clients = []
         for g, group in enumerate(self.groups):
-            trainer = self.method.pretrainer()
             first = group.experiments[0]
             local = replace(first.local, epochs=epochs, batch_size=batch_size, lr_steps=())
             local = replace(local, batch_size=batch_size_of(local, first.federation.sizes, {}))
-            alone = group.alike([first._replace(method=trainer, local=local)], len(self.members[g]))
+            alone = group.alike([first._replace(method=Participant(), local=local)], len(self.members[g]))
             after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)
             clients.append(self._clients(g, after.clients))
         return state._replace(clients=tuple(clients))
 
     def clients_of(self, round: int) -> list[np.ndarray]:
-        """Everybody."""
+        """All participants."""
         return [np.arange(self.federation.num_clients)]
 
     def jobs(self, round: int) -> tuple[schedule.Jobs, list[np.ndarray]]:
@@ -218,7 +231,7 @@ class Groups:
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
         """One round of all participants."""
         plans, _ = plan or self.plan(round)
-        when = self.method.exchange
+        when = self.traits.exchange
         state = self.exchange(state, round) if when == "before" else state
         state = self._averaged(state, "exchanged")
         servers, clients, statistics, reports = [], [], [], []
@@ -229,7 +242,7 @@ class Groups:
             clients.append(after.clients)
             statistics.append(after.statistics)
             reports.append(report)
-        merged = self.method.merge(tuple(servers), self._shares()) if len(servers) > 1 else tuple(servers)
+        merged = self._common(servers) if self.traits.common_server else tuple(servers)
         # Groups may have been given one and the same server, but each donates its own.
         merged = tuple(jax.tree.map(jnp.copy, server) for server in merged)
         state = State(state.servers | {"groups": merged}, tuple(clients), tuple(statistics))
@@ -237,6 +250,12 @@ class Groups:
         state = self.exchange(state, round) if when == "after" else state
         order = np.argsort(np.concatenate(self.members))
         return state, Report(*(jnp.concatenate(x)[order] for x in zip(*reports, strict=True)))
+
+    def _common(self, servers: Sequence[Tree]) -> tuple[Tree, ...]:
+        """The mean of the groups' servers, for each of them."""
+        shares = self._shares()
+        mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *servers)
+        return (mean if len(servers) > 1 else servers[0],) * len(servers)
 
     def launch(self, state: State, round: int, plan=None) -> Launched:
         """One round, as `Simulation.launch`."""
@@ -260,9 +279,9 @@ class Groups:
         return state._replace(servers=state.servers | {"public": public}, clients=clients)
 
     def _averaged(self, state: State, when: str) -> State:
-        if self.method.averages != when:
+        if self.traits.averages != when:
             return state
-        return state._replace(clients=(self._mean(self.method, state.clients[0]),))
+        return state._replace(clients=(self._mean(state.clients[0]),))
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions of the groups, as `Simulation.evaluate`; participants in the federation's order."""

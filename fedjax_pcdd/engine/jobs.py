@@ -10,7 +10,8 @@ from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.program import OPTIMISER, Data, Program, Tree, facts_of, of_experiment, running, unlabelled
 from fedjax_pcdd.engine.schedule import Jobs
-from fedjax_pcdd.methods.method import Batch, Context, Hyper
+from fedjax_pcdd.methods.checks import alike, scalar
+from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Hyper, Keys, Step
 from fedjax_pcdd.trees import select
 
 
@@ -57,15 +58,16 @@ def context_of(program: Program, world: World, lane: Lane, step) -> Context:
     start = _start(method, server, client, lane.statistics)
     facts = facts_of(program, world.data, world.jobs.row[job])
     epoch, epochs = (n // jnp.maximum(world.jobs.epoch_steps[job], 1) for n in (step, world.jobs.steps[job]))
-    key = jax.random.fold_in(world.keys[job], step)
+    keys = Keys.of(jax.random.fold_in(world.keys[job], step))
     model, setting = program.model, program.setting
     public = unlabelled(program, world.data)
-    return Context(model, setting, hyper, server, client, start, facts, epoch, epochs, step, world.round, key, public)
+    return Context(model, setting, hyper, server, client, start, facts, epoch, epochs, step, world.round, keys, public)
 
 
 def _optimiser(program: Program, world: World, job):
+    method, _ = method_and_server(program, world, job)
     hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    return make_optimiser(program.optimizer, hyper, clip=program.clip)
+    return make_optimiser(program.optimizer, hyper, clip=program.clip, apart=method.traits().apart)
 
 
 def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
@@ -76,7 +78,7 @@ def load(program: Program, world: World, clients: Tree, statistics: Tree, job, s
     variables = _start(method, server, client, statistics)
     optimiser = _optimiser(program, world, job).init(variables["params"])
     if program.keeps_optimiser:
-        optimiser = resumed(optimiser, statistics[OPTIMISER], method.renewed)
+        optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().renewed)
     loss = jnp.zeros((), jnp.result_type(float))
     job, step = jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32)
     return Lane(job, step, variables, optimiser, client, loss, statistics)
@@ -103,21 +105,29 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
     """One optimiser step of one lane on the batch index [B]."""
     method, _ = method_and_server(program, world, lane.job)
     context = context_of(program, world, lane, step - lane.start)
-    batch = train_batch(program, world.data, index, jax.random.fold_in(context.key, 0))
-
-    def objective(params):
-        value, state = method.loss({**lane.variables, "params": params}, batch, context)
-        return value + method.regulariser(params, context), (value, state)
-
-    params = lane.variables["params"]
-    gradients, (value, state) = jax.grad(objective, has_aux=True)(params)
-    gradients = method.correct(gradients, lane.variables, context)
+    batch = train_batch(program, world.data, index, context.keys.augment)
+    variables, params = lane.variables, lane.variables["params"]
     moving = method.trainable(params, context)
-    update = _optimiser(program, world, lane.job).update
-    updates, optimiser = update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving)
-    updates = _only(moving, method.adjust(updates, context))
-    variables = {**lane.variables, **state, "params": optax.apply_updates(params, updates)}
-    return lane._replace(variables=variables, optimiser=optimiser, loss=lane.loss + value)
+
+    def evaluate(variables):
+        def objective(params):
+            value, state = method.loss({**variables, "params": params}, batch, context)
+            scalar(method, "loss", value)
+            return value + scalar(method, "regulariser", method.regulariser(params, context)), (value, state)
+
+        gradients, (value, state) = jax.grad(objective, has_aux=True)(variables["params"])
+        return Evaluated(value, state, gradients)
+
+    def step_on(gradients):
+        alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
+        update = _optimiser(program, world, lane.job).update
+        return Step(*update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving))
+
+    value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)
+    alike(method, "local_update", "updates", updates, params, "the parameters are")
+    after = {**variables, **state, "params": optax.apply_updates(params, _only(moving, updates))}
+    alike(method, "local_update", "variables", after, variables, "download gave them")
+    return lane._replace(variables=after, optimiser=optimiser, loss=lane.loss + scalar(method, "local_update", value))
 
 
 def _only(moving: Tree | None, tree: Tree) -> Tree:

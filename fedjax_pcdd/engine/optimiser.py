@@ -14,8 +14,7 @@ def clip_by_norm(limit) -> optax.GradientTransformation:
     """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's."""
 
     def update(updates, state, params=None):
-        factor = jnp.minimum(1.0, limit / (optax.tree.norm(updates) + 1e-6))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+        return _shortened(updates, limit), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -43,7 +42,24 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTransformationExtraArgs:
+def clip_apart(limit, parts: tuple[str, ...]) -> optax.GradientTransformation:
+    """`clip_by_norm` of each of these parts of the parameters by itself, and of all others together."""
+
+    def update(updates: Any, state, params=None):
+        clipped = _shortened({name: tree for name, tree in updates.items() if name not in parts}, limit)
+        return clipped | {part: _shortened(updates[part], limit) for part in parts}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _shortened(tree: Any, limit) -> Any:
+    factor = jnp.minimum(1.0, limit / (optax.tree.norm(tree) + 1e-6))
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), tree)
+
+
+def make_optimiser(
+    name: str, hyper: Hyper, *, clip: bool, apart: tuple[str, ...] = ()
+) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum, or Adam; decay is added to the gradient (coupled), after clipping.
 
     Args:
@@ -51,8 +67,10 @@ def make_optimiser(name: str, hyper: Hyper, *, clip: bool) -> optax.GradientTran
         whose update takes `moving`, as `scale_by_adam` has it.
       hyper: scalars.
       clip: static; False leaves the norm uncomputed.
+      apart: parts of the parameters that are clipped each by itself.
     """
     inner = optax.trace(decay=hyper.momentum) if name == "sgd" else scale_by_adam()
-    steps = [clip_by_norm(hyper.clip)] if clip else []
+    clipping = clip_apart(hyper.clip, apart) if apart else clip_by_norm(hyper.clip)
+    steps = [clipping] if clip else []
     steps += [optax.add_decayed_weights(hyper.weight_decay), inner, optax.scale_by_learning_rate(hyper.lr)]
     return optax.with_extra_args_support(optax.chain(*steps))

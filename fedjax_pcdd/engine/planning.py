@@ -6,7 +6,7 @@ Letters: E experiments, K clients, S cohort, J = E * S jobs, B batch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +63,11 @@ class Planner:
     steps: np.ndarray  # [E, K] in a local epoch
     epochs: np.ndarray  # [K]
     weights: np.ndarray  # [E, K] before normalisation
+
+    @property
+    def federations(self) -> list[Federation]:
+        """Of each experiment."""
+        return [one.federation for one in self.experiments]
 
     def _of_each(self, value) -> np.ndarray:
         """A number for each client [K], from one for all or one for each."""
@@ -125,9 +130,11 @@ class Planner:
     def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> Planned:
         """The schedule of a round, host arrays that depend on (seed, round) and the cohorts alone."""
         (jobs, batches), program = self.jobs(round, cohorts), self.program
+        blocks = program.blocks
+        shape: Any = {"steps": self.capacity, "quantum": blocks.quantum, "block": blocks.size}
         if program.devices == 1:
-            return schedule.pack(batches, program.lanes, steps=self.capacity), jobs
-        shares = schedule.divide(batches, program.lanes, program.devices, steps=self.capacity)
+            return schedule.pack(batches, program.lanes, **shape), jobs
+        shares = schedule.divide(batches, program.lanes, program.devices, **shape)
         if program.split_clients:
             jobs = jobs._replace(slot=shares.place % shares.members.shape[1])
         return shares, jobs

@@ -13,6 +13,7 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.blocks import Blocks, Pass
 from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select, zeros_like
@@ -22,29 +23,34 @@ Tree = Any
 OPTIMISER = "optimiser"  # name of the optimiser's state beside running statistics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """Everything static; two rounds with equal programs and array shapes share one executable."""
 
     model: Classifier
     setting: Setting
     pipeline: Pipeline
-    lanes: int = 1  # of each device
-    experiments: int = 1
-    optimizer: str = "sgd"
-    clip: bool = False
-    local_statistics: bool = False  # batch-norm statistics stay with the client (--bn=local)
-    masked: bool = True  # False where every batch is full
-    eval_batch: int = 500
-    train_batch: int = 500  # batch of passes over one client's training data
-    test_batch: int = 500  # and over its test data
-    dtype: Any = jnp.float32  # of the images that enter the model
-    public_pipeline: Pipeline | None = None
-    devices: int = 1
-    split_clients: bool = False  # what a round sees of the clients' state is divided among the devices, as their jobs
-    keeps_optimiser: bool = False  # the local optimiser's state stays with the client (--optimizer-state=kept)
-    one_step: bool = False  # no job has more than one local step
-    in_place: bool = False  # a job writes its client's state where it read it, see `compiler_options`
+    lanes: int  # of each device
+    experiments: int
+    optimizer: str
+    clip: bool
+    local_statistics: bool  # batch-norm statistics stay with the client (--bn=local)
+    keeps_optimiser: bool  # the local optimiser's state stays with the client (--optimizer-state=kept)
+    masked: bool  # False where every batch is full
+    blocks: Blocks
+    eval_batch: int  # samples at a time in passes that train nothing, of all models of a block together
+    train_pass: Pass  # over one client's training data
+    batch_pass: Pass  # the same in batches of training
+    test_pass: Pass  # over one client's test data
+    dtype: Any  # of the images that enter the model
+    public_pipeline: Pipeline | None
+    devices: int
+    split_clients: bool  # what a round sees of the clients' state is divided among the devices, as their jobs
+    in_place: bool  # a job writes its client's state where it read it, see `compiler_options`
+
+    def eval_batch_of(self, models: int) -> int:
+        """Samples of each of so many models at a time, in passes that train nothing, where blocks share them."""
+        return self.eval_batch if self.blocks.size == 1 else max(1, self.eval_batch // models)
 
 
 def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
@@ -106,14 +112,38 @@ def running(statistics: Tree) -> dict[str, Tree]:
     return {name: tree for name, tree in dict(statistics).items() if name != OPTIMISER}
 
 
-def put(tree: Tree, row, value: Tree) -> Tree:
-    """The tree with one row of every leaf's leading axis replaced."""
-    return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0), tree, value)
+def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
+    """The tree with one row of every leaf's leading axis replaced, or several different ones.
+
+    Args:
+      row: a scalar, or [b].
+      value: leaves [...], or [b, ...].
+      live: [b] which of several rows are to be replaced at all; the others are padding.
+    """
+    if jnp.ndim(row) == 0:
+        return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0), tree, value)
+
+    def write(x, v):
+        nowhere = x.shape[0] + jnp.arange(len(live))  # different rows, as XLA is told of all
+        rows = jnp.where(live, row, nowhere)
+        return x.at[rows].set(v.astype(x.dtype), mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, tree, value)
+
+
+def block_of(array: Any, first, size: int) -> jax.Array:
+    """Entries [b] of an array from the first on; of a block of one, the entry."""
+    return array[first] if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
 
 
 def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
     """Row of a tree with leading axis [E]; no gather where there is one experiment."""
     return select(tree, 0 if program.experiments == 1 else experiment)
+
+
+def over(size: int, function: Callable, in_axes: Any = 0) -> Callable:
+    """vmap over so many; what there is one of has no axis, which XLA on a CPU can update in place."""
+    return function if size == 1 else jax.vmap(function, in_axes)
 
 
 def lift(function: Callable, size: int) -> Callable:
@@ -146,7 +176,7 @@ def facts_of(program: Program, data: Data, row) -> Facts:
     return Facts(row % clients, counts[row], data.train.size[row], everyone)
 
 
-def sum_over_samples(function: Callable, samples: Samples, start, size, batch: int, template: Tree) -> Tree:
+def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree) -> Tree:
     """Sum of function(index [B], mask [B]) over `size` entries of samples.order from `start`, in m batches.
 
     A batch takes every m-th entry, so a list sorted by class gives mixed batches, and none is nearly empty.
@@ -154,11 +184,15 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, batch: i
     Args:
       template: shapes and dtypes of the function's result.
     """
-    batches = (size + batch - 1) // batch
+    batch, turns = how
+    batches = turns or (size + batch - 1) // batch
 
-    def body(i, total):
+    def part(i):
         position = i + batches * jnp.arange(batch)
-        index = samples.order[start + jnp.minimum(position, size - 1)]
-        return jax.tree.map(jnp.add, total, function(index, position < size))
+        entry = jnp.clip(start + jnp.minimum(position, size - 1), 0, samples.order.shape[0] - 1)
+        index = samples.order[entry]  # of a row without samples somebody else's, masked
+        return function(index, position < size)
 
-    return jax.lax.fori_loop(0, batches, body, zeros_like(template))
+    if turns == 1:
+        return part(0)
+    return jax.lax.fori_loop(0, batches, lambda i, total: jax.tree.map(jnp.add, total, part(i)), zeros_like(template))

@@ -20,6 +20,8 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine import schedule
+from fedjax_pcdd.engine.blocks import choose_blocks, client_pass
+from fedjax_pcdd.engine.device_errors import in_sentences
 from fedjax_pcdd.engine.evaluation import evaluation_batch, generic_correct, personal_correct
 from fedjax_pcdd.engine.mesh import EVERYWHERE, here, place, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
@@ -66,7 +68,7 @@ def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int, 
         rounds=rounds,
         epochs=int(np.max(local.epochs)),
         batch_size=local.batch_size,
-        normalised=normalises(model),
+        normalised=normalises(model, federation.image_shape),
         one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
         own_weights=weights == "method",
     )
@@ -91,6 +93,7 @@ class Simulation(Planner):
         client_state: Literal["device", "host"] = "device",
         public: tuple[Any, Pipeline] | None = None,
         eval_batch: int | None = None,
+        block: int | None = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
     ):
@@ -107,42 +110,69 @@ class Simulation(Planner):
           keeps_optimiser: keep the local optimiser's state with the client, too.
           client_state: where the clients' state lives between rounds.
           eval_batch: samples at a time in passes that train nothing; by default what runs well on the device.
+          block: b, jobs that begin or end as one, at most L; by default what runs well on the device.
           public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
         """
         first = experiments[0]
         federation, local = first.federation, first.local
-        if first.method.distils and public is None:
-            raise UserError("this method needs unlabelled public images: name a data set with --public.")
-        everybody = tuple(range(federation.num_clients))
-        self.numbers = np.array([e.numbers or everybody for e in experiments], np.int32)
+        traits = first.method.traits()
+        if traits.public and public is None:
+            raise UserError("this method needs unlabelled public images: name a data set with `public`.")
+        numbers = tuple(range(federation.num_clients))
+        self.numbers = np.array([e.numbers or numbers for e in experiments], np.int32)
         setting = _setting(model, experiments, rounds, weights)
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.local = local
-        self.epochs = np.array([first.method.local_epochs(int(e)) for e in self._of_each(local.epochs)])
+        asked = self._of_each(local.epochs if traits.epochs is None else traits.epochs)
+        self.epochs = np.array([int(e) + traits.more_epochs for e in asked])
         self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
         self.client_state: Literal["device", "host"] = client_state
-        self.methods = place(_stack([e.method.configure(setting) for e in experiments]), devices)
-        self.hyper = place(_stack([_hyper(e.local) for e in experiments]), devices)
+        self.block = block
+        hyper = [_hyper(e.local) for e in experiments]
+        configured = [e.method.configure(setting, h) for e, h in zip(experiments, hyper, strict=True)]
+        self.advice = [advice for _, advice in configured]  # of each experiment
+        self.methods = place(_stack([method for method, _ in configured]), devices)
+        self.hyper = place(_stack(hyper), devices)
         self.data = place(load_data([e.federation for e in experiments], public and public[0]), devices)
         self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
-        eval_batch = eval_batch or evaluation_batch()
         most = schedule.most_jobs(len(experiments) * cohort, devices)
-        rows = self.sizes.size
+        rows, lanes, steps = self.sizes.size, max(1, min(lanes, most)), self.steps * self.epochs
+        blocks = choose_blocks(
+            steps.ravel(), most, lanes, everybody=devices == 1 and cohort >= (steps > 0).sum(1).max(), size=block
+        )
+        eval_batch = eval_batch or evaluation_batch(lanes * local.batch_size)
+        tests = np.concatenate([e.federation.test_sizes for e in experiments])
         self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
+        own_statistics = local_statistics and uses_batch_norm(model, federation.image_shape)
         self.program = Program(
-            model, setting, pipeline, max(1, min(lanes, most)), len(experiments), local.optimizer,
-            any(e.local.clip is not None for e in experiments), local_statistics and uses_batch_norm(model),
-            self._has_padding(), eval_batch, *self._client_batches(eval_batch), dtype,
-            public and public[1], devices, self.storage.split, keeps_optimiser,
-            int((self.steps * self.epochs).max()) <= 1, devices == 1 and jax.default_backend() == "cpu",
-        )  # fmt: skip
+            model=model,
+            setting=setting,
+            pipeline=pipeline,
+            lanes=lanes,
+            experiments=len(experiments),
+            optimizer=local.optimizer,
+            clip=any(e.local.clip is not None for e in experiments),
+            local_statistics=own_statistics,
+            masked=self._has_padding(),
+            blocks=blocks,
+            eval_batch=eval_batch,
+            train_pass=client_pass(self.sizes.ravel(), eval_batch, blocks.size),
+            batch_pass=client_pass(self.sizes.ravel(), eval_batch, blocks.size, batch=local.batch_size),
+            test_pass=client_pass(tests, eval_batch, blocks.size),
+            dtype=dtype,
+            public_pipeline=public and public[1],
+            devices=devices,
+            split_clients=self.storage.split,
+            keeps_optimiser=keeps_optimiser,
+            in_place=devices == 1,
+        )
         self.keys = place(jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments]), devices)
-        self.capacity = schedule.most_steps(list(self.steps * self.epochs), cohort, self.program.lanes, devices)
+        self.capacity = schedule.most_steps(list(steps), cohort, lanes, devices, blocks.quantum)
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(
             partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
-            compiler_options=compiler_options(devices, one_step=self.program.one_step),
+            compiler_options=compiler_options(devices, one_step=blocks.steps == 1),
         )  # fmt: skip
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
@@ -154,12 +184,6 @@ class Simulation(Planner):
         everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, self.storage.spec))
         return State(everywhere, clients, clients), everywhere
 
-    def _client_batches(self, most: int) -> tuple[int, int]:
-        """Batches of passes over one client's training and test data: no larger than the largest client needs."""
-        largest = (max(int(e.federation.test_sizes.max(initial=1)) for e in self.experiments), int(self.sizes.max()))
-        test, train = (min(most, max(size, 1)) for size in largest)
-        return train, test
-
     def _raw_weights(self, rule: str) -> np.ndarray:
         """Aggregation weights [E, K] before normalisation; UserError where an experiment has none."""
         if rule == "uniform":
@@ -167,7 +191,7 @@ class Simulation(Planner):
         if rule == "batches":
             full = self.sizes // self.local.batch_size
             if not full.any(axis=1).all():
-                raise UserError("no client has a full batch for --weights=batches to count: lower --batch-size.")
+                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
             return full.astype(float)
 
         methods, data = here((self.methods, self.data))
@@ -195,9 +219,10 @@ class Simulation(Planner):
             server = method.init_server(setting, first, data.class_counts[rows], server_key)
             servers.append(server)
 
-            seen = Server(first) if method.own_models else server  # the models of its own that a client begins with
+            # A participant begins with a model of its own.
+            known = Server(first) if method.traits().own_models else server
 
-            def init_client(row, method=method, server=seen, key=client_key):
+            def init_client(row, method=method, server=known, key=client_key):
                 facts = facts_of(program, data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
@@ -216,7 +241,8 @@ class Simulation(Planner):
         if program.keeps_optimiser:
             method, hyper = select((here(self.methods), here(self.hyper)), 0)
             params = jax.eval_shape(method.download, server, select(clients, 0))["params"]
-            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip)
+            apart = method.traits().apart
+            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip, apart=apart)
             kept[OPTIMISER] = optimiser.init(zeros_like(params))
         return self.storage.initial(lambda row: kept, np.arange(self.sizes.size)) if kept else ()
 
@@ -235,12 +261,23 @@ class Simulation(Planner):
 
     def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
         """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
-        arrays, jobs = plan or self.plan(round)
-        hyper, held = self.hyper_at(round), self.fetch(state, (arrays, jobs))
-        after, report = self.round(
-            self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
-        )
-        return Launched(state, after, report, (arrays, jobs))
+        plan = plan or self.plan(round)
+        after, report = self.round(*self._arguments(state, round, plan))
+        return Launched(state, after, report, plan)
+
+    def compile(self, state: State) -> jax.stages.Compiled:
+        """The compiled round, which `step` will use.
+
+        Raises:
+          UserError: the compiler fails.
+        """
+        with in_sentences("compiling a round"):
+            return self.round.lower(*self._arguments(state, 0, self.plan(0))).compile()
+
+    def _arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
+        arrays, jobs = plan
+        hyper, held = self.hyper_at(round), self.fetch(state, plan)
+        return self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
         """Fetch what the next round's plan needs of clients in host memory while the launched one is computed."""
@@ -266,7 +303,7 @@ class Simulation(Planner):
           personal: also test every client's personal model between rounds on its own data.
         """
         generic, further = self.general(state)
-        local = () if self.experiments[0].method.global_model else self._personal(state, own=False)
+        local = () if self.experiments[0].method.traits().global_model else self._personal(state, own=False)
         return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
@@ -282,13 +319,13 @@ class Simulation(Planner):
         return np.concatenate(found)[: self.sizes.size]
 
     def tuner(self, epochs: int) -> "Simulation":
-        """A simulation in which every client fine-tunes for PA, by the method's `tuner`.
+        """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
         Its cohort is everybody, or this one's cohort where clients live on the host.
         """
         setting = self.program.setting
         plain = [
-            e._replace(method=e.method.tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
+            e._replace(method=e.method.fine_tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
             for e in self.experiments
         ]
         return self.alike(plain, self.cohort_size if self.client_state == "host" else setting.num_clients)
@@ -298,6 +335,6 @@ class Simulation(Planner):
         program = self.program
         return Simulation(
             program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
-            devices=program.devices, client_state=self.client_state, eval_batch=program.eval_batch, dtype=program.dtype,
-            param_dtype=self.param_dtype,
+            devices=program.devices, client_state=self.client_state, eval_batch=program.eval_batch, block=self.block,
+            dtype=program.dtype, param_dtype=self.param_dtype,
         )  # fmt: skip

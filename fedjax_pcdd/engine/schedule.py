@@ -4,9 +4,13 @@ A *job* is one client of one experiment in one round. Jobs are packed into L lan
 through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has
 a shape that depends on the federation alone, so a changing cohort compiles nothing.
 
+Lanes change their jobs only where a *phase* of at most q steps ends, so that with a larger q more jobs end together,
+and some wait in their lanes until it does; with q = 1 nobody waits.
+
 Several devices divide the jobs, and each has lanes of its own.
 
-Letters: J jobs, L lanes, T steps (an upper bound), B batch, D devices, M jobs that a device has at most.
+Letters: J jobs, L lanes, T steps (an upper bound), B batch, D devices, M jobs that a device has at most, b jobs
+of a block (`blocks.py`), q steps of a phase.
 """
 
 import heapq
@@ -20,17 +24,21 @@ LastBatch = Literal["drop", "keep", "top_up", "strict"]
 
 
 class Plan(NamedTuple):
-    """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment."""
+    """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment.
+
+    The lists of jobs and lanes [J + b - 1] are those of all segments one after another, longest jobs first in each;
+    their ends are padding, so that b entries in a row can be read from any start.
+    """
 
     indices: np.ndarray  # [T, L, B] int32, sample of the data set, -1 for padding
     num_segments: np.int32
     step_stop: np.ndarray  # steps done before each segment
     load_stop: np.ndarray  # jobs loaded before each segment; those of segment g are load_*[stop[g]:stop[g + 1]]
-    load_job: np.ndarray  # [J]
-    load_lane: np.ndarray  # [J]
+    load_job: np.ndarray
+    load_lane: np.ndarray
     finish_stop: np.ndarray  # jobs finished before each segment
-    finish_job: np.ndarray  # [J]
-    finish_lane: np.ndarray  # [J]
+    finish_job: np.ndarray
+    finish_lane: np.ndarray
 
 
 class Shares(NamedTuple):
@@ -121,47 +129,85 @@ def most_jobs(jobs: int, devices: int) -> int:
     return jobs if devices == 1 else min(jobs, -(-5 * jobs // (4 * devices)) + 1)
 
 
-def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: int = 1) -> int:
-    """Upper bound of the length T of a round, whatever the cohorts: Graham's bound on the longest-first packing.
+def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: int = 1, quantum: int = 1) -> int:
+    """Upper bound of the length T of a round, whatever the cohorts.
+
+    Graham's bound on the longest-first packing; where every job takes one phase, the sum of the phases' longest.
 
     Args:
       steps: for each experiment [K], the local steps of each client in a round.
       cohort: S; lanes: L, of each device.
       devices: D; one of them may have the longest jobs.
+      quantum: q.
     """
     cohorts = np.concatenate([np.sort(s)[::-1][:cohort] for s in steps])
     longest = np.sort(cohorts)[::-1][: most_jobs(len(steps) * cohort, devices)]
-    total, most = int(longest.sum()), int(longest.max(initial=0))
-    return max(1, -(-(total - most) // lanes) + most)
+    if quantum >= longest.max(initial=0):
+        return max(1, int(longest[::lanes].sum()))
+    phases = -(-longest // quantum)
+    total, most = int(phases.sum()), int(phases.max())
+    return quantum * (-(-(total - most) // lanes) + most)
 
 
-def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int) -> Plan:
+class Layout(NamedTuple):
+    """When and where jobs run."""
+
+    jobs: np.ndarray  # [n, 4] rows (first phase, phase after the last, job, lane), longest first
+    edges: np.ndarray  # [P + 1] steps done before each phase
+
+
+def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
+    """Give each job to the lane that is free first, longest first.
+
+    A job takes whole phases. All but its last have q steps, and none is longer than its jobs need.
+
+    Args:
+      steps: [J] of each job; those without any are left out.
+      lanes: L; quantum: q.
+    """
+    free = [(0, lane) for lane in range(lanes)]
+    rows = []
+    for job in sorted((j for j in range(len(steps)) if steps[j]), key=lambda j: (-steps[j], j)):
+        start, lane = heapq.heappop(free)
+        stop = start + -(-steps[job] // quantum)
+        heapq.heappush(free, (stop, lane))
+        rows.append((start, stop, job, lane))
+    jobs = np.array(rows, np.int32).reshape(-1, 4)
+    start, last = jobs[:, 0], jobs[:, 1] - 1
+    lengths, longer = np.zeros((2, jobs[:, 1].max(initial=0)), np.int32)
+    np.maximum.at(lengths, last, np.asarray(steps, np.int32)[jobs[:, 2]] - quantum * (last - start))
+    np.add.at(longer, start, 1)
+    np.add.at(longer, last, -1)  # phases in which some job is not yet in its last one
+    lengths = np.where(np.cumsum(longer) > 0, quantum, lengths)
+    return Layout(jobs, np.append(0, np.cumsum(lengths)))
+
+
+def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int = 1, block: int = 1) -> Plan:
     """Pack jobs into lanes, longest first, each to the lane that is free first.
 
     Args:
       batches: for each of the J jobs [T_j, B], its batches in order; a job without batches is left out.
       lanes: L.
       steps: T, at least the length of the longest lane (`most_steps`).
+      quantum: q, steps of a phase.
+      block: b, jobs that the lanes read together.
     """
     width = batches[0].shape[1] if len(batches) else 1
     indices = np.full((steps, lanes, width), -1, np.int32)
-    free = [(0, lane) for lane in range(lanes)]
-    placed = []
-    for job in sorted(range(len(batches)), key=lambda j: (-len(batches[j]), j)):
-        if len(batches[job]):
-            start, lane = heapq.heappop(free)
-            stop = start + len(batches[job])
-            indices[start:stop, lane] = batches[job]
-            heapq.heappush(free, (stop, lane))
-            placed.append((start, stop, job, lane))
-    return _segments(indices, np.array(placed, np.int32).reshape(-1, 4), len(batches))
+    jobs, edges = layout([len(b) for b in batches], lanes, quantum)
+    for start, _, job, lane in jobs.tolist():
+        first = edges[start]
+        indices[first : first + len(batches[job]), lane] = batches[job]
+    return _segments(indices, jobs, edges, len(batches), block)
 
 
-def divide(batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int) -> Shares:
+def divide(
+    batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int, quantum: int = 1, block: int = 1
+) -> Shares:
     """Divide jobs among devices and pack each device's: longest first, each to the lane that is free first.
 
     Args:
-      batches, steps: as in `pack`.
+      batches, steps, quantum, block: as in `pack`.
       lanes: L, of each device.
       devices: D.
     """
@@ -179,14 +225,15 @@ def divide(batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: in
         count[device] += 1
         heapq.heapreplace(free, (stop + len(batches[job]), held + 1, lane))
     nothing = batches[0][:0]
-    plans = [pack([batches[j] if j >= 0 else nothing for j in own], lanes, steps=steps) for own in members]
+    lists = [[batches[j] if j >= 0 else nothing for j in own] for own in members]
+    plans = [pack(own, lanes, steps=steps, quantum=quantum, block=block) for own in lists]
     return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, place)
 
 
-def _segments(indices: np.ndarray, placed: np.ndarray, jobs: int) -> Plan:
-    """Segments from the placed jobs, rows (start, stop, job, lane)."""
-    edges = np.unique(np.append(placed[:, 1], 0))
-    segments = len(edges) - 1
+def _segments(indices: np.ndarray, placed: np.ndarray, edges: np.ndarray, jobs: int, block: int) -> Plan:
+    """Segments from a layout; J `jobs`."""
+    ends = np.unique(np.append(placed[:, 1], 0))
+    segments = len(ends) - 1
     load = placed[np.argsort(placed[:, 0], kind="stable")]
     finish = placed[np.argsort(placed[:, 1], kind="stable")]
 
@@ -194,11 +241,11 @@ def _segments(indices: np.ndarray, placed: np.ndarray, jobs: int) -> Plan:
         return np.pad(counts, (0, jobs + 2 - len(counts)), mode="edge").astype(np.int32)
 
     def fill(column):
-        return np.pad(column, (0, jobs - len(column))).astype(np.int32)
+        return np.pad(column, (0, jobs + block - 1 - len(column))).astype(np.int32)
 
-    loaded = np.append(0, np.searchsorted(load[:, 0], edges[:-1], side="right"))
-    finished = np.append(0, np.searchsorted(finish[:, 1], edges[1:], side="right"))
+    loaded = np.append(0, np.searchsorted(load[:, 0], ends[:-1], side="right"))
+    finished = np.append(0, np.searchsorted(finish[:, 1], ends[1:], side="right"))
     return Plan(
-        indices, np.int32(segments), stops(edges), stops(loaded), fill(load[:, 2]), fill(load[:, 3]),
+        indices, np.int32(segments), stops(edges[ends]), stops(loaded), fill(load[:, 2]), fill(load[:, 3]),
         stops(finished), fill(finish[:, 2]), fill(finish[:, 3]),
     )  # fmt: skip

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.engine.jobs import World
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Program, State, Tree, lift, unlabelled
+from fedjax_pcdd.methods.checks import alike
 from fedjax_pcdd.methods.method import Message, ServerContext
 from fedjax_pcdd.trees import where
 
@@ -40,6 +42,7 @@ class Evaluation(NamedTuple):
     further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
 
 
+@full_precision
 def training_round(
     program: Program, methods, hyper, data, keys, state: State, plan, jobs, round
 ) -> tuple[State, Report]:
@@ -54,21 +57,23 @@ def training_round(
     message, weights = outcome.message, jobs.weight.reshape(program.experiments, -1)
     each = jax.tree.map(lambda x: x.reshape(*weights.shape, *x.shape[1:]), message.each)
 
-    def aggregate(method, server, message, weights, key):
-        after = method.aggregate(server, message, weights)
-        if method.distils:
-            public = unlabelled(program, data)
-            assert public is not None  # the constructor has seen to it
-            key = jax.random.fold_in(jax.random.fold_in(key, round), program.setting.num_clients)
-            after = method.distil(after, message, ServerContext(program.model, program.setting, public, round, key))
+    def aggregate(method, server, message, weights, hyper, clients, count, key):
+        key = jax.random.fold_in(jax.random.fold_in(key, round), program.setting.num_clients)
+        known = ServerContext(
+            program.model, program.setting, hyper, round, clients, count, key, unlabelled(program, data)
+        )
+        after = method.aggregate(server, message, weights, known)
+        alike(method, "aggregate", "server's next state", after, server, "init_server made it")
         return where(weights.sum() > 0, after, server)
 
     mean, total = message.mean, message.total
-    count = (jobs.steps > 0).reshape(program.experiments, -1).sum(1)
+    clients, steps = (
+        (x.reshape(program.experiments, -1)) for x in (jobs.row % program.setting.num_clients, jobs.steps)
+    )
     if program.experiments == 1:
         mean, total = jax.tree.map(lambda x: x[None], (mean, total))
     servers = lift(aggregate, program.experiments)(
-        methods, state.servers, Message(mean, total, each, count), weights, keys
+        methods, state.servers, Message(mean, total, each), weights, hyper, clients, (steps > 0).sum(1), keys
     )
     clients, statistics = outcome.clients, outcome.statistics
     if not (program.split_clients or program.in_place):

@@ -1,6 +1,8 @@
-"""Decorrelation of features.
+"""Decorrelation of features, inside each class (FedMR) or over the whole batch (FedDecorr).
 
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
+FedDecorr: Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated Learning",
+ICLR 2023.
 """
 
 import jax
@@ -51,6 +53,36 @@ def intra_class(
     standard = _standardise(features.astype(dtype), members, unbiased=form == "offdiag", epsilon=epsilon)
     loss = _off_diagonal if form == "offdiag" else _frobenius
     return loss(standard, members)
+
+
+def batch_decorrelation(
+    features: jax.Array, *, form: str = "offdiag", mask: jax.Array | None = None, epsilon: float = 1e-8
+) -> jax.Array:
+    """FedDecorr's decorrelation of features over the batch, whatever the labels.
+
+    x is standardised over the batch with the unbiased variance, G = X^T X.
+
+    Args:
+      features: [B, D], what the head reads, not normalised.
+      form: "offdiag" (published code): (1/B) mean_{u!=v} G[u,v]^2, which is FedMR's intra-class loss of a batch of one
+        class. "frobenius" (as printed): ||G / (B - 1)||_F^2 / D^2, smaller by a factor of about B.
+      mask: [B], samples that count; None for all.
+      epsilon: added to the variance under the root.
+
+    Returns:
+      Scalar; 0 with zero gradient for fewer than two samples, and for "offdiag" when D = 1.
+
+    Raises:
+      UserError: `form` is unknown.
+    """
+    one_class = jnp.zeros(features.shape[0], jnp.int32)
+    if form != "frobenius":
+        return intra_class(features, one_class, 1, form=form, mask=mask, epsilon=epsilon)
+    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    members = membership(one_class, 1, mask, dtype)
+    members = members.only(members.counts >= 2)
+    standard = _standardise(features.astype(dtype), members, unbiased=True, epsilon=epsilon)
+    return _frobenius(standard, members) / features.shape[1] ** 2
 
 
 def _standardise(features, members, *, unbiased, epsilon):

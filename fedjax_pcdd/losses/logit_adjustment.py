@@ -136,6 +136,7 @@ def balanced_cross_entropy(
     class_counts: jax.Array,
     *,
     power: jax.Array | float = 1.0,
+    missing: float | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
     """Balanced softmax: mean cross-entropy of o_c + power * log n_c (NeurIPS 2020, eq. 4 with power 1).
@@ -143,16 +144,18 @@ def balanced_cross_entropy(
     Args:
       logits: [B, C].
       labels: [B] integers in [0, C).
-      class_counts: [C] training samples n_c; a class without any is not in the softmax.
+      class_counts: [C] training samples n_c.
       power: exponent on the counts, >= 0; 0 is the plain softmax over all classes.
+      missing: count that stands in for 0, > 0; None takes a class without samples out of the softmax.
       mask: [B], samples that count; None for all.
 
     Returns:
       Scalar.
     """
     present = class_counts > 0
-    prior = power * jnp.log(jnp.where(present, class_counts, 1))
-    return cross_entropy(logits + prior, labels, mask=mask, classes=present | (power == 0))
+    prior = power * jnp.log(jnp.where(present, class_counts, 1 if missing is None else missing))
+    classes = present | (power == 0) if missing is None else None
+    return cross_entropy(logits + prior, labels, mask=mask, classes=classes)
 
 
 def l2_normalise(vectors: jax.Array, epsilon: float = 1e-12) -> jax.Array:

@@ -1,19 +1,24 @@
-"""The registry of methods: name on the command line -> class. A new method is one file and one line here."""
+"""The registry of methods: name -> class. A new method of this package is one file and one line here."""
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
 from fedjax_pcdd.methods.feddc import FedDC
+from fedjax_pcdd.methods.feddecorr import FedDecorr
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.feddyn import FedDyn
+from fedjax_pcdd.methods.fedetf import FedETF
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedgen import FedGen
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.fedlmd import FedLMD
+from fedjax_pcdd.methods.fedloge import FedLoGe
 from fedjax_pcdd.methods.fedmatch import FedMatch
 from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.methods.fednova import FedNova
+from fedjax_pcdd.methods.fedntd import FedNTD
 from fedjax_pcdd.methods.fedproc import FedProc
 from fedjax_pcdd.methods.fedproto import FedProto
 from fedjax_pcdd.methods.fedprox import FedProx
@@ -21,15 +26,19 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.feduv import FedUV
+from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
-from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting
+from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.methods.solo import Solo
-from fedjax_pcdd.methods.with_prototypes import SUFFIX, with_prototypes
+from fedjax_pcdd.methods.with_prototypes import with_prototypes
+from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
+from fedjax_pcdd.registry import Registry
 
-METHODS: dict[str, type[Method]] = {
+_OWN: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fedproc": FedProc,
@@ -44,6 +53,13 @@ METHODS: dict[str, type[Method]] = {
     "solo": Solo,
     "fedrs": FedRS,
     "fedlc": FedLC,
+    "fedvls": FedVLS,
+    "fedntd": FedNTD,
+    "fedlmd": FedLMD,
+    "feddecorr": FedDecorr,
+    "feduv": FedUV,
+    "fedetf": FedETF,
+    "fedloge": FedLoGe,
     "fedgen": FedGen,
     "fedrl": FedRL,
     "fedrep": FedRep,
@@ -57,14 +73,35 @@ METHODS: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
 }
 
-__all__ = ["METHODS", "SUFFIX", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "get"]
+METHODS: Registry[type[Method]] = Registry("method", "methods", _OWN)
+"""Classes of methods by name, and by the import path of a class elsewhere."""
+
+# What `X+suffix` stands for; a new wrapper is one file and one line here.
+WRAPPERS: Registry[Wrapper] = Registry(
+    "suffix", "wrappers", {"prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8")}
+)
+
+__all__ = ["METHODS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits"]
 
 
 def get(name: str) -> type[Method]:
-    """The class of a method by its name on the command line, as "moon" or "moon+prototypes"; UserError for no such."""
-    if name.endswith(SUFFIX):
-        plain = name.removesuffix(SUFFIX)
-        return with_prototypes(get(plain), plain)
-    if name not in METHODS:
-        raise UserError(f"there is no method '{name}': {nearest(name, METHODS)}")
-    return METHODS[name]
+    """The class of a method by its name or import path, as "moon", "moon+prototypes" or "fedkeep.py:FedKeep".
+
+    Raises:
+      UserError: there is none, or what is there is no method.
+    """
+    plain, suffixes = plain_name(name), name.removeprefix(plain_name(name)).split(SEPARATOR)[1:]
+    cls = METHODS.find(plain)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
+    return wrapped(cls, plain, suffixes, WRAPPERS)
+
+
+def plain_name(name: str) -> str:
+    """The method without what is wrapped about it.
+
+    >>> [plain_name(name) for name in ("moon+prototypes", "c++/keep.py:FedKeep+prototypes")]
+    ['moon', 'c++/keep.py:FedKeep']
+    """
+    folder, colon, tail = name.rpartition(":")
+    return folder + colon + tail.split(SEPARATOR)[0]

@@ -21,7 +21,6 @@ class Server(NamedTuple):
     drift: Tree  # as the parameters
     latest: Tree  # mean of the latest models of all clients, where that is evaluated
     state: Tree
-    clients: jax.Array  # N, a constant
 
 
 class Client(NamedTuple):
@@ -62,10 +61,9 @@ class Drifting(Method):
         return jnp.ones((), jnp.result_type(float))
 
     def init_server(self, setting, variables, class_counts, key):
-        """Nobody has drifted; clients that never took part count with w^0."""
+        """No client has drifted; those that never took part count with w^0."""
         latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
-        clients = jnp.asarray(setting.num_clients, jnp.result_type(float))
-        return Server(variables, zeros_like(variables["params"]), latest, (), clients)
+        return Server(variables, zeros_like(variables["params"]), latest, ())
 
     def init_client(self, setting, server, facts, key):
         """No drift yet."""
@@ -86,11 +84,11 @@ class Drifting(Method):
         kept = client._replace(drift=optax.tree.add(client.drift, grown), latest=latest)
         return kept, Message(mean={**variables, "params": moved}, total=Sent(told, newer, ()))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
         step, change = message.mean["params"], message.total.drift
         if change == ():
-            change = optax.tree.scale(self.pace() * message.count / server.clients, step)
+            change = optax.tree.scale(self.pace() * context.count / context.setting.num_clients, step)
         drift = optax.tree.add(server.drift, change)
         params = optax.tree.add(server.variables["params"], optax.tree.add(step, drift))
         latest = optax.tree.add(server.latest, message.total.latest)

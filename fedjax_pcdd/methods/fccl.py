@@ -7,7 +7,7 @@ and that the correlation is of centred columns with the unbiased standard deviat
 not fix. The code puts the previous model's logits in the place of one's own in the mean: `--own=previous`.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from flax import struct
 
@@ -26,7 +26,7 @@ class Learner(NamedTuple):
     pretrained: Tree  # theta*
 
 
-class Words(NamedTuple):
+class Spoken(NamedTuple):
     """Logits of a public batch [B, C]."""
 
     current: Tree
@@ -36,8 +36,6 @@ class Words(NamedTuple):
 @struct.dataclass
 class FCCL(Exchanging):
     """Public: L_col of the cross-correlation; private: CE + lambda_loc (KL to the previous + KL to the pre-trained)."""
-
-    paper: ClassVar[str] = "Huang et al., CVPR 2022"
 
     lambda_col: float = hyperparameter(
         0.0051, symbol="lambda_Col", help="weight of pairs of different classes", low=0.0
@@ -50,35 +48,27 @@ class FCCL(Exchanging):
     )
     eps: float = hyperparameter(0.0, help="added to the variance of a column of logits", low=0.0)
 
-    @property
-    def exchange(self):
-        """Before local training."""
-        return "before" if self.collaborate else "never"
+    def traits(self):
+        """The exchange comes before local training."""
+        exchange = "before" if self.collaborate else "never"
+        return super().traits()._replace(paper="Huang et al., CVPR 2022", exchange=exchange)
 
     def init_client(self, setting, server, facts, key):
         """One model, three times."""
         return Learner(server.variables, server.variables, server.variables)
 
-    def model_of(self, client):
-        """The current model."""
-        return client.variables
-
-    def keep(self, client, variables):
-        """Another current model."""
-        return client._replace(variables=variables)
-
     def say(self, variables, batch, context):
         """Logits of the current model and, if it is to take its place in the mean, of the previous one in eval mode."""
         current = super().say(variables, batch, context)
         if self.own == "current":
-            return Words(current, ())
-        return Words(current, forward(context.model, context.client.previous, batch.images, train=False)[0].logits)
+            return Spoken(current, ())
+        return Spoken(current, forward(context.model, context.client.previous, batch.images, train=False)[0].logits)
 
-    def agree(self, public, said, counts):
+    def agree(self, public, spoken, counts):
         """The mean logits, in which a participant's own may be replaced by those of its previous model."""
-        public, mean = super().agree(public, said.current, counts)
+        public, mean = super().agree(public, spoken.current, counts)
         if self.own == "previous":
-            mean = mean + (said.previous - said.current) / said.current.shape[0]
+            mean = mean + (spoken.previous - spoken.current) / spoken.current.shape[0]
         return public, mean
 
     def public_loss(self, logits, target, context):

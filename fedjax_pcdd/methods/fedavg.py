@@ -5,15 +5,15 @@ Sent: the model (parameters and running statistics) each way. Clients keep nothi
 Follows the paper: weights n_k (option `--weights=batches` for what the FedMR and FedGELA codes use).
 """
 
-from typing import ClassVar
-
 from flax import struct
 
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Method, Traits
 
 
 @struct.dataclass
 class FedAvg(Method):
     """All hooks are the contract's defaults."""
 
-    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    def traits(self):
+        """As every default."""
+        return Traits("McMahan et al., AISTATS 2017")

@@ -7,11 +7,11 @@ every client fine-tunes the best global model for --fine-tune-epochs (published 
 the global body under the initial head; the mean of the fine-tuned models is the other reading.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flax import struct
 
-from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import FineTune, Part, joined, moving, without
 
 
@@ -19,15 +19,16 @@ from fedjax_pcdd.methods.parts import FineTune, Part, joined, moving, without
 class FedBABU(Method):
     """FedAvg of the body under a fixed random head."""
 
-    paper: ClassVar[str] = "Oh et al., ICLR 2022"
-    target: ClassVar[str] = "personal"
-
     fine_tune_part: Part = hyperparameter("all", help="what fine-tuning for PA moves", static=True)
     ga: Literal["global", "mean_best_local"] = hyperparameter(
         "global",
         help="GA of the global model, or the mean over clients of their fine-tuned ones, each of which is kept",
         static=True,
     )
+
+    def traits(self):
+        """PA is the aim, by fine-tuning."""
+        return Traits("Oh et al., ICLR 2022", target="personal")
 
     def trainable(self, params, context):
         """The body; the head takes no weight decay either."""
@@ -37,10 +38,10 @@ class FedBABU(Method):
         """The body."""
         return (), Message(mean=without(variables, "head"))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """The mean body under the initial head, the same bits in every round."""
         return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
 
-    def tuner(self, setting, epochs):
+    def fine_tuner(self, setting, epochs):
         """Fine-tuning of head and body, or of one of them."""
         return FineTune(part=self.fine_tune_part, keep=self.ga == "mean_best_local")

@@ -7,14 +7,14 @@ Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s s
 at norm 10 is `--grad-clip=10`. The original trains without momentum; with it use `--step-normaliser=a_k`.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import optax
 from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
-from fedjax_pcdd.methods.method import Context, hyperparameter
+from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
 from fedjax_pcdd.trees import squared_distance, zeros_like
 
@@ -22,8 +22,6 @@ from fedjax_pcdd.trees import squared_distance, zeros_like
 @struct.dataclass
 class FedDC(Drifting):
     """L = CE + (alpha_k / 2) * ||w - (w^t - h_k)||^2 + <w, Delta / nu_k - Delta_k>."""
-
-    paper: ClassVar[str] = "Gao et al., CVPR 2022"
 
     alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the drift's penalty", low=0.0)
     alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
@@ -36,9 +34,13 @@ class FedDC(Drifting):
         static=True,
     )
 
-    def advise(self, setting, hyper):
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Gao et al., CVPR 2022")
+
+    def configure(self, setting, hyper):
         """The update state is too large with momentum."""
-        return momentum_advice("FedDC", hyper.momentum) if self.step_normaliser == "steps" else []
+        return self, momentum_advice("FedDC", hyper.momentum) if self.step_normaliser == "steps" else []
 
     def init_server(self, setting, variables, class_counts, key):
         """Delta starts at 0."""
@@ -55,7 +57,7 @@ class FedDC(Drifting):
     def _correction(self, context: Context):
         """Delta / nu_k - Delta_k, as the parameters."""
         inverse = 1 / self._ratio(context)
-        return jax.tree.map(lambda everyone, own: inverse * everyone - own, context.server.state, context.client.state)
+        return jax.tree.map(lambda mean, own: inverse * mean - own, context.server.state, context.client.state)
 
     def regulariser(self, params, context):
         """Penalised drift and gradient correction, a scalar."""
@@ -79,7 +81,8 @@ class FedDC(Drifting):
         sent = optax.tree.scale(-rate * ratio / context.setting.num_clients, moved)
         return client._replace(state=state), message._replace(total=message.total._replace(state=sent))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """Delta grows by the mean over all N clients of nu_k times their changes, each with a term -Delta / nu_k."""
-        server, others = super().aggregate(server, message, weights), 1 - message.count / server.clients
+        server = super().aggregate(server, message, weights, context)
+        others = 1 - context.count / context.setting.num_clients
         return server._replace(state=optax.tree.add_scale(message.total.state, others, server.state))

@@ -5,18 +5,18 @@ Server form (default, one architecture): sent as FedAvg; the weighted mean of th
 for `--server-steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
 teachers are fixed meanwhile, so they look at public images once, in eval mode and without augmentation: here when
 they upload, so the count of what is sent has these N C logits, which a server with the models makes itself.
-Participants' form (`--form=participants`, FCCL's comparison): logits travel, and everybody takes a step towards their
+Participants' form (`--form=participants`, FCCL's comparison): logits travel, and all take a step towards their
 mean on each public batch.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import optax
 from flax import struct
 
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
-from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
 from fedjax_pcdd.methods.participant import Exchanging, over_all
 from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import forward
@@ -25,8 +25,6 @@ from fedjax_pcdd.models.classifier import forward
 @struct.dataclass
 class FedDF(Exchanging):
     """KL(softmax(mean of the teachers' logits / T) || softmax(student's / T)) on public images."""
-
-    paper: ClassVar[str] = "Lin et al., NeurIPS 2020"
 
     form: Literal["server", "participants"] = hyperparameter(
         "server", help="distil into the averaged model on the server, or into every participant's own", static=True
@@ -48,13 +46,12 @@ class FedDF(Exchanging):
     def _at_server(self) -> bool:
         return self.form == "server"
 
-    own_models = property(lambda self: not self._at_server)  # pyright: ignore[reportAssignmentType]
-    global_model = property(lambda self: self._at_server)  # pyright: ignore[reportAssignmentType]
-    fine_tune = property(lambda self: self._at_server)  # pyright: ignore[reportAssignmentType]
-    target = property(lambda self: "generic" if self._at_server else "personal")  # pyright: ignore[reportAssignmentType]
-    exchange = property(lambda self: "never" if self._at_server else "before")  # pyright: ignore[reportAssignmentType]
-    averages = property(lambda self: "never" if self._at_server else self.average)  # pyright: ignore[reportAssignmentType]
-    distils = property(lambda self: self._at_server and self.server_steps > 0)  # pyright: ignore[reportAssignmentType]
+    def traits(self):
+        """As FedAvg with public images on the server, or as participants."""
+        paper = "Lin et al., NeurIPS 2020"
+        if self._at_server:
+            return Traits(paper, public=self.server_steps > 0)
+        return super().traits()._replace(paper=paper)
 
     def init_client(self, setting, server, facts, key):
         """Nothing, or a participant's model."""
@@ -72,24 +69,25 @@ class FedDF(Exchanging):
         """The model, and what it says of all public images [N, C], as its part of the ensemble."""
         if not self._at_server:
             return super().upload(variables, summary, context)
-        if not self.distils:
+        if not self.server_steps:
             return (), Message(mean=variables)
 
-        def say(index):
+        def teach(index):
             images = context.public.prepare(index, None)
             logits = forward(context.model, variables, images, train=False)[0].logits
             return ensemble_target(logits[None], form=self.ensemble, temperature=self.temperature)
 
-        said = over_all(say, context.public.images.shape[0], 500)
-        return (), Message(mean=variables, total=(said, jnp.ones(())))
+        taught = over_all(teach, context.public.images.shape[0], 500)
+        return (), Message(mean=variables, total=taught)
 
-    def aggregate(self, server, message, weights):
-        """The weighted mean of the models, if there are any."""
-        return Method.aggregate(self, server, message, weights) if self._at_server else server
+    def aggregate(self, server, message, weights, context):
+        """The weighted mean of the models, if there are any, after `server_steps` steps towards the ensemble."""
+        if not self._at_server:
+            return server
+        server = Method.aggregate(self, server, message, weights, context)
+        return self._distilled(server, message.total / context.count, context) if self.server_steps else server
 
-    def distil(self, server, message, context):
-        """The mean model after `server_steps` steps towards the ensemble."""
-        total = message.total[0] / message.total[1]
+    def _distilled(self, server, total, context):
         schedule = optax.cosine_decay_schedule(self.server_lr, self.server_decay_steps)
         optimiser = optax.chain(optax.clip_by_global_norm(self.server_clip), optax.adam(schedule))
         size = min(self.server_batch, total.shape[0])
@@ -103,12 +101,12 @@ class FedDF(Exchanging):
     def say(self, variables, batch, context):
         """Logits of a participant on public images."""
         train = self.teacher_mode == "train"
-        return forward(context.model, variables, batch.images, train=train, key=context.key)[0].logits
+        return forward(context.model, variables, batch.images, train=train, key=context.keys.dropout)[0].logits
 
-    def agree(self, public, said, counts):
-        """The ensemble's word, the same for all."""
-        target = ensemble_target(said, form=self.ensemble, temperature=self.temperature)
-        return public, jnp.broadcast_to(target, said.shape)
+    def agree(self, public, spoken, counts):
+        """The ensemble's target, the same for all."""
+        target = ensemble_target(spoken, form=self.ensemble, temperature=self.temperature)
+        return public, jnp.broadcast_to(target, spoken.shape)
 
     def public_loss(self, logits, target, context):
         """KL to the ensemble, a scalar."""

@@ -7,7 +7,7 @@ Follows the paper's common alpha and plain mean; the published code's alpha_k = 
 at norm 10 is `--grad-clip=10`. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,13 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
-from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.methods.method import Traits, hyperparameter
 from fedjax_pcdd.trees import squared_distance
 
 
 @struct.dataclass
 class FedDyn(Drifting):
     """L = CE - <lambda_k, w> + (alpha_k / 2) * ||w - w^t||^2."""
-
-    paper: ClassVar[str] = "Acar et al., ICLR 2021"
 
     alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the regulariser; 0 is uniform FedAvg", low=0.0)
     alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
@@ -33,11 +31,15 @@ class FedDyn(Drifting):
         False, help="average running statistics by n_k, not equally", static=True
     )
 
-    def advise(self, setting, hyper):
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Acar et al., ICLR 2021")
+
+    def configure(self, setting, hyper):
         """alpha = 0 has no dynamic regularisation."""
         if self.alpha > 0:
-            return []
-        return ["FedDyn with --alpha=0 is FedAvg with uniform weights: choose --alpha above 0 for FedDyn itself."]
+            return self, []
+        return self, ["FedDyn with `alpha=0` is FedAvg with uniform weights: choose `alpha` above 0 for FedDyn itself."]
 
     def regulariser(self, params, context):
         """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""
@@ -59,9 +61,9 @@ class FedDyn(Drifting):
             message = message._replace(total=message.total._replace(state=state))
         return client, message
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """w = mean(w_k) - h / alpha."""
-        server = super().aggregate(server, message, weights)
+        server = super().aggregate(server, message, weights, context)
         if self.weighted_statistics:
             total, samples = message.total.state
             statistics = jax.tree.map(lambda x: x / jnp.maximum(samples, 1), total)

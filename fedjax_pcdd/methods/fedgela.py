@@ -1,4 +1,4 @@
-"""FedGELA: the classifier is a fixed simplex ETF for everyone, locally rescaled by the client's class distribution.
+"""FedGELA: the classifier is a fixed simplex ETF for all clients, locally rescaled by the client's class distribution.
 
 Fan et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023, section 3.
 Sent: backbone and neck each way; no classifier, as the ETF follows from a seed, unless the ablation classifier=learned
@@ -9,14 +9,14 @@ of an MLP on digits and a CNN on Fashion-MNIST) 1 and 2 gave the best GA.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import class_scales, scaled_logits
-from fedjax_pcdd.methods.method import Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Method, Traits, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.etf import draw_etf
 
@@ -31,11 +31,6 @@ class Server(NamedTuple):
 @struct.dataclass
 class FedGELA(Method):
     """Cross-entropy over kappa * Phi_kc * (m_c . h / |h|); GA without Phi, PA with it."""
-
-    paper: ClassVar[str] = "Fan et al., NeurIPS 2023"
-    target: ClassVar[str] = "both"
-    fine_tune: ClassVar[bool] = False
-    grad_clip: ClassVar[float | None] = 20.0
 
     ew: float | None = hyperparameter(
         None, symbol="E_W", help="energy of the ETF; by default 1e4 if the backbone has norm layers, else 4", low=0.0
@@ -59,32 +54,28 @@ class FedGELA(Method):
     )
     pa_model: Literal["local", "server"] = hyperparameter("local", help="PA of the local or server model", static=True)
 
-    @property
-    def personal_model(self):
-        """Which backbone PA is read from."""
-        return self.pa_model
+    def traits(self):
+        """PA is read with Phi, from the backbone that `pa_model` names."""
+        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
+        return Traits("Fan et al., NeurIPS 2023", clip=20.0, **kinds)
 
     def build(self, model):
-        """Neck for everybody; no trained head beside an ETF, no bias in the learned one."""
+        """Neck for all; no trained head beside an ETF, no bias in the learned one."""
         learned = self.classifier == "learned"
         batch = self.normalise == "batch" and not learned
         return model.clone(neck=self.layers, head=learned, head_bias=False, feature_norm=batch)
 
-    def configure(self, setting):
-        """E_W (of an ETF) and gamma where they were left open."""
+    def configure(self, setting, hyper):
+        """E_W (of an ETF) and gamma where they were left open; which options do nothing."""
         gamma = self.gamma or ("class" if self.phi == "identity" else "serverscaled")
         ew = (1e4 if setting.normalised else 4.0) if self.ew is None and self.classifier == "etf" else self.ew
-        return dataclasses.replace(self, ew=ew, gamma=gamma)
-
-    def advise(self, setting, hyper):
-        """What belongs to the ETF does nothing without it; a softmax over one class is constant."""
-        said = []
+        advice = []
         if self.classifier == "learned" and (self.ew, self.scale, self.normalise) != (None, "sqrt", "l2"):
-            said.append("--ew, --scale and --normalise belong to the ETF: with --classifier=learned they do nothing.")
+            advice.append("`ew`, `scale` and `normalise` belong to the ETF: with `classifier=learned` they do nothing.")
         if setting.one_class_clients and self.denominator == "present" and self.phi in ("identity", "sqrt"):
             number = setting.one_class_clients
-            said.append(f"{number} clients have one class, where the loss has no gradient: use --denominator=all.")
-        return said
+            advice.append(f"{number} clients have one class, where the loss has no gradient: use `denominator=all`.")
+        return dataclasses.replace(self, ew=ew, gamma=gamma), advice
 
     def init_server(self, setting, variables, class_counts, key):
         """The ETF, which needs D >= C; none beside a learned classifier."""
@@ -111,12 +102,9 @@ class FedGELA(Method):
         logits = self._scores(context.server, outputs, context.client)
         return cross_entropy(logits, batch.labels, mask=batch.mask, classes=self._allowed(context.facts))
 
-    def predict_generic(self, model, server, variables, images):
-        """argmax_c m_c . h; independent of kappa and Phi."""
-        return self._scores(server, forward(model, variables, images, train=False)[0], 1.0)
-
-    def predict_personal(self, model, server, client, facts, variables, images):
-        """argmax_c Phi_c m_c . h, over the client's own classes where the softmax had only those."""
-        scores = self._scores(server, forward(model, variables, images, train=False)[0], client)
-        allowed = self._allowed(facts)
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """m_c . h; a client's Phi_c m_c . h, over its own classes where the softmax had only those."""
+        outputs, _ = forward(model, variables, images, train=False)
+        scores = self._scores(server, outputs, 1.0 if scope == "generic" else client)
+        allowed = None if scope == "generic" else self._allowed(facts)
         return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)

@@ -8,7 +8,7 @@ counts from 1 what a client sees while it trains (`label_counts`). Its adversari
 """
 
 from dataclasses import replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +17,25 @@ from flax import struct
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares, latent_kl
 from fedjax_pcdd.methods.label_counts import LabelCounts
-from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Message, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.parts import joined, without
 from fedjax_pcdd.models.classifier import apply_head
 from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator, train_generator
 
 
 class Server(NamedTuple):
-    """Global model; generator, its optimiser, the classes it knows [C], a seed and how often it was trained."""
+    """Global model; generator, its optimiser, the classes it knows [C], and how often it was trained."""
 
     variables: Tree
     generator: Tree
     optimiser: Tree
     known: jax.Array
-    seed: jax.Array
     trained: jax.Array
 
 
 @struct.dataclass
 class FedGen(LabelCounts):
     """L = CE + alpha_t * CE of generated features + beta_t * KL(head on generated features || prediction)."""
-
-    paper: ClassVar[str] = "Zhu et al., ICML 2021"
 
     alpha: float = hyperparameter(10.0, symbol="alpha", help="weight of generated features for the head", low=0.0)
     beta_kl: float = hyperparameter(10.0, symbol="beta", help="weight of the divergence from them", low=0.0)
@@ -61,12 +58,16 @@ class FedGen(LabelCounts):
         "carry", help="a class that no participant owns stays known to the generator, or is dropped", static=True
     )
 
-    def configure(self, setting):
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Zhu et al., ICML 2021")
+
+    def configure(self, setting, hyper):
         """The published sizes for models below 256 features, and for others; B generated features a step."""
         large = setting.feature_dim >= 256
         hidden, noise_dim = self.hidden or (512 if large else 256), self.noise_dim or (64 if large else 32)
         batch = self.synthetic_batch or setting.batch_size
-        return replace(self, hidden=hidden, noise_dim=noise_dim, synthetic_batch=batch)
+        return replace(self, hidden=hidden, noise_dim=noise_dim, synthetic_batch=batch), []
 
     @property
     def _size(self) -> int:
@@ -77,17 +78,17 @@ class FedGen(LabelCounts):
 
     def init_server(self, setting, variables, class_counts, key):
         """A fresh generator that knows no class yet."""
-        keys, classes = jax.random.split(key), setting.num_classes
+        classes = setting.num_classes
         inner: tuple = self.noise_dim, self.hidden
-        generator = initialise_generator(keys[0], classes, setting.feature_dim, *inner)
+        generator = initialise_generator(jax.random.split(key)[0], classes, setting.feature_dim, *inner)
         optimiser = self._adam(0).init(generator["params"])
         known, trained = jnp.zeros(classes, bool), jnp.zeros((), jnp.int32)
-        return Server(variables, generator, optimiser, known, jax.random.bits(keys[1]), trained)
+        return Server(variables, generator, optimiser, known, trained)
 
     def penalty(self, variables, outputs, batch, context):
         """(B_g / B) alpha_t CE(phi(z(y')), y') + beta_t KL(phi(z(y)) || f(x)), a scalar; 0 while no class is known."""
         server, setting, size = context.server, context.setting, self._size
-        keys = jax.random.split(jax.random.fold_in(context.key, 2))
+        keys = jax.random.split(context.keys.method)
         labels = jnp.concatenate([draw_labels(keys[0], server.known, size), batch.labels])
         _, features, _ = generate(server.generator, keys[1], labels, setting.num_classes, noise=self.noise)
         generated = apply_head(variables["params"]["head"], features)
@@ -104,7 +105,7 @@ class FedGen(LabelCounts):
         model, counts = self.split(variables, context)
         return context.client, Message(mean=without(model, "head"), each=(model["params"]["head"], counts))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """Train the generator on the participants' heads, then average the models."""
         (heads, counts), present = message.each, weights > 0
         owned = self.samples(counts, present) > 1
@@ -115,10 +116,9 @@ class FedGen(LabelCounts):
             teachers = ensemble_loss(logits, labels, shares, broadcast=self.broadcast)
             return teachers + self.diversity * diversity(noise, features)
 
-        key = jax.random.fold_in(jax.random.key(server.seed), server.trained)
         old, optimiser = (server.generator, server.optimiser), self._adam(server.trained)
         size, steps = self._size, self.generator_steps
-        new = train_generator(*old, optimiser, objective, key, owned, size=size, steps=steps, noise=self.noise)
+        new = train_generator(*old, optimiser, objective, context.key, owned, size=size, steps=steps, noise=self.noise)
         known = owned | server.known if self.stale == "carry" else owned
         head = jax.tree.map(lambda x: jnp.tensordot(weights.astype(x.dtype), x, 1), heads)
         return server._replace(

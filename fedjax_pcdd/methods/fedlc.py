@@ -8,20 +8,18 @@ unbounded below and unstable. Classes that a client lacks leave the denominator 
 calibration. GA and fine-tuning use plain logits. A client with one class has loss 0 and moves by weight decay alone.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import calibration_margins, pairwise_cross_entropy
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Method, Traits, hyperparameter
 
 
 @struct.dataclass
 class FedLC(Method):
     """Cross-entropy over o_c - tau * n_kc^(-1/4)."""
-
-    paper: ClassVar[str] = "Zhang et al., ICML 2022"
 
     tau: float = hyperparameter(1.0, symbol="tau", help="strength of the calibration; 0 (softmax) is FedAvg", low=0.0)
     form: Literal["softmax", "pairwise"] = hyperparameter(
@@ -34,15 +32,19 @@ class FedLC(Method):
         "local", help="class counts: the client's, or those of all clients together, as in one library", static=True
     )
 
-    def advise(self, setting, hyper):
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Zhang et al., ICML 2022")
+
+    def configure(self, setting, hyper):
         """A masked softmax over one class is constant; the pairwise form has no lower bound."""
-        said = []
+        advice = []
         if self.form == "pairwise":
-            said += ["FedLC with --form=pairwise is known to be unstable: --form=softmax has a lower bound."]
+            advice += ["FedLC with `form=pairwise` is known to be unstable: `form=softmax` has a lower bound."]
         if self.tau > 0 and setting.one_class_clients and (self.missing, self.counted) == ("masked", "local"):
             few = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
-            said += [f"{few}: --missing=constant keeps the other classes in it."]
-        return said
+            advice += [f"{few}: `missing=constant` keeps the other classes in it."]
+        return self, advice
 
     def classification(self, outputs, batch, context):
         """The calibrated cross-entropy, a scalar."""

@@ -9,8 +9,6 @@ sigma + psi is the (pre-trained) initial model, psi a fifth of it. Only for the 
 Weight decay is part of the public steps too, so psi shrinks even where all its losses have weight 0.
 """
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -28,8 +26,6 @@ from fedjax_pcdd.trees import squared_distance
 class FedMatch(Exchanging):
     """Private: lambda_s CE(sigma + psi), for sigma; public: consistency, pseudo-labels and regularisers, for psi."""
 
-    paper: ClassVar[str] = "Jeong et al., ICLR 2021, as FCCL's baseline, reconstructed"
-
     lambda_s: float = hyperparameter(10.0, symbol="lambda_s", help="weight of the supervised loss", low=0.0)
     lambda_i: float = hyperparameter(0.01, symbol="lambda_ICC", help="weight of consistency with helpers", low=0.0)
     lambda_a: float = hyperparameter(0.01, symbol="lambda_a", help="weight of the pseudo-labels' loss", low=0.0)
@@ -41,6 +37,10 @@ class FedMatch(Exchanging):
     )
     psi_factor: float = hyperparameter(0.2, help="part of the initial weights that is psi", low=0.0, high=1.0)
     l1_threshold: float = hyperparameter(5e-6, help="smaller entries of psi are 0 in the evaluation", low=0.0)
+
+    def traits(self):
+        """As of all participants in an exchange."""
+        return super().traits()._replace(paper="Jeong et al., ICLR 2021, as FCCL's baseline, reconstructed")
 
     def init_client(self, setting, server, facts, key):
         """The model's parameters, split: the part of sigma as the model's, psi beside them."""
@@ -63,31 +63,27 @@ class FedMatch(Exchanging):
         return super().loss(self._sum(variables, psi=jax.lax.stop_gradient), batch, context)
 
     def trainable(self, params, context):
-        """sigma in local training."""
-        return _only(params, psi=False)
-
-    def public_trainable(self, params):
-        """psi in the exchange."""
-        return _only(params, psi=True)
+        """sigma in local training, psi in the exchange."""
+        return _only(params, psi=context.exchanging)
 
     def say(self, variables, batch, context):
         """Logits of the images as they are, in eval mode."""
         return forward(context.model, self._sum(variables), batch.plain, train=False)[0].logits
 
-    def agree(self, public, said, counts):
+    def agree(self, public, spoken, counts):
         """Logits of each participant's helpers, [K, B, H, C]: of those with the nearest softmaxes on the batch."""
-        outputs = jax.nn.softmax(said).reshape(len(said), -1)
+        outputs = jax.nn.softmax(spoken).reshape(len(spoken), -1)
         distance = jnp.square(outputs[:, None] - outputs[None]).sum(-1)
-        distance = jnp.where(jnp.eye(len(said), dtype=bool), jnp.inf, distance)
-        nearest = jnp.argsort(distance, axis=1)[:, : min(self.helpers, len(said) - 1)]
-        return public, jnp.moveaxis(said[nearest], 1, 2)
+        distance = jnp.where(jnp.eye(len(spoken), dtype=bool), jnp.inf, distance)
+        nearest = jnp.argsort(distance, axis=1)[:, : min(self.helpers, len(spoken) - 1)]
+        return public, jnp.moveaxis(spoken[nearest], 1, 2)
 
     def imitate(self, variables, batch, context):
         """The unsupervised loss, of which sigma takes no gradient, and the model state after the batch."""
         model, total = context.model, self._sum(variables, sigma=jax.lax.stop_gradient)
         helpers = jnp.moveaxis(batch.target, 1, 0)
         plain = forward(model, total, batch.plain, train=False)[0].logits
-        outputs, state = forward(model, total, batch.images, train=True, key=context.key)
+        outputs, state = forward(model, total, batch.images, train=True, key=context.keys.dropout)
         kept = confident(plain, self.confidence)
         labels = pseudo_labels(plain, helpers)
         value = self.lambda_i * helper_consistency(plain, helpers, kept)
@@ -98,7 +94,8 @@ class FedMatch(Exchanging):
         sigma = jax.lax.stop_gradient(sigma)
         return value + self.lambda_l2 * squared_distance(sigma, psi) + self.lambda_l1 * size, state
 
-    def _logits(self, model, variables, images):
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of sigma + psi, small entries of psi left out."""
         threshold = self.l1_threshold
         total = self._sum(variables, psi=lambda p: jnp.where(jnp.abs(p) > threshold, p, 0))
         return forward(model, total, images, train=False)[0].logits

@@ -6,7 +6,7 @@ both published codes take the absolute one, as we do by default. `--consensus=pe
 public batch, as FCCL's comparison does; `per_round` once a round from the models as they are, as the original.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flax import struct
 
@@ -20,22 +20,20 @@ from fedjax_pcdd.models.classifier import forward
 class FedMD(Exchanging):
     """Public: mean |Z_i - Zbar| over batch and classes; private: cross-entropy."""
 
-    paper: ClassVar[str] = "Li and Wang, NeurIPS workshop 2019"
-
     distance: Literal["absolute", "squared"] = hyperparameter("absolute", help="error of the logits", static=True)
     consensus: Literal["per_batch", "per_round"] = hyperparameter(
         "per_batch", help="mean logits made for each public batch, or once a round in eval mode", static=True
     )
 
-    @property
-    def targets(self):
-        """When the mean is made."""
-        return "batch" if self.consensus == "per_batch" else "round"
+    def traits(self):
+        """The mean is made for each batch, or once a round."""
+        targets = "batch" if self.consensus == "per_batch" else "round"
+        return super().traits()._replace(paper="Li and Wang, NeurIPS workshop 2019", targets=targets)
 
     def say(self, variables, batch, context):
         """Logits [B, C], in training mode where they are made batch by batch."""
         train = self.consensus == "per_batch"
-        return forward(context.model, variables, batch.images, train=train, key=context.key)[0].logits
+        return forward(context.model, variables, batch.images, train=train, key=context.keys.dropout)[0].logits
 
     def public_loss(self, logits, target, context):
         """Distance of the logits [B, C] to the mean ones, a scalar."""

@@ -4,11 +4,11 @@ Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold
 Sent: as FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up.
 The intra loss follows the published code (the tabulated mu1 only fit it), the inter loss the printed formula, since the
 code has none; the other readings are options. Prototypes: mean feature of all local samples under the final local
-weights, in eval mode, not augmented.
+weights, in eval mode, not augmented. What FedVLS's paper calls FedMR is `--terms=intra --mu1=0.001 --weight-decay=0`.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax import struct
 
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.losses.prototypes import inter_class, random_subset
-from fedjax_pcdd.methods.method import Message, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Message, Summary, Tree, hyperparameter
 from fedjax_pcdd.methods.prototypical import Prototypical
 
 
@@ -32,8 +32,6 @@ class Server(NamedTuple):
 @struct.dataclass
 class FedMR(Prototypical):
     """L = CE + mu1 * L_intra + mu2 * L_inter."""
-
-    paper: ClassVar[str] = "Fan et al., TMLR 2023"
 
     mu1: float | None = hyperparameter(
         None, symbol="mu_1", help="weight of the intra-class loss; by default 0.1, or 0.01 below 256 features", low=0.0
@@ -65,20 +63,16 @@ class FedMR(Prototypical):
         "eval", help="batch norm in that pass: running statistics, or those of batches of B", static=True
     )
 
-    def configure(self, setting):
+    def traits(self):
+        """Prototypes come from a pass over the local data, in training mode where batch statistics are to be used."""
+        summary = Summary(self.prototype_inputs == "augmented", self.prototype_mode == "train")
+        no_pass = self.terms == "intra"
+        return super().traits()._replace(paper="Fan et al., TMLR 2023", summary=None if no_pass else summary)
+
+    def configure(self, setting, hyper):
         """The tabulated mu1 belongs to D >= 512 with batch norm; small models need less."""
         mu1 = self.mu1 if self.mu1 is not None else (0.1 if setting.feature_dim >= 256 else 0.01)
-        return dataclasses.replace(self, mu1=mu1)
-
-    @property
-    def summary_augmented(self):
-        """A pass over the local data yields the prototypes."""
-        return None if self.terms == "intra" else self.prototype_inputs == "augmented"
-
-    @property
-    def summary_train(self):
-        """Batch statistics make it a pass in training mode."""
-        return self.prototype_mode == "train"
+        return dataclasses.replace(self, mu1=mu1), []
 
     def init_server(self, setting, variables, class_counts, key):
         """No prototype is valid yet; round(submitters * K) clients are chosen to submit theirs."""
@@ -99,8 +93,7 @@ class FedMR(Prototypical):
 
     def _inter(self, outputs, batch, context):
         server, counts = context.server, context.facts.class_counts
-        key = jax.random.fold_in(context.key, 2)
-        mask = batch.mask if self.lite is None else random_subset(key, batch.mask, self.lite)
+        mask = batch.mask if self.lite is None else random_subset(context.keys.method, batch.mask, self.lite)
         rivals = counts > 0 if self.negatives == "local" else jnp.ones(counts.shape, bool)
         return inter_class(outputs.features, batch.labels, server.prototypes, server.valid, rivals, mask=mask)
 
@@ -110,7 +103,7 @@ class FedMR(Prototypical):
         total = jax.tree.map(lambda x: jnp.where(submits, x, 0), summary)
         return context.client, Message(mean=variables, total=total)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """The weighted mean of the models, and the prototypes of the submitting clients merged."""
         server = server._replace(variables=message.mean)
-        return server if self.terms == "intra" else super().aggregate(server, message, weights)
+        return server if self.terms == "intra" else super().aggregate(server, message, weights, context)

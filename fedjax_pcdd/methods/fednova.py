@@ -8,13 +8,13 @@ benchmark code normalises them like parameters (option). Weight decay is part of
 a_k is that of SGD: with Adam it is the count of steps.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps
 from fedjax_pcdd.trees import squared_distance
 
@@ -31,8 +31,6 @@ class Sent(NamedTuple):
 class FedNova(Method):
     """w <- w - (sum_k p_k a_k) * (sum_k p_k d_k)."""
 
-    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
-
     mu: float = hyperparameter(0.0, symbol="mu", help="weight of a proximal term, which a_k accounts for", low=0.0)
     tau_eff: Literal["a_k", "steps"] = hyperparameter(
         "a_k",
@@ -43,6 +41,10 @@ class FedNova(Method):
     normalise_statistics: bool = hyperparameter(
         False, help="treat running statistics like parameters, as the benchmark code does", static=True
     )
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Wang et al., NeurIPS 2020")
 
     def regulariser(self, params, context):
         """(mu / 2) * ||w - w^t||^2, a scalar."""
@@ -58,7 +60,7 @@ class FedNova(Method):
         steps = a if self.tau_eff == "a_k" else jnp.asarray(context.step, a.dtype)
         return context.client, Message(mean=Sent(direction, plain, steps))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """w - (sum p a) (sum p d); the statistics are a plain mean."""
         direction, plain, steps = message.mean
         moved = {k: jax.tree.map(lambda x, d: x - steps * d, server.variables[k], d) for k, d in direction.items()}

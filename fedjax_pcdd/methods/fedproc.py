@@ -8,7 +8,7 @@ FedMR paper (Tables 9 and 10); options: the paper's schedule (`convex`) and its 
 paper is not confirmed; a public re-implementation has tau = 1, equal weights and the features of the last epoch.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -22,8 +22,6 @@ from fedjax_pcdd.methods.prototypical import Selective
 class FedProc(Selective):
     """L = CE + mu * L_gpc, or alpha_t * L_gpc + (1 - alpha_t) * CE with alpha_t = 1 - t / (T - 1)."""
 
-    paper: ClassVar[str] = "Mu et al., FGCS 2023"
-
     mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast in mode additive", low=0.0)
     tau: float = hyperparameter(0.5, symbol="tau", help="temperature of the contrast", above=0.0)
     mode: Literal["additive", "convex"] = hyperparameter(
@@ -34,6 +32,10 @@ class FedProc(Selective):
     projection: int | None = hyperparameter(
         None, help="width of a two-layer projection head before the classifier; by default none", low=1, static=True
     )
+
+    def traits(self):
+        """As of all that send prototypes."""
+        return super().traits()._replace(paper="Mu et al., FGCS 2023")
 
     def build(self, model):
         """With a projection head where one is asked for."""
@@ -62,6 +64,6 @@ class FedProc(Selective):
         model, prototypes = self.split(variables, summary)
         return context.client, Message(mean=model, total=prototypes)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """The weighted mean of the models, and the merged prototypes."""
-        return super().aggregate(server, message, weights)._replace(variables=message.mean)
+        return super().aggregate(server, message, weights, context)._replace(variables=message.mean)

@@ -7,7 +7,7 @@ but taken under the final weights in eval mode (option: the last epoch's feature
 evaluation by prototypes adds up two countings; ours counts once. Server and clients begin with the same model.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flax import struct
 
@@ -21,11 +21,6 @@ from fedjax_pcdd.models.classifier import forward
 class FedProto(Selective):
     """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on a model that never leaves its client."""
 
-    paper: ClassVar[str] = "Tan et al., AAAI 2022"
-    target: ClassVar[str] = "personal"
-    global_model: ClassVar[bool] = False
-    fine_tune: ClassVar[bool] = False
-
     lam: float = hyperparameter(1.0, symbol="lambda", help="weight of the distance to the prototypes", low=0.0)
     prototype_weights: Literal["samples", "equal"] = hyperparameter(
         "equal", help="weights of the owners of a class in its prototype: n_kc, or equal", static=True
@@ -36,10 +31,11 @@ class FedProto(Selective):
         static=True,
     )
 
-    @property
-    def personal_model(self):
-        """Prediction by prototypes needs those that the round has just made."""
-        return "local" if self.predict == "classifier" else "server"
+    def traits(self):
+        """No model is shared; prediction by prototypes needs those that the round has just made."""
+        personal = "local" if self.predict == "classifier" else "server"
+        kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
+        return super().traits()._replace(paper="Tan et al., AAAI 2022", **kinds)
 
     def init_client(self, setting, server, facts, key):
         """The client's model, at first the common initial one."""
@@ -65,16 +61,12 @@ class FedProto(Selective):
         """The client's own last model."""
         return client
 
-    def predict_personal(self, model, server, client, facts, variables, images):
-        """Logits, or minus the distances to the prototypes of the client's own classes."""
-        return self._scores(model, server, variables, images, server.valid & (facts.class_counts > 0))
-
-    def predict_local(self, model, server, client, facts, variables, images):
-        """Logits, or minus the distances to all prototypes."""
-        return self._scores(model, server, variables, images, server.valid)
-
-    def _scores(self, model, server, variables, images, allowed):
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Logits, or minus the distances to the prototypes, in PA to those of the client's own classes."""
         outputs, _ = forward(model, variables, images, train=False)
         if self.predict == "classifier":
             return outputs.logits
+        allowed = server.valid
+        if scope == "personal" and facts is not None:
+            allowed = allowed & (facts.class_counts > 0)
         return nearest_prototype_scores(outputs.features, server.prototypes, allowed)

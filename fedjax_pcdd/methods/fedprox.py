@@ -5,11 +5,9 @@ Sent: as FedAvg. A client keeps nothing between rounds (it holds the received we
 Follows the paper; running statistics are not part of the penalty.
 """
 
-from typing import ClassVar
-
 from flax import struct
 
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Method, Traits, hyperparameter
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -17,9 +15,11 @@ from fedjax_pcdd.trees import squared_distance
 class FedProx(Method):
     """FedAvg plus (mu / 2) * ||w - w^t||^2 in the local objective."""
 
-    paper: ClassVar[str] = "Li et al., MLSys 2020"
-
     mu: float = hyperparameter(0.01, symbol="mu", help="weight of the proximal term", low=0.0)
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Li et al., MLSys 2020")
 
     def regulariser(self, params, context):
         """Proximal term, a scalar; its gradient is mu * (w - w^t) (eq. 2)."""

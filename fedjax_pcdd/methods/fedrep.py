@@ -8,12 +8,11 @@ last round is an option. GA is the mean over clients of their best models on the
 """
 
 import dataclasses
-from typing import ClassVar
 
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import joined, moving, without
 
 
@@ -21,40 +20,29 @@ from fedjax_pcdd.methods.parts import joined, moving, without
 class FedRep(Method):
     """Cross-entropy: E_h epochs on the own head, then E_theta epochs on the shared body."""
 
-    paper: ClassVar[str] = "Collins et al., ICML 2021"
-    target: ClassVar[str] = "personal"
-    global_model: ClassVar[bool] = False
-    personal_model: ClassVar[str] = "server"
-
     head_epochs: int | None = hyperparameter(
-        None, symbol="E_h", help="epochs on the head in a round; by default --local-epochs", low=0, static=True
+        None, symbol="E_h", help="epochs on the head in a round; by default `local_epochs`", low=0, static=True
     )
     body_epochs: int = hyperparameter(
         1, symbol="E_theta", help="epochs on the body in a round, after those on the head", low=0, static=True
     )
     fine_tune_heads: bool = hyperparameter(
         False,
-        help="after the last round every client trains its head for E_h epochs, at least --fine-tune-epochs (0: none)",
+        help="after the last round every client trains its head for E_h epochs, at least `fine_tune_epochs` (0: none)",
         static=True,
     )
 
-    @property
-    def fine_tune(self):
-        """Whether heads are trained after the last round."""
-        return self.fine_tune_heads
+    def traits(self):
+        """E_h + E_theta epochs; PA of the shared body of the round under the own head."""
+        kinds = {"target": "personal", "global_model": False, "personal_model": "server"}
+        epochs = {"epochs": self.head_epochs, "more_epochs": self.body_epochs}
+        return Traits("Collins et al., ICML 2021", fine_tunes=self.fine_tune_heads, **kinds, **epochs)
 
-    def _head_epochs(self, epochs):
-        return epochs if self.head_epochs is None else self.head_epochs
-
-    def local_epochs(self, epochs):
-        """E_h + E_theta."""
-        return self._head_epochs(epochs) + self.body_epochs
-
-    def configure(self, setting):
+    def configure(self, setting, hyper):
         """There must be something to train."""
-        if not self.local_epochs(setting.epochs):
-            raise UserError("FedRep has no epochs to train: make --head-epochs or --body-epochs at least 1.")
-        return self
+        if self.head_epochs == self.body_epochs == 0:
+            raise UserError("FedRep has no epochs to train: make `head_epochs` or `body_epochs` at least 1.")
+        return self, []
 
     def init_client(self, setting, server, facts, key):
         """The common initial head."""
@@ -73,14 +61,15 @@ class FedRep(Method):
         """Keep the head, send the body."""
         return variables["params"]["head"], Message(mean=without(variables, "head"))
 
-    def aggregate(self, server, message, weights):
-        """The mean body; the server's head stays the initial one, which nobody uses again."""
+    def aggregate(self, server, message, weights, context):
+        """The mean body; the server's head stays the initial one, which is not used again."""
         return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
 
     def personal_variables(self, server, client):
         """The shared body of this round under the own head."""
         return joined(server.variables, "head", client)
 
-    def tuner(self, setting, epochs):
+    def fine_tuner(self, setting, epochs):
         """Heads alone, for max(epochs, E_h) epochs."""
-        return dataclasses.replace(self, head_epochs=max(epochs, self._head_epochs(setting.epochs)), body_epochs=0)
+        own = setting.epochs if self.head_epochs is None else self.head_epochs
+        return dataclasses.replace(self, head_epochs=max(epochs, own), body_epochs=0)

@@ -8,21 +8,19 @@ review are batch means. The paper trains without shuffling and with momentum 1e-
 """
 
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 from flax import struct
 
 from fedjax_pcdd.losses.review import review_distance
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Method, Traits, hyperparameter, objective
 from fedjax_pcdd.models.classifier import layers
 
 
 @struct.dataclass
 class FedRL(Method):
     """L = CE + (mu / 2) * R_m, with layer m = step mod M."""
-
-    paper: ClassVar[str] = "FedRL (review learning)"
 
     mu: float = hyperparameter(0.001, symbol="mu", help="weight of the review term", low=0.0)
     distance: Literal["per_sample", "batch_norm"] = hyperparameter(
@@ -38,15 +36,17 @@ class FedRL(Method):
         "eval", help="batch norm of the received model: running or batch statistics", static=True
     )
 
+    def traits(self):
+        """As FedAvg."""
+        return Traits("FedRL (review learning)")
+
     def loss(self, variables, batch, context):
         """CE + (mu / 2) * R_m, a scalar, and the new running statistics."""
-        key = jax.random.fold_in(context.key, 1)
-        run = partial(layers, context.model, x=batch.images, mask=batch.mask, key=key)
+        run = partial(layers, context.model, x=batch.images, mask=batch.mask, key=context.keys.dropout)
         local, outputs, state = run(variables, train=True)
         received, _, _ = run(context.start, train=self.received_mode == "train")
         pairs = zip(local, received, strict=True)
         reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
         turn = context.step if self.cycle == "batch" else context.round
         review = jax.lax.switch(turn % len(reviews), reviews)
-        value = self.classification(outputs, batch, context) + self.penalty(variables, outputs, batch, context)
-        return value + 0.5 * self.mu * review, state
+        return objective(self, variables, outputs, batch, context) + 0.5 * self.mu * review, state

@@ -7,7 +7,7 @@ personal loss stop at the features and at the generic logits. A benchmark's pers
 the body too is an option, as is a library's start from the generic head. Clipping, if any, sees both heads together.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
-from fedjax_pcdd.methods.method import Message, Method, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import joined, without
 from fedjax_pcdd.models.classifier import apply_head, forward
 
@@ -23,10 +23,6 @@ from fedjax_pcdd.models.classifier import apply_head, forward
 @struct.dataclass
 class FedRoD(Method):
     """L = CE(g(z) + gamma log n_k, y) + CE(sg[g(z)] + p_k(sg[z]), y), with heads g and p_k."""
-
-    paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
-    target: ClassVar[str] = "both"
-    fine_tune: ClassVar[bool] = False
 
     prior_power: float = hyperparameter(
         1.0, symbol="gamma", help="exponent on the class counts of the balanced softmax; 0 is plain", low=0.0
@@ -41,10 +37,10 @@ class FedRoD(Method):
         "server", help="PA with the aggregated body and generic head, or with those just trained", static=True
     )
 
-    @property
-    def personal_model(self):
-        """Which body PA is read from."""
-        return self.pa_model
+    def traits(self):
+        """PA is that of both heads, on the body that `pa_model` names."""
+        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
+        return Traits("Chen and Chao, ICLR 2022", **kinds)
 
     def init_client(self, setting, server, facts, key):
         """The personal head: kernel [D, C] and bias [C]."""
@@ -78,7 +74,7 @@ class FedRoD(Method):
         """The aggregated model and the personal head."""
         return self.download(server, client)
 
-    def predict_personal(self, model, server, client, facts, variables, images):
-        """Logits [B, C] of both heads, or of the personal one, without the prior."""
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of the generic head; a client's of both heads, or of the personal one; without the prior."""
         outputs, _ = forward(model, variables, images, train=False)
-        return self._personal(variables, outputs)
+        return outputs.logits if scope == "generic" else self._personal(variables, outputs)

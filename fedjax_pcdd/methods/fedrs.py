@@ -7,20 +7,18 @@ code's. The head has no bias, unless asked for; then the bias is not scaled. The
 (--grad-clip). GA and fine-tuning use plain logits.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flax import struct
 
 from fedjax_pcdd.losses.logit_adjustment import restricted_scales
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Method, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import joined
 
 
 @struct.dataclass
 class FedRS(Method):
     """Cross-entropy over o_c = s_c * (w_c . z), with s_c = alpha for a missing class."""
-
-    paper: ClassVar[str] = "Li and Zhan, KDD 2021"
 
     alpha: float = hyperparameter(
         0.5, symbol="alpha", help="scale of missing classes; 1 is FedAvg with the same head", low=0.0, high=1.0
@@ -29,6 +27,10 @@ class FedRS(Method):
         "hard", help="scales of the paper, or by the ratio of counts as in the published code", static=True
     )
     bias: bool = hyperparameter(False, help="head with a bias, which is not scaled", static=True)
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Li and Zhan, KDD 2021")
 
     def build(self, model):
         """The head's bias is as asked for."""

@@ -7,9 +7,8 @@ optimiser that is new each round (officially the private model's goes on). FCCL 
 with: ResNet10 is ours. Published as it is, the official script never averages: its calls are commented out.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -25,19 +24,21 @@ from fedjax_pcdd.models.pair import Pair, join, part
 class FML(Participant):
     """L_private = alpha CE + (1 - alpha) KL(meme || private); L_meme = beta CE + (1 - beta) KL(private || meme)."""
 
-    paper: ClassVar[str] = "Shen et al., 2020"
-    renewed: ClassVar[tuple[str, ...]] = ("meme",)  # the published code keeps the private model's optimiser alone
-
     alpha: float = hyperparameter(0.5, symbol="alpha", help="weight of CE for the private model", low=0.0, high=1.0)
     beta_meme: float = hyperparameter(0.5, symbol="beta", help="weight of CE for the meme", low=0.0, high=1.0)
-    meme: str = hyperparameter("resnet10", help="architecture of the meme, see --list-models", static=True)
+    meme: str = hyperparameter("resnet10", help="architecture of the meme, see `list_models`", static=True)
     meme_weights: Literal["equal", "samples"] = hyperparameter("equal", help="weights of the memes' mean", static=True)
     answer: Literal["private", "meme"] = hyperparameter("private", help="whose accuracy is measured", static=True)
+
+    def traits(self):
+        """One meme for all architectures; the published code keeps the private model's optimiser alone."""
+        kinds = {"personal_model": "local" if self.answer == "private" else "server", "renewed": ("meme",)}
+        return super().traits()._replace(paper="Shen et al., 2020", common_server=True, **kinds)
 
     def build(self, model):
         """The participant's model and a meme."""
         norm = getattr(model.backbone, "norm", model.norm)
-        types = {"norm": norm, "dtype": model.dtype, "param_dtype": model.param_dtype}
+        types = {"norm": norm, "dtype": model.dtype, "param_dtype": model.param_dtype, "precision": model.precision}
         text = hasattr(model.backbone, "vocabulary")
         meme = models.build(self.meme, num_classes=model.num_classes, image_shape=(32, 32, 3), text=text, **types)
         return Pair(model, meme, models.smallest_side(self.meme))
@@ -63,7 +64,7 @@ class FML(Participant):
         state, logits = {}, {}
         for name in ("private", "meme"):
             model, own = getattr(context.model, name), part(variables, name)
-            key = jax.random.fold_in(context.key, 1)
+            key = context.keys.dropout
             outputs, state[name] = forward(model, own, batch.images, train=True, mask=batch.mask, key=key)
             logits[name] = outputs.logits
         losses = mutual_losses(
@@ -78,32 +79,20 @@ class FML(Participant):
         """Keep the private model, send the meme."""
         return part(variables, "private"), Message(mean=part(variables, "meme"))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """The mean meme."""
         return Server(message.mean)
-
-    def merge(self, servers, shares):
-        """The mean meme over all architectures."""
-        mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *servers)
-        return (mean,) * len(servers)
-
-    @property
-    def personal_model(self):
-        """PA of the private model just trained, or of the mean meme."""
-        return "local" if self.answer == "private" else "server"
 
     def further_models(self, server):
         """The mean meme, whose GA is recorded beside that of the private models."""
         return {"meme": server.variables}
 
-    def predict_generic(self, model, server, variables, images):
-        """Logits [B, C] of a meme."""
-        return forward(model.meme, variables, images, train=False)[0].logits
-
     def personal_variables(self, server, client):
         """The own model and the shared meme."""
         return join(private=client, meme=server.variables)
 
-    def _logits(self, model, variables, images):
-        chosen = getattr(model, self.answer)
-        return forward(chosen, part(variables, self.answer), images, train=False)[0].logits
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of the meme; a client's of the model that answers."""
+        name = "meme" if scope == "generic" else self.answer
+        own = variables if scope == "generic" else part(variables, name)
+        return forward(getattr(model, name), own, images, train=False)[0].logits

@@ -25,12 +25,13 @@ class LabelCounts(Method):
             return server.variables
         return {**server.variables, SEEN: {"labels": jnp.ones(server.known.shape)}}
 
-    def observe(self, variables, outputs, batch, context):
-        """The labels seen so far [C], where they count."""
-        if self.label_counts == "owned":
-            return {}
-        members = membership(batch.labels, context.setting.num_classes, batch.mask).of_samples
-        return {SEEN: {"labels": variables[SEEN]["labels"] + jnp.sum(members, axis=0)}}
+    def local_update(self, evaluate, step, variables, batch, context):
+        """FedAvg's step, and the labels seen so far [C], where they count."""
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        if self.label_counts == "seen":
+            members = membership(batch.labels, context.setting.num_classes, batch.mask).of_samples
+            state = {**state, SEEN: {"labels": variables[SEEN]["labels"] + jnp.sum(members, axis=0)}}
+        return loss, state, taken
 
     def split(self, variables: Tree, context: Context) -> tuple[Tree, jax.Array]:
         """The model, and the class counts [C] that are sent."""

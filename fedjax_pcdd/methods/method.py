@@ -1,25 +1,70 @@
 """The contract of a method: a frozen dataclass of hyper-parameters whose methods are the hooks of a federated round.
 
 Every default is FedAvg's, so a method's file overrides only what distinguishes it. Hooks are pure functions of
-pytrees, written for ONE experiment and, where they take a client, for ONE client; the simulation lifts them over lanes,
-clients and experiments. A round calls them in this order:
+pytrees, written for ONE experiment and, where they take a client, for ONE client; the engine lifts them over lanes,
+clients and experiments. In the order of a run:
 
-    download -> [ loss (classification + penalty) + regulariser -> correct -> optimiser -> adjust ] x steps
-             -> summarise -> upload -> aggregate
+    before training   traits, build, configure, init_server, init_client, weight
+    each client       download -> local_update x steps -> summarise -> upload
+    the server        aggregate
+    accuracy          generic_variables, further_models, personal_variables, logits, fine_tuner
 
-Letters: B batch, C classes, D features, K clients, S clients of the round (cohort).
+A local step is `local_update(evaluate, step, variables, batch, context)`. `evaluate(variables)` gives loss, state and
+gradients of the objective: `loss` (a forward pass, then `classification` + `penalty`) + `regulariser`.
+`step(gradients)` gives the optimiser's updates, after clipping and weight decay, for what is `trainable`. FedAvg
+evaluates once and steps once; corrected gradients, a second gradient elsewhere, and updates that are changed
+afterwards are written there.
+
+A method that only adds a term to the loss overrides `penalty`, and nothing else. Letters: B batch, C classes, D
+features, K clients, S clients of the round (cohort).
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 
 Tree = Any
+Scope = Literal["generic", "personal", "local"]
+
+
+class Summary(NamedTuple):
+    """How a client's training data are passed over after local training, for `summarise`."""
+
+    augmented: bool = False
+    train: bool = False  # in training mode, so in batches of B; else in batches of any size
+
+
+class Traits(NamedTuple):
+    """What the engine and the reports must know of a method before anything is traced."""
+
+    paper: str = ""
+    target: Literal["generic", "personal", "both"] = "generic"  # the accuracy that the paper optimises
+    global_model: bool = True  # False: GA is the mean of the local models on the global test set
+    fine_tunes: bool = True  # PA is that of models fine-tuned by each client, by `fine_tuner`
+    personal_model: Literal["local", "server"] = "local"  # PA of the model just trained or of `personal_variables`
+    clip: float | None = None  # largest norm of the gradient, unless the user says otherwise
+    apart: tuple[str, ...] = ()  # parts of the parameters that are clipped each by itself
+    renewed: tuple[str, ...] = ()  # parts of the parameters whose optimiser is new each round in any case
+    epochs: int | None = None  # local epochs of a round in place of the E asked for
+    more_epochs: int = 0  # local epochs of a round after those
+    summary: Summary | None = None  # a pass over the local data after training; None for no pass
+    public: bool = False  # hooks read the public images in their context
+    own_models: bool = False  # clients keep their models, perhaps of different architectures
+    exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
+    targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
+    averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
+    common_server: bool = False  # groups of architectures share a server: the mean of theirs, weighted as clients
+
+    @property
+    def needs_public(self) -> bool:
+        """Whether a run has to have public images."""
+        return self.public or self.exchange != "never"
 
 
 class Setting(NamedTuple):
@@ -42,7 +87,7 @@ class Facts(NamedTuple):
     client: jax.Array  # scalar int32, its index in [0, K)
     class_counts: jax.Array  # [C] training samples of each class
     num_samples: jax.Array  # scalar, n_k
-    federation_counts: jax.Array  # [K, C] of everybody: only for constants that a server hands out once
+    federation_counts: jax.Array  # [K, C] of all clients: only for constants that a server hands out once
 
 
 class Batch(NamedTuple):
@@ -62,6 +107,26 @@ class Hyper(NamedTuple):
     clip: jax.Array  # largest global norm of the raw gradient; inf for no clipping
 
 
+class Keys(NamedTuple):
+    """Streams of random numbers that never meet; each is a key for one use, or to be split."""
+
+    augment: jax.Array  # of the images; the engine's
+    dropout: jax.Array  # of forward passes in training mode
+    method: jax.Array  # of a method's own draws
+
+    @classmethod
+    def of(cls, key: jax.Array) -> "Keys":
+        """The streams of a key, which is used for nothing else."""
+        return cls(*(jax.random.fold_in(key, i) for i in range(len(cls._fields))))
+
+
+class Unlabelled(NamedTuple):
+    """Public images, whose labels nobody has."""
+
+    images: jax.Array  # [N, H, W, channels] uint8
+    prepare: Callable[..., jax.Array]  # of index [B] and a key, None for no augmentation: a model's input [B, ...]
+
+
 class Context(NamedTuple):
     """What a hook may look at while one client trains."""
 
@@ -76,25 +141,37 @@ class Context(NamedTuple):
     epochs: jax.Array  # local epochs of this client, of which `Setting.epochs` is the most of any
     step: jax.Array  # local step, from 0
     round: jax.Array  # communication round, from 0
-    key: jax.Array  # for this method's own draws in this step
-    public: "Unlabelled | None" = None  # where the run has public images
-
-
-class Unlabelled(NamedTuple):
-    """Public images, whose labels nobody has."""
-
-    images: jax.Array  # [N, H, W, channels] uint8
-    prepare: Callable[..., jax.Array]  # of index [B] and a key, None for no augmentation: a model's input [B, ...]
+    keys: Keys  # of this step
+    public: Unlabelled | None = None  # where the run has public images
+    exchanging: bool = False  # in an exchange on public images, see `participant.py`; static
 
 
 class ServerContext(NamedTuple):
-    """What the server may look at when it trains."""
+    """What the server may look at when it aggregates."""
 
     model: Classifier
     setting: Setting
-    public: Unlabelled
+    hyper: Hyper  # of local training in this round
     round: jax.Array
-    key: jax.Array
+    clients: jax.Array  # [S] the cohort, indices in [0, K)
+    count: jax.Array  # scalar, how many of them trained and sent a message
+    key: jax.Array  # of this round
+    public: Unlabelled | None = None
+
+
+class Evaluated(NamedTuple):
+    """The objective on one batch."""
+
+    loss: jax.Array  # scalar, as `Method.loss` gives it
+    state: Tree  # collections of the variables after this batch, as {"batch_stats": ...} or {}
+    gradients: Tree  # of the objective with `regulariser`, as the parameters
+
+
+class Step(NamedTuple):
+    """What the local optimiser makes of gradients."""
+
+    updates: Tree  # to be added to the parameters
+    optimiser: Tree  # the optimiser's next state
 
 
 class Message(NamedTuple):
@@ -103,7 +180,6 @@ class Message(NamedTuple):
     mean: Tree = ()  # reduced to sum_k p_k * mean_k
     total: Tree = ()  # reduced to sum_k total_k
     each: Tree = ()  # stacked to [S, ...]
-    count: Tree = ()  # for `aggregate`: how many clients sent one, a scalar; the simulation counts
 
 
 class Server(NamedTuple):
@@ -129,55 +205,29 @@ def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None,
 
 @struct.dataclass
 class Method:
-    """FedAvg's hooks; see the module's text for the order in which a round calls them."""
+    """FedAvg's hooks; see the module's text for the order in which a run calls them."""
 
-    paper: ClassVar[str] = ""
-    target: ClassVar[str] = "generic"  # generic, personal or both: which accuracy the paper optimises
-    global_model: ClassVar[bool] = True  # False: GA is the mean of the local models on the global test set
-    fine_tune: ClassVar[bool] = True  # True: PA is that of models fine-tuned by each client, see `tuner`
-    grad_clip: ClassVar[float | None] = None  # default of --grad-clip
-    personal_model: ClassVar[str] = "local"  # PA of the model just trained ("local") or of `personal_variables`
-    own_models: ClassVar[bool] = False  # True: clients keep their models, perhaps of different architectures
-    exchange: ClassVar[Literal["never", "before", "after"]] = "never"  # on public images, see `participant.py`
-    averages: ClassVar[Literal["never", "exchanged", "trained"]] = "never"  # own models, where all are alike
-    renewed: ClassVar[tuple[str, ...]] = ()  # parts of the parameters whose optimiser is new each round in any case
-    distils: ClassVar[bool] = False  # the server trains on public images, by `distil`
-    summary_augmented: ClassVar[bool | None] = None  # None: no pass over the local data after training
-    summary_train: ClassVar[bool] = False  # that pass is in training mode, so its batches are those of training, B
+    def traits(self) -> Traits:
+        """What must be known before anything is traced; depends on static fields alone."""
+        return Traits()
 
     def build(self, model: Classifier) -> Classifier:
         """The model this method trains, made from the plain one (another neck, no bias, no head)."""
         return model
 
-    def configure(self, setting: Setting) -> "Method":
-        """Fill in defaults that depend on the model; UserError for a setting that cannot work."""
-        return self
-
-    def advise(self, setting: Setting, hyper: Hyper) -> list[str]:
-        """One sentence for each setting that runs but is unstable or pointless; said before training.
+    def configure(self, setting: Setting, hyper: Hyper) -> tuple["Method", list[str]]:
+        """The method with defaults that depend on the setting, and advice; UserError for what cannot work.
 
         Args:
           hyper: of the first round, with values, not traced.
+
+        Returns:
+          The method, and one sentence for each setting that runs but is unstable or pointless.
         """
-        return []
-
-    def local_epochs(self, epochs: int) -> int:
-        """Local epochs in a round, where a method has phases of its own beside the E asked for."""
-        return epochs
-
-    def tuner(self, setting: Setting, epochs: int) -> "Method":
-        """The method by which every client fine-tunes for PA: plain cross-entropy on all parameters.
-
-        It starts from the best and the last global model, or from the last state as it is where this method has no
-        global model. If it has none itself, GA becomes the mean over clients of the fine-tuned models'.
-
-        Args:
-          epochs: as --fine-tune-epochs asks.
-        """
-        return Method()
+        return self, []
 
     def init_server(self, setting: Setting, variables: Tree, class_counts: jax.Array, key: jax.Array) -> Tree:
-        """Server state from the initial variables and everybody's class counts [K, C]."""
+        """Server state from the initial variables and all clients' class counts [K, C]."""
         return Server(variables)
 
     def init_client(self, setting: Setting, server: Tree, facts: Facts, key: jax.Array) -> Tree:
@@ -189,7 +239,11 @@ class Method:
         return facts.num_samples
 
     def download(self, server: Tree, client: Tree) -> Tree:
-        """Variables that local training starts from."""
+        """Variables that local training starts from.
+
+        Beside the model's they may have further parts of "params", and collections that steps update without gradient;
+        the model ignores both, and `upload` takes them away again.
+        """
         return server.variables
 
     def classification(self, outputs: Outputs, batch: Batch, context: Context) -> jax.Array:
@@ -201,12 +255,9 @@ class Method:
         return 0.0
 
     def loss(self, variables: Tree, batch: Batch, context: Context) -> tuple[jax.Array, Tree]:
-        """Local objective but for `regulariser`, and the model state after this batch (running statistics or {})."""
-        key = jax.random.fold_in(context.key, 1)
-        outputs, state = forward(context.model, variables, batch.images, train=True, mask=batch.mask, key=key)
-        value = self.classification(outputs, batch, context)
-        seen = jax.lax.stop_gradient(self.observe(variables, outputs, batch, context))
-        return value + self.penalty(variables, outputs, batch, context), {**state, **seen}
+        """Local objective but for `regulariser`, and the collections of the variables after this batch."""
+        outputs, state = train_forward(variables, batch, context)
+        return objective(self, variables, outputs, batch, context), state
 
     def regulariser(self, params: Tree, context: Context) -> jax.Array | float:
         """A term on the trainable parameters alone, a scalar, already weighted.
@@ -215,17 +266,6 @@ class Method:
         """
         return 0.0
 
-    def observe(self, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> dict[str, Tree]:
-        """Collections of the variables that a step updates without gradient, as sums over what was seen.
-
-        `download` adds them to the variables, `upload` takes them away again; the model ignores them.
-        """
-        return {}
-
-    def correct(self, gradients: Tree, variables: Tree, context: Context) -> Tree:
-        """Gradients of the trainable parameters, corrected before the optimiser sees them."""
-        return gradients
-
     def trainable(self, params: Tree, context: Context) -> Tree | None:
         """Which parameters move in this step: a tree of booleans (traced or not), None for all.
 
@@ -233,15 +273,31 @@ class Method:
         """
         return None
 
-    def adjust(self, updates: Tree, context: Context) -> Tree:
-        """The optimiser's updates (to be added to the parameters), before they are applied."""
-        return updates
+    def local_update(
+        self,
+        evaluate: Callable[[Tree], Evaluated],
+        step: Callable[[Tree], Step],
+        variables: Tree,
+        batch: Batch,
+        context: Context,
+    ) -> tuple[jax.Array, Tree, Step]:
+        """One local step.
+
+        Args:
+          evaluate: of variables: loss, state and gradients of the objective on this batch.
+          step: of gradients, as the parameters: the optimiser's updates after clipping and weight decay.
+          variables: before the step.
+
+        Returns:
+          The loss that is recorded, the collections of the variables that change, and the step to be taken.
+        """
+        loss, state, gradients = evaluate(variables)
+        return loss, state, step(gradients)
 
     def summarise(self, variables: Tree, batch: Batch, context: Context) -> Tree:
         """Statistics of one batch of local data under the trained variables; summed over the client's data.
 
-        Called where `summary_augmented` is not None, which says whether the images are augmented; in batches of B
-        where `summary_train` says so, else in batches of any size.
+        Called where `traits().summary` asks for this pass, and says how the batches are made.
         """
         return ()
 
@@ -249,17 +305,9 @@ class Method:
         """The client's next state and its message, after the last local step."""
         return context.client, Message(mean=variables)
 
-    def aggregate(self, server: Tree, message: Message, weights: jax.Array) -> Tree:
+    def aggregate(self, server: Tree, message: Message, weights: jax.Array, context: ServerContext) -> Tree:
         """The next server from the reduced messages; weights [S] are the normalised p_k."""
         return server._replace(variables=message.mean)
-
-    def distil(self, server: Tree, message: Message, context: ServerContext) -> Tree:
-        """The server after training on public images; called after `aggregate` where `distils`."""
-        return server
-
-    def merge(self, servers: tuple[Tree, ...], shares: tuple[float, ...]) -> tuple[Tree, ...]:
-        """Servers of all architectures after a round; `shares` are their parts of the aggregation weights."""
-        return servers
 
     def generic_variables(self, server: Tree) -> Tree:
         """Variables of the global model."""
@@ -273,21 +321,46 @@ class Method:
         """Variables of a client's personal model between rounds."""
         return server.variables
 
-    def predict_generic(self, model: Classifier, server: Tree, variables: Tree, images: jax.Array) -> jax.Array:
-        """Logits [B, C] of a model that is to know all classes."""
-        return self._logits(model, variables, images)
-
-    def predict_personal(
-        self, model: Classifier, server: Tree, client: Tree, facts: Facts, variables: Tree, images: jax.Array
+    def logits(
+        self,
+        model: Classifier,
+        variables: Tree,
+        images: jax.Array,
+        server: Tree,
+        client: Tree = (),
+        facts: Facts | None = None,
+        *,
+        scope: Scope = "generic",
     ) -> jax.Array:
-        """Logits [B, C] of a client's own model."""
-        return self._logits(model, variables, images)
+        """Logits [B, C] of a trained model.
 
-    def predict_local(
-        self, model: Classifier, server: Tree, client: Tree, facts: Facts, variables: Tree, images: jax.Array
-    ) -> jax.Array:
-        """Logits [B, C] of a client's own model on everybody's data: GA of methods without a global model."""
-        return self.predict_personal(model, server, client, facts, variables, images)
-
-    def _logits(self, model, variables, images):
+        Args:
+          variables: as `generic_variables`, `further_models`, `personal_variables` or local training gave them.
+          client, facts: of a client's own model; () and None of a server's.
+          scope: "generic", a model of the server, which is to know all classes; "personal", a client's own model on its
+            own data (PA); "local", a client's own model on all classes (GA of methods without a global model).
+        """
         return forward(model, variables, images, train=False)[0].logits
+
+    def fine_tuner(self, setting: Setting, epochs: int) -> "Method":
+        """The method by which every client fine-tunes for PA: plain cross-entropy on all parameters.
+
+        It starts from the best and the last global model, or from the last state as it is where this method has no
+        global model. If it has none itself, GA becomes the mean over clients of the fine-tuned models'.
+
+        Args:
+          epochs: as the user asks.
+        """
+        return Method()
+
+
+def train_forward(variables: Tree, batch: Batch, context: Context) -> tuple[Outputs, Tree]:
+    """The model on a batch in training mode: outputs, and new running statistics or {}."""
+    key = context.keys.dropout
+    return forward(context.model, variables, batch.images, train=True, mask=batch.mask, key=key)
+
+
+def objective(method: Method, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> jax.Array:
+    """`classification` + `penalty` of a method on a batch, a scalar."""
+    supervised = scalar(method, "classification", method.classification(outputs, batch, context))
+    return supervised + scalar(method, "penalty", method.penalty(variables, outputs, batch, context))

@@ -7,14 +7,14 @@ Representation: what the classifier reads, so that all methods train the same mo
 projection head. A client without a previous model has no contrast, as in the first round of the published code.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.contrastive import model_contrast
-from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import select
 
@@ -29,8 +29,6 @@ class Client(NamedTuple):
 @struct.dataclass
 class MOON(Method):
     """L = CE + mu * L_con (eq. 3 and 4)."""
-
-    paper: ClassVar[str] = "Li et al., CVPR 2021"
 
     mu: float = hyperparameter(5.0, symbol="mu", help="weight of the contrast", low=0.0)
     tau: float = hyperparameter(0.5, symbol="tau", help="temperature of the contrast", above=0.0)
@@ -48,6 +46,10 @@ class MOON(Method):
         low=1,
         static=True,
     )
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Li et al., CVPR 2021")
 
     def build(self, model):
         """With the paper's projection head where one is asked for."""

@@ -1,4 +1,4 @@
-"""Methods whose clients keep models of their own, perhaps of different architectures, and talk through public images.
+"""Methods whose clients keep models of their own, perhaps of different architectures, and agree on public images.
 
 Such clients are called participants. Nothing but what `say` returns (logits on a batch of public images) crosses
 architectures. A round: exchange (before or after local training), local training, and in a federation of one
@@ -6,17 +6,20 @@ architecture perhaps an average of the models. In an exchange, over every batch 
 
     say (each participant) -> agree (server) -> imitate (each participant) -> optimiser
 
+These three hooks, `public_loss` and `init_public` are all that an `Exchanging` method has beside the contract. A
+participant's state is its model's variables, or something with a field `variables`.
+
 Letters as in `method.py`; N public images, K participants, all of which take part in every round.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.methods.method import Context, Message, Method, Setting, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Context, Message, Method, Setting, Traits, Tree, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -28,58 +31,48 @@ class PublicBatch(NamedTuple):
     target: Tree  # leaves [B, ...]; () while participants speak
 
 
+def model_of(client: Tree) -> Tree:
+    """Variables of the model in a participant's state."""
+    return getattr(client, "variables", client)
+
+
+def with_model(client: Tree, variables: Tree) -> Tree:
+    """A participant's state with another model."""
+    return client._replace(variables=variables) if hasattr(client, "variables") else variables
+
+
 @struct.dataclass
 class Participant(Method):
     """Local training of a model that stays with its client; by itself nothing is sent."""
 
-    target: ClassVar[str] = "personal"
-    global_model: ClassVar[bool] = False
-    fine_tune: ClassVar[bool] = False
-    own_models: ClassVar[bool] = True
-
-    @property
-    def personal_model(self):
-        """PA is that of the model just trained, but where the round goes on to change it: of the one that is kept."""
-        return "server" if self.exchange == "after" or self.averages == "trained" else "local"
+    def traits(self):
+        """Own models, of which PA is that just trained."""
+        return Traits(target="personal", global_model=False, fine_tunes=False, own_models=True)
 
     def init_client(self, setting, server, facts, key):
         """The participant's state, from `server.variables`: its own initial (or pre-trained) model."""
         return server.variables
 
-    def model_of(self, client: Tree) -> Tree:
-        """Variables of the model in a participant's state."""
-        return client
-
-    def keep(self, client: Tree, variables: Tree) -> Tree:
-        """The state with another model."""
-        return variables
-
     def download(self, server, client):
         """The participant's own model."""
-        return self.model_of(client)
+        return model_of(client)
 
     def upload(self, variables, summary, context):
         """Keep the model, send nothing."""
-        return self.keep(context.client, variables), Message()
+        return with_model(context.client, variables), Message()
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """Nothing arrives, nothing changes."""
         return server
 
     def personal_variables(self, server, client):
         """The participant's own model."""
-        return self.model_of(client)
-
-    def pretrainer(self) -> "Participant":
-        """The method of training before the first round: plain cross-entropy."""
-        return Participant()
+        return model_of(client)
 
 
 @struct.dataclass
 class Exchanging(Participant):
-    """A participant that talks through logits on public images; by default FedMD's exchange with FCCL's schedule."""
-
-    exchange: ClassVar[Literal["never", "before", "after"]] = "before"
+    """A participant that speaks through logits on public images; by default FedMD's exchange with FCCL's schedule."""
 
     public_epochs: int | None = hyperparameter(
         None, help="passes over the public images in a round; by default the task's, else 1", static=True, low=1
@@ -95,19 +88,14 @@ class Exchanging(Participant):
         static=True,
     )
 
-    @property
-    def averages(self):
-        """When models are averaged; then parameters travel too."""
-        return self.average
+    def traits(self):
+        """An exchange before local training; where models are averaged after it, PA is that of the mean."""
+        personal = "server" if self.average == "trained" else "local"
+        return super().traits()._replace(exchange="before", averages=self.average, personal_model=personal)
 
-    def configure(self, setting):
+    def configure(self, setting, hyper):
         """One pass, where neither task nor user says otherwise."""
-        return self if self.public_epochs else self.replace(public_epochs=1)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @property
-    def targets(self) -> Literal["batch", "round"]:
-        """Targets made anew from every batch, or once a round from all public images."""
-        return "batch"
+        return self if self.public_epochs else self.replace(public_epochs=1), []  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_public(self, setting: Setting, images: int) -> Tree:
         """What the server keeps between exchanges; `images` is N."""
@@ -115,20 +103,20 @@ class Exchanging(Participant):
 
     def say(self, variables: Tree, batch: PublicBatch, context: Context) -> Tree:
         """What a participant tells of public images, leaves [B, ...]: the logits, of the model in training mode."""
-        return forward(context.model, variables, batch.images, train=True, key=context.key)[0].logits
+        return forward(context.model, variables, batch.images, train=True, key=context.keys.dropout)[0].logits
 
-    def agree(self, public: Tree, said: Tree, counts: jax.Array) -> tuple[Tree, Tree]:
-        """What each participant is to imitate, constant: the mean of what was said.
+    def agree(self, public: Tree, spoken: Tree, counts: jax.Array) -> tuple[Tree, Tree]:
+        """What each participant is to imitate, constant: the mean of what they say.
 
         Args:
           public: what the server keeps.
-          said: leaves [K, B, ...]; [K, N, ...] where targets are made once a round.
+          spoken: leaves [K, B, ...]; [K, N, ...] where `Traits.targets` are made once a round.
           counts: [K, C] private samples.
 
         Returns:
           (public, target with leaves [K, B, ...]).
         """
-        return public, jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), said)
+        return public, jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), spoken)
 
     def public_loss(self, logits: jax.Array, target: Tree, context: Context) -> jax.Array:
         """The loss of one participant on a public batch, a scalar, from its logits [B, C]."""
@@ -136,17 +124,13 @@ class Exchanging(Participant):
 
     def imitate(self, variables: Tree, batch: PublicBatch, context: Context) -> tuple[jax.Array, Tree]:
         """Public objective and the model state after this batch."""
-        outputs, state = forward(context.model, variables, batch.images, train=True, key=context.key)
+        outputs, state = forward(context.model, variables, batch.images, train=True, key=context.keys.dropout)
         return self.public_loss(outputs.logits, batch.target, context), state
-
-    def public_trainable(self, params: Tree) -> Tree | None:
-        """Which parameters move in an exchange: a tree of booleans, None for all."""
-        return None
 
 
 def over_all(function: Callable[[jax.Array], Tree], total: int, batch: int) -> Tree:
     """function(index [B]), leaves [B, ...], for the indices 0 ... total - 1 in batches: leaves [total, ...]."""
     batch = min(batch, total)
     index = jnp.minimum(jnp.arange(-(-total // batch) * batch), total - 1).reshape(-1, batch)
-    found = jax.lax.map(function, index)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:total], found)
+    results = jax.lax.map(function, index)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:total], results)

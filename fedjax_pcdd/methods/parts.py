@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 
 Part = Literal["all", "head", "body"]
-SEEN = "seen"  # the collection of the variables in which `Method.observe` sums up what a client sees
+SEEN = "seen"  # a collection of the variables in which a client sums up what it sees while it trains
 
 
 def without(variables: Tree, part: str) -> Tree:
@@ -20,7 +20,7 @@ def without(variables: Tree, part: str) -> Tree:
 
 
 def unobserved(variables: Tree) -> Tree:
-    """The variables of the model, without what `Method.observe` summed up beside them."""
+    """The variables of the model, without what was summed up beside them."""
     return {name: tree for name, tree in variables.items() if name != SEEN}
 
 
@@ -42,10 +42,9 @@ class FineTune(Method):
     part: Part = hyperparameter("all", help="parameters that move", static=True)
     keep: bool = hyperparameter(False, help="each client keeps its model, to be tested on all classes", static=True)
 
-    @property
-    def global_model(self):
+    def traits(self):
         """The clients' own models are what is tested, where they are kept."""
-        return not self.keep
+        return Traits(global_model=not self.keep)
 
     def init_client(self, setting, server, facts, key):
         """The received model, if it is to be kept."""

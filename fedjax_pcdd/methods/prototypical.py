@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.prototypes import class_sums, equal_shares, merge_prototypes
-from fedjax_pcdd.methods.method import Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Method, Summary, Traits, Tree, hyperparameter, objective, train_forward
 from fedjax_pcdd.methods.parts import SEEN, unobserved
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import add_scaled, zeros_like
 
 
 class Server(NamedTuple):
-    """Model (the initial one where nobody sends any), prototypes [C, D], and which of them exist [C]."""
+    """Model (the initial one where no client sends any), prototypes [C, D], and which of them exist [C]."""
 
     variables: Tree
     prototypes: jax.Array
@@ -37,13 +37,12 @@ class Prototypical(Method):
     """Prototypes from a pass over the local data after training, merged by the number of samples."""
 
     stale: Literal["carry", "drop"] = hyperparameter(
-        "carry", help="a class that nobody sends in a round keeps its prototype, or loses it", static=True
+        "carry", help="a class that no client sends in a round keeps its prototype, or loses it", static=True
     )
 
-    @property
-    def summary_augmented(self):
+    def traits(self):
         """A pass over the local data yields the prototypes."""
-        return False
+        return Traits(summary=Summary())
 
     def init_server(self, setting, variables, class_counts, key):
         """No prototype exists yet."""
@@ -52,11 +51,12 @@ class Prototypical(Method):
 
     def summarise(self, variables, batch, context):
         """Class sums [C, D] and counts [C] of the features under the final weights."""
-        train = self.summary_train
-        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask, key=context.key)
+        summary = self.traits().summary
+        train, key = summary is not None and summary.train, context.keys.dropout
+        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask, key=key)
         return sums_of(outputs.features, batch, context.setting.num_classes)
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """g_c = sum_k n_kc g_kc / sum_k n_kc over the participants that send c; the model is left as it is."""
         sums, counts = message.total["sums"], message.total["counts"]
         prototypes, valid = merge_prototypes(sums, counts, server.prototypes, server.valid, stale=self.stale)
@@ -74,10 +74,9 @@ class Selective(Prototypical):
         "samples", help="weights of the owners of a class in its prototype: n_kc, or equal", static=True
     )
 
-    @property
-    def summary_augmented(self):
+    def traits(self):
         """No pass where the prototypes were collected during training."""
-        return False if self.prototype_features == "final" else None
+        return Traits(summary=Summary() if self.prototype_features == "final" else None)
 
     def begin(self, variables: Tree, server: Server) -> Tree:
         """The variables to start from, with empty sums where they are collected during training."""
@@ -89,13 +88,15 @@ class Selective(Prototypical):
         """The global model."""
         return self.begin(server.variables, server)
 
-    def observe(self, variables, outputs, batch, context):
-        """Class sums [C, D] and counts [C] of the features seen in the last local epoch."""
-        if self.prototype_features == "final":
-            return {}
-        last = context.epoch == context.epochs - 1
-        sums = sums_of(outputs.features, batch, context.setting.num_classes)
-        return {SEEN: add_scaled(variables[SEEN], sums, last)}
+    def loss(self, variables, batch, context):
+        """FedAvg's, with class sums [C, D] and counts [C] of the features seen in the last local epoch."""
+        outputs, state = train_forward(variables, batch, context)
+        value = objective(self, variables, outputs, batch, context)
+        if self.prototype_features == "last_epoch":
+            last = context.epoch == context.epochs - 1
+            sums = sums_of(jax.lax.stop_gradient(outputs.features), batch, context.setting.num_classes)
+            state = {**state, SEEN: add_scaled(variables[SEEN], sums, last)}
+        return value, state
 
     def split(self, variables: Tree, summary: Tree) -> tuple[Tree, Tree]:
         """The model, and the class sums [C, D] and counts [C] that are sent."""

@@ -7,7 +7,7 @@ By default the scores keep their scale, S = mean_i (S + alpha_i F_i) / (1 + alph
 S_c = mean over the owners of c of S_c + alpha_i F_ic grows from round to round: `--scores=literal`.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -22,18 +22,15 @@ from fedjax_pcdd.models.classifier import forward
 class RCFL(Exchanging):
     """Private: cross-entropy; then, public: the distance of the logits to the gathered scores."""
 
-    paper: ClassVar[str] = "baseline of FCCL, reconstructed"
-    exchange: ClassVar[Literal["never", "before", "after"]] = "after"
-
     scores: Literal["bounded", "literal"] = hyperparameter("bounded", help="how scores are gathered", static=True)
     distance: Literal["absolute", "kl"] = hyperparameter(
         "absolute", help="distance to the scores: mean absolute error, or KL of the softmaxes", static=True
     )
 
-    @property
-    def targets(self):
-        """The scores of all public images, once a round."""
-        return "round"
+    def traits(self):
+        """The scores of all public images are made once a round, after local training."""
+        paper = "baseline of FCCL, reconstructed"
+        return super().traits()._replace(paper=paper, exchange="after", personal_model="server", targets="round")
 
     def init_public(self, setting, images):
         """S [N, C], zeros."""
@@ -43,17 +40,17 @@ class RCFL(Exchanging):
         """F_i, the logits in eval mode."""
         return forward(context.model, variables, batch.images, train=False)[0].logits
 
-    def agree(self, public, said, counts):
+    def agree(self, public, spoken, counts):
         """The new scores, the same for all."""
         alpha = (counts.sum(1) / public.shape[0])[:, None, None]
         if self.scores == "bounded":
-            gathered = ((public + alpha * said) / (1 + alpha)).mean(0)
+            gathered = ((public + alpha * spoken) / (1 + alpha)).mean(0)
         else:
             owners = (counts > 0)[:, None, :]
-            total = jnp.where(owners, public + alpha * said, 0).sum(0)
+            total = jnp.where(owners, public + alpha * spoken, 0).sum(0)
             gathered = jnp.where(owners.any(0), total / jnp.maximum(owners.sum(0), 1), public)
         gathered = gathered.astype(public.dtype)
-        return gathered, jnp.broadcast_to(gathered, said.shape)
+        return gathered, jnp.broadcast_to(gathered, spoken.shape)
 
     def public_loss(self, logits, target, context):
         """Distance of the logits [B, C] to the scores, a scalar."""

@@ -8,32 +8,28 @@ algorithm has neither momentum nor decay; decay is in a control by option II, as
 whose gradient is that of the training mode, in batches of B.
 """
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Context, Message, Method, Summary, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
 from fedjax_pcdd.trees import zeros_like
 
 
 class Server(NamedTuple):
-    """Global model, the mean of all clients' controls as the parameters, and N."""
+    """Global model, and the mean of all clients' controls as the parameters."""
 
     variables: Tree
     control: Tree
-    clients: jax.Array
 
 
 @struct.dataclass
 class Scaffold(Method):
     """w <- w - eta * (grad - c_k + c) in each local step."""
-
-    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
 
     eta_g: float = hyperparameter(1.0, symbol="eta_g", help="learning rate of the server", low=0.0)
     control: Literal["II", "I"] = hyperparameter(
@@ -46,36 +42,30 @@ class Scaffold(Method):
         "steps", symbol="K_s", help="divisor in option II: tau_k, or FedNova's a_k, which counts momentum", static=True
     )
 
-    @property
-    def summary_augmented(self):
-        """Option I reads the gradient off a pass over the local data, not augmented."""
-        return False if self.control == "I" else None
+    def traits(self):
+        """Option I reads the gradient of training off a pass over the local data, not augmented."""
+        summary = Summary(train=True) if self.control == "I" else None
+        return Traits("Karimireddy et al., ICML 2020", summary=summary)
 
-    @property
-    def summary_train(self):
-        """That gradient is the one of training."""
-        return self.control == "I"
-
-    def configure(self, setting):
-        """a_k counts momentum in the correction too, where a step after it has none."""
+    def configure(self, setting, hyper):
+        """a_k counts momentum in the correction too, where a step after it has none; else the two must both."""
         if self.control == "II" and self.correction == "post_step" and self.step_normaliser == "a_k":
-            raise UserError("--step-normaliser=a_k needs --correction=gradient: choose it, or drop --step-normaliser.")
-        return self
+            raise UserError("`step_normaliser=a_k` needs `correction=gradient`: choose it, or drop `step_normaliser`.")
+        return self, self._advice(hyper)
 
-    def advise(self, setting, hyper):
+    def _advice(self, hyper):
         """The correction must weigh as much as the gradients, with momentum or both without."""
         if self.correction == "post_step":
             weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
-            return momentum_advice("SCAFFOLD", hyper.momentum, "--control=II", weak) if self.control == "I" else []
+            return momentum_advice("SCAFFOLD", hyper.momentum, "`control=II`", weak) if self.control == "I" else []
         if self.control == "II" and self.step_normaliser == "a_k":
             return []
-        remedy = "--step-normaliser=a_k" if self.control == "II" else "--control=II --step-normaliser=a_k"
+        remedy = "`step_normaliser=a_k`" if self.control == "II" else "`control=II` `step_normaliser=a_k`"
         return momentum_advice("SCAFFOLD", hyper.momentum, remedy)
 
     def init_server(self, setting, variables, class_counts, key):
         """c = 0."""
-        clients = jnp.asarray(setting.num_clients, jnp.result_type(float))
-        return Server(variables, zeros_like(variables["params"]), clients)
+        return Server(variables, zeros_like(variables["params"]))
 
     def init_client(self, setting, server, facts, key):
         """c_k = 0."""
@@ -84,15 +74,15 @@ class Scaffold(Method):
     def _correction(self, context: Context) -> Tree:
         return optax.tree.sub(context.server.control, context.client)
 
-    def correct(self, gradients, variables, context):
-        """grad - c_k + c."""
-        return optax.tree.add(gradients, self._correction(context)) if self.correction == "gradient" else gradients
-
-    def adjust(self, updates, context):
-        """w <- w - eta (c - c_k) beside the optimiser's own step."""
+    def local_update(self, evaluate, step, variables, batch, context):
+        """A step on grad - c_k + c, or w <- w - eta (c - c_k) beside the optimiser's own step."""
+        loss, state, gradients = evaluate(variables)
+        correction = self._correction(context)
         if self.correction == "gradient":
-            return updates
-        return optax.tree.add_scale(updates, -context.hyper.lr, self._correction(context))
+            return loss, state, step(optax.tree.add(gradients, correction))
+        taken = step(gradients)
+        updates = optax.tree.add_scale(taken.updates, -context.hyper.lr, correction)
+        return loss, state, taken._replace(updates=updates)
 
     def summarise(self, variables, batch, context):
         """Sum over the batch of the loss's gradients at w^t, as the parameters."""
@@ -116,10 +106,10 @@ class Scaffold(Method):
             control = optax.tree.sub(sent, correction)
         return control, Message(mean=variables, total=optax.tree.scale(1 / context.setting.num_clients, sent))
 
-    def aggregate(self, server, message, weights):
+    def aggregate(self, server, message, weights, context):
         """w + eta_g * sum_k p_k (w_k - w), and c + (1 / N) * sum of the changes; statistics are a plain mean."""
         rest = 1 - self.eta_g
         params = jax.tree.map(lambda w, m: m + rest * (w - m), server.variables["params"], message.mean["params"])
-        others = 1 - message.count / server.clients  # each of the count sent c once
+        others = 1 - context.count / context.setting.num_clients  # each of the count sent c once
         control = optax.tree.add_scale(message.total, others, server.control)
         return server._replace(variables={**message.mean, "params": params}, control=control)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import optax
 
-from fedjax_pcdd.methods.method import ServerContext, Tree
+from fedjax_pcdd.methods.method import Keys, ServerContext, Tree
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -28,22 +28,25 @@ def train_on_public(
       steps: number of steps.
       size: B, images of a step, drawn without replacement.
     """
-    number = context.public.images.shape[0]
+    public = context.public
+    assert public is not None  # the engine has seen to it
+    number = public.images.shape[0]
 
     def step(t, carry):
         variables, state = carry
-        key = jax.random.fold_in(context.key, t)
-        index = jax.random.choice(key, number, (size,), replace=False)
-        images = context.public.prepare(index, jax.random.fold_in(key, 1))
+        keys = Keys.of(jax.random.fold_in(context.key, t))
+        index = jax.random.choice(keys.method, number, (size,), replace=False)
+        images = public.prepare(index, keys.augment)
 
         def objective(params):
-            outputs, seen = forward(context.model, {**variables, "params": params}, images, train=True, key=key)
-            return loss(outputs.logits, index), seen
+            model, start = context.model, {**variables, "params": params}
+            outputs, statistics = forward(model, start, images, train=True, key=keys.dropout)
+            return loss(outputs.logits, index), statistics
 
-        gradients, seen = jax.grad(objective, has_aux=True)(variables["params"])
+        gradients, statistics = jax.grad(objective, has_aux=True)(variables["params"])
         updates, state = optimiser.update(gradients, state)
         params = optax.apply_updates(variables["params"], updates)
-        return {**variables, **seen, "params": params}, state
+        return {**variables, **statistics, "params": params}, state
 
     start = variables, optimiser.init(variables["params"])
     return jax.lax.fori_loop(0, steps, step, start)[0]

@@ -5,8 +5,6 @@ Sent: nothing. A client keeps its whole model; all start from the same initial w
 by domain. GA is the mean over clients of the accuracy on the global test set, PA that on the own test set.
 """
 
-from typing import ClassVar
-
 from flax import struct
 
 from fedjax_pcdd.methods.participant import Participant
@@ -16,4 +14,6 @@ from fedjax_pcdd.methods.participant import Participant
 class Solo(Participant):
     """Local training without communication."""
 
-    paper: ClassVar[str] = "baseline of FedRL (Table 1) and FCCL (Table 1)"
+    def traits(self):
+        """As of all participants."""
+        return super().traits()._replace(paper="baseline of FedRL (Table 1) and FCCL (Table 1)")

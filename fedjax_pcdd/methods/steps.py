@@ -40,7 +40,7 @@ def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: j
 def momentum_advice(
     name: str,
     momentum: jax.Array | float,
-    remedy: str = "--step-normaliser=a_k",
+    remedy: str = "`step_normaliser=a_k`",
     effect: str = "amplifies its correction of the gradient about {:.3g} times and may diverge",
 ) -> list[str]:
     """What to tell a user whose method corrects gradients that momentum amplifies 1 / (1 - rho) times.
@@ -52,4 +52,4 @@ def momentum_advice(
     if rho < 0.1:
         return []
     effect = effect.format(1 / (1 - rho))
-    return [f"{name} with --momentum={rho:g} {effect}: set {remedy}, or --momentum=0 as the paper has it."]
+    return [f"{name} with `momentum={rho:g}` {effect}: set {remedy}, or `momentum=0` as the paper has it."]

@@ -1,12 +1,15 @@
 """Models: `build` makes one by its name, `MODELS` lists them."""
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models import layers
 from fedjax_pcdd.models.classifier import (
     Classifier,
@@ -28,6 +31,7 @@ from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet
 from fedjax_pcdd.models.wide_resnet import WideResNet
+from fedjax_pcdd.registry import Registry
 
 __all__ = [
     "MODELS",
@@ -46,6 +50,10 @@ __all__ = [
 ]
 
 
+NORMS = (layers.BatchNorm, layers.GroupNorm, nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm, nn.RMSNorm)
+"""Modules that normalise what they are given."""
+
+
 class _Family(NamedTuple):
     """A backbone by `backbone(norm, **types)`, the smallest image side (0: any input), one line; does it read text."""
 
@@ -55,7 +63,7 @@ class _Family(NamedTuple):
     text: bool = False
 
 
-_FAMILIES = {
+_OWN = {
     "mlp": _Family(lambda norm, **types: MLP(**types), 0, "one hidden layer of 200, for inputs of any shape"),
     "simple_cnn": _Family(
         lambda norm, **types: simple_cnn(**types),
@@ -113,8 +121,11 @@ _FAMILIES = {
     ),
 }
 
-MODELS = {name: family.description for name, family in _FAMILIES.items()}
-"""Names of the models, each with one line that describes it."""
+MODELS = {name: family.description for name, family in _OWN.items()}
+"""Names of this package's models, each with one line that describes it."""
+
+BACKBONES: Registry[Any] = Registry("model", "models", _OWN)
+"""What makes a backbone, by name: of this package, or from outside a Flax module or a function that returns one."""
 
 
 def build(
@@ -126,17 +137,19 @@ def build(
     norm: str = "batch",
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
+    precision: str | None = None,
 ) -> Classifier:
     """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
 
     Args:
-      name: a key of MODELS.
+      name: a key of MODELS, a registered name, or the import path of a backbone, as "my.package:Net".
       num_classes: C.
       image_shape: (H, W, channels); any shape for "mlp"; (T, 1, 1) for text.
       text: whether inputs are character codes in [0, C), not images.
       norm: "batch" or "group", for models that normalise.
       dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
       param_dtype: of the parameters.
+      precision: of products of float32 operands, as for `jax.default_matmul_precision`.
 
     Raises:
       UserError: for an unknown name or norm, images that are too small for the model, or text in their place.
@@ -144,32 +157,58 @@ def build(
     >>> build("mlp", num_classes=10, image_shape=(28, 28, 1)).num_classes
     10
     """
-    if name not in _FAMILIES:
-        raise UserError(f"Unknown model '{name}': {nearest(name, _FAMILIES)}")
     layers.norm(norm)
-    if not _fits(_FAMILIES[name], image_shape, text):
+    family, types = BACKBONES.find(name), {"dtype": dtype, "param_dtype": param_dtype}
+    if not isinstance(family, _Family):
+        backbone = _from_outside(name, family, {"num_classes": num_classes, "norm": norm, **types})
+    elif not _fits(family, image_shape, text):
         raise UserError(_misfit(name, image_shape, text))
-    vocabulary = {"vocabulary": num_classes} if text else {}
-    backbone = _FAMILIES[name].backbone(norm, **vocabulary, dtype=dtype, param_dtype=param_dtype)
-    return Classifier(backbone, num_classes, dtype=dtype, param_dtype=param_dtype, norm=norm)
+    else:
+        backbone = family.backbone(norm, **({"vocabulary": num_classes} if text else {}), **types)
+    return Classifier(backbone, num_classes, **types, norm=norm, precision=precision)
+
+
+def _from_outside(name: str, part: Any, known: dict[str, Any]) -> nn.Module:
+    """A backbone `__call__(x, train=False)` from images to features, made with those of the arguments that it takes."""
+    if not isinstance(part, nn.Module):
+        taken = inspect.signature(part).parameters if callable(part) else {}
+        part = part(**{key: value for key, value in known.items() if key in taken}) if callable(part) else part
+    if not isinstance(part, nn.Module):
+        raise UserError(
+            f"model {name} must be a Flax module or a function that returns one, not {type(part).__name__}."
+        )
+    return part
 
 
 def smallest_side(name: str) -> int:
     """Side in pixels of the smallest images that a known model takes; 0 for any."""
-    return _FAMILIES[name].smallest or 0
+    return _OWN[name].smallest if name in _OWN else 0
 
 
-def uses_batch_norm(model: Classifier | Pair) -> bool:
+def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
     """Whether the model keeps running statistics."""
-    if isinstance(model, Pair):
-        return uses_batch_norm(model.private) or uses_batch_norm(model.meme)
-    return model.feature_norm or getattr(model.backbone, "norm", None) == "batch"
+    return "batch_stats" in _traced(model, image_shape)[0]
 
 
-def normalises(model: nn.Module) -> bool:
-    """Whether the model's backbone has normalisation layers, over batches or groups."""
+def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
+    """Whether the backbone has normalisation layers, over batches, groups, layers or instances: ours or Flax's."""
     model = model.private if isinstance(model, Pair) else model
-    return hasattr(getattr(model, "backbone", None), "norm")
+    return any(issubclass(module, NORMS) for module in _traced(getattr(model, "backbone", model), image_shape)[1])
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[type]]:
+    """The collections of a module's variables, and the types of the modules that it calls; nothing is computed."""
+    types: set[type] = set()
+
+    def note(call, args, kwargs, context):
+        types.add(type(context.module))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        image = jnp.zeros((1, *image_shape))
+        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image, train=False))
+    return frozenset(variables), frozenset(types)
 
 
 def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
@@ -179,9 +218,9 @@ def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
 
 
 def _misfit(name: str, image_shape: tuple[int, ...], text: bool) -> str:
-    side, reads_text = _FAMILIES[name].smallest, _FAMILIES[name].text
+    side, reads_text = _OWN[name].smallest, _OWN[name].text
     given = "x".join(map(str, image_shape))
-    fitting = " or ".join(other for other, family in _FAMILIES.items() if _fits(family, image_shape, text))
+    fitting = " or ".join(other for other, family in _OWN.items() if _fits(family, image_shape, text))
     if text != reads_text:
         kind, other = ("text", "images") if reads_text else ("images", "text")
         return f"Model '{name}' reads {kind}, not {other}: take {fitting}."

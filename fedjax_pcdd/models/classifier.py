@@ -4,13 +4,16 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 """
 
 import functools
+import inspect
 import math
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.models.convolution_choices import Choices, choosing
 from fedjax_pcdd.models.layers import BatchNorm, Linear
 
 Variables = dict[str, Any]
@@ -50,7 +53,7 @@ class Classifier(nn.Module):
     Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
 
     Attributes:
-      backbone: called as `backbone(x, train=train, mask=mask)`, gives [B, D'].
+      backbone: called as `backbone(x, train=train, mask=mask)`, or without the mask if it takes none, gives [B, D'].
       num_classes: C.
       neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
       neck_width: D, outputs of the neck's last layer; None for as many as the backbone's.
@@ -59,6 +62,9 @@ class Classifier(nn.Module):
       head_bias: whether that head has a bias.
       dtype: of the computation, but for the head, which reads at least float32; None promotes.
       param_dtype: of the parameters.
+      precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
+        for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
+      convolutions: which forms they take; None for those of the packaged table.
       norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
     """
 
@@ -72,13 +78,18 @@ class Classifier(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     norm: str = "batch"
+    precision: str | None = None
+    convolutions: Choices | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        features = self.backbone(x, train=train, mask=mask)
-        if self.neck:
-            features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
+        masked = {"mask": mask} if _takes_mask(type(self.backbone)) else {}
+        precise = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
+        with precise, choosing(self.convolutions):
+            features = self.backbone(x, train=train, **masked)
+            if self.neck:
+                features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
         if self.feature_norm:
             features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
@@ -87,6 +98,13 @@ class Classifier(nn.Module):
         logits = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")(features)
         self.sow("intermediates", "layers", logits)
         return Outputs(features, logits)
+
+
+@functools.cache
+def _takes_mask(backbone: type[nn.Module]) -> bool:
+    """Whether a backbone is told which samples are valid; one without norms over batches need not be."""
+    parameters = inspect.signature(backbone.__call__).parameters
+    return "mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 class Neck(nn.Module):

@@ -5,7 +5,7 @@ Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout i
 XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in
 the body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there.
 So the two gradients are written here as ordinary convolutions, and each of the three operations (forward,
-input gradient, weight gradient) says itself how it runs under vmap; `convolution_table.rule_for` chooses its form.
+input gradient, weight gradient) says itself how it runs under vmap; `convolution_choices` has its form.
 """
 
 import functools
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_pcdd.models.convolution_choices import Choices, Listing, Operation, in_use
 from fedjax_pcdd.models.convolution_forms import (
     LAYOUT,
     Pair,
@@ -25,7 +26,7 @@ from fedjax_pcdd.models.convolution_forms import (
     input_gradient,
     weight_gradient,
 )
-from fedjax_pcdd.models.convolution_table import Rule, rule_for
+from fedjax_pcdd.models.convolution_table import Rule
 
 
 def client_conv(
@@ -80,7 +81,7 @@ def client_conv(
         return _in_groups(lhs, rhs, window, feature_group_count)
     if rhs.shape[:2] == (1, 1) and window.pads == ((0, 0), (0, 0)):
         return jnp.matmul(_every(lhs, window.strides), rhs[0, 0], precision=precision)
-    return _convolve(lhs, rhs, window)
+    return _convolve(lhs, rhs, window, in_use())
 
 
 def _every(x: jax.Array, strides: Pair) -> jax.Array:
@@ -118,7 +119,11 @@ def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | 
         padding = lax.padtype_to_pads(image, kernel, strides, padding)
     (top, bottom), (left, right) = padding
     pads = ((int(top), int(bottom)), (int(left), int(right)))
-    return Window(image, kernel, (height, width), pads, precision) if min(*pads[0], *pads[1]) >= 0 else None
+    if min(*pads[0], *pads[1]) < 0:
+        return None
+    # Gradients are traced where the precision of what surrounds the forward pass no longer holds.
+    surrounding = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    return Window(image, kernel, (height, width), pads, precision or surrounding)
 
 
 def _plane(array: jax.Array, axis: int) -> Pair:
@@ -128,31 +133,31 @@ def _plane(array: jax.Array, axis: int) -> Pair:
 # Differentiation outside, vmap rules inside: custom_vmap has no reverse mode.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _convolve(x, w, window):
-    return _operation("forward", window)(x, w)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _convolve(x, w, window, choices):
+    return _operation("forward", window, choices)(x, w)
 
 
-def _convolve_forward(x, w, window):
-    return _convolve(x, w, window), (x, w)
+def _convolve_forward(x, w, window, choices):
+    return _convolve(x, w, window, choices), (x, w)
 
 
-def _convolve_backward(window, residuals, dy):
+def _convolve_backward(window, choices, residuals, dy):
     x, w = residuals
-    return _operation("input_gradient", window)(dy, w), _operation("weight_gradient", window)(x, dy)
+    return _operation("input_gradient", window, choices)(dy, w), _operation("weight_gradient", window, choices)(x, dy)
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 @functools.cache
-def _operation(name: str, window: Window) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _operation(name: str, window: Window, choices: Choices | Listing) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """One of the three operations as a function of its two operands that knows what to do under vmap."""
     compute, folds = _OPERATIONS[name]
 
-    def rule(a, b, lanes: int = 1) -> Rule:
+    def rule(a, b, lanes=1) -> Rule:
         inputs = a.shape[3] if name == "weight_gradient" else b.shape[2]
-        return rule_for(jax.default_backend(), name, window, inputs, b.shape[3], lanes, a.dtype.name)
+        return choices.rule(Operation(name, window, inputs, b.shape[3], a.shape[0], lanes, str(a.dtype)))
 
     @jax.custom_batching.custom_vmap
     def operation(a, b):

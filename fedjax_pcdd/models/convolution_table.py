@@ -53,8 +53,8 @@ def rule_for(
     chosen = nearest(table().get(backend, {}).get("shapes", ()), window, inputs, outputs).get(operation)
     if chosen is None:
         return default_rule(backend, operation, window, inputs, outputs, lanes, dtype)
-    single, lanes = chosen
-    return Rule(single if fits(single, operation, window, inputs, outputs) else "direct", lanes)
+    single, together = chosen
+    return Rule(single if fits(single, operation, window, inputs, outputs) else "direct", together)
 
 
 def default_rule(

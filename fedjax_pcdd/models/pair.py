@@ -29,7 +29,7 @@ class Pair(nn.Module):
         if self.is_initializing():
             if min(x.shape[1:3]) < self.smallest:
                 given, least = f"{x.shape[1]}x{x.shape[2]}", f"{self.smallest}x{self.smallest}"
-                raise UserError(f"the meme needs images of {least} pixels or more, not {given}: choose another --meme.")
+                raise UserError(f"the meme needs images of {least} pixels or more, not {given}: choose another `meme`.")
             self.meme(x, train=train, mask=mask)
         return self.private(x, train=train, mask=mask)
 

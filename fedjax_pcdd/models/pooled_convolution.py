@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_pcdd.models.convolution import plain_window
+from fedjax_pcdd.models.convolution_choices import Choices, Listing, Operation, in_use
 from fedjax_pcdd.models.convolution_forms import (
     Window,
     block_width,
@@ -23,7 +24,6 @@ from fedjax_pcdd.models.convolution_forms import (
     weight_gradient,
     weight_gradient_in_blocks,
 )
-from fedjax_pcdd.models.convolution_table import rule_for
 from fedjax_pcdd.models.layers import Conv
 from fedjax_pcdd.models.pooling import largest, relu_max_pool
 
@@ -34,20 +34,25 @@ class PooledConv(Conv):
     def convolve(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         """The layer as a function of its parameters."""
         window = plain_window(x, kernel, *self.geometry) if self.groups == 1 else None
-        if window is None or not _fits(window, *kernel.shape[2:]):
+        if window is None or not _fits(window, x, kernel):
             return relu_max_pool(super().convolve(x, kernel, bias))
-        blocks = jnp.asarray(_in_blocks(x, kernel, window))
+        blocks = jnp.asarray(_in_blocks(x, kernel, window, in_use()))
         batch, height, width, channels = blocks.shape
         best = largest(blocks.reshape(batch, height // 2, 2, width, 2, channels // 2))
         best = best.reshape(batch, height // 2, -1, self.features)
         return jax.nn.relu(best if bias is None else best + bias)  # the bias is no matter of which one is largest
 
 
-def _fits(window: Window, inputs: int, outputs: int) -> bool:
+def _fits(window: Window, x: jax.Array, w: jax.Array) -> bool:
     """Whether the convolution runs in blocks here, and windows of two by two divide its output."""
-    if rule_for(jax.default_backend(), "forward", window, inputs, outputs).single != "blocked":
+    if in_use().rule(_asked("forward", window, x, w)).single != "blocked":
         return False
-    return window.out[0] % 2 == 0 and block_width(window, outputs) % 2 == 0
+    return window.out[0] % 2 == 0 and block_width(window, w.shape[3]) % 2 == 0
+
+
+def _asked(name: str, window: Window, x: jax.Array, w: jax.Array) -> Operation:
+    inputs, outputs = w.shape[2:]
+    return Operation(name, window, inputs, outputs, x.shape[0], 1, str(x.dtype))
 
 
 def _order(window: Window, outputs: int) -> tuple[int, ...]:
@@ -74,24 +79,25 @@ def _one_after_another(function: Callable) -> Callable:
     return alone
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _in_blocks(x, w, window: Window):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _in_blocks(x, w, window: Window, choices: Choices | Listing):
     """[B, H, W, I] and [kh, kw, I, O] to [B, h, w / n, n * O]."""
+    del choices
     columns = _order(window, w.shape[3])
     return _one_after_another(lambda x, w: forward_in_blocks(x, w, window, columns))(x, w)
 
 
-def _in_blocks_backward(window: Window, operands, dz):
-    return _one_after_another(functools.partial(_gradients, window))(*operands, dz)
+def _in_blocks_backward(window: Window, choices: Choices | Listing, operands, dz):
+    return _one_after_another(functools.partial(_gradients, window, choices))(*operands, dz)
 
 
-def _gradients(window: Window, x, w, dz):
+def _gradients(window: Window, choices: Choices | Listing, x, w, dz):
     """Cotangents of x and w."""
     columns = _order(window, w.shape[3])
     sides = dz.reshape(*dz.shape[:3], 2, len(columns) // 2, w.shape[3])  # left columns of windows, then right ones
     dy = sides.swapaxes(3, 4).reshape(dz.shape[0], *window.out, w.shape[3])
     names = "input_gradient", "weight_gradient"
-    into, onto = (rule_for(jax.default_backend(), name, window, *w.shape[2:]).single for name in names)
+    into, onto = (choices.rule(_asked(name, window, x, w)).single for name in names)
     if onto.startswith("blocked"):
         dw = weight_gradient_in_blocks(onto, x, dz, window, columns)
     else:
@@ -99,4 +105,4 @@ def _gradients(window: Window, x, w, dz):
     return input_gradient(into, dy, w, window), dw
 
 
-_in_blocks.defvjp(lambda x, w, window: (_in_blocks(x, w, window), (x, w)), _in_blocks_backward)
+_in_blocks.defvjp(lambda x, w, *static: (_in_blocks(x, w, *static), (x, w)), _in_blocks_backward)

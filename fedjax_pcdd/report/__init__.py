@@ -1,13 +1,13 @@
 """Reports over run folders: tables beside the papers' numbers, curves, one HTML page, and paired comparisons.
 
-collect.py   run folders as plain records
-grouping.py  which runs are repetitions of one experiment, and which experiments stand side by side
-expected.py  the papers' numbers and what a run has in their place
-targets.py   rounds to FedAvg's accuracy and speed-ups
-tables.py    mean, deviation, difference, marks
-formats.py   Markdown, CSV, LaTeX
-curves.py    learning curves with bands, as SVG
-page.py      report.html
-compare.py   paired differences and bootstrap intervals
-command.py   the two command lines
+collect.py     run folders as plain records
+grouping.py    which runs are repetitions of one experiment, and which experiments stand side by side
+expected.py    the papers' numbers and what a run has in their place
+targets.py     rounds to FedAvg's accuracy and speed-ups
+statistics.py  paired differences, p-values of a family
+tables.py      what a table is, and how it looks in the terminal, Markdown, LaTeX and CSV
+contents.py    the tables that a report has
+plots.py       learning curves with bands, as SVG
+page.py        report.html
+compare.py     paired differences of run folders
 """

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,13 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd import methods
-from fedjax_pcdd.cli.preset_files import read_text
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS
-from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.fields import load_mapping, read_text
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
-from fedjax_pcdd.training.mappings import load_mapping
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,9 @@ class RunRecord:
         return None if name is None else str(name).removesuffix(".yaml")
 
     @property
-    def command(self) -> str:
-        """How the run was started; where that is not recorded, a command with the same options."""
-        return self.resolved.get("command") or _command(self.config)
+    def command(self) -> str | None:
+        """How the run was started, where that is recorded."""
+        return self.resolved.get("command")
 
     @property
     def heat_map(self) -> bytes | None:
@@ -92,7 +88,7 @@ class RunRecord:
 
     @cached_property
     def tracked(self) -> list[dict[str, Any]]:
-        """Lines of track.jsonl, [] without --track; UserError where they cannot be read."""
+        """Lines of track.jsonl, [] of a run that tracked nothing; UserError where they cannot be read."""
         try:
             return RunFolder(self.path).rows(TRACK)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError):
@@ -114,19 +110,19 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     Raises:
       UserError: no such folder, no run in it, or something in it that is no run of this library.
     """
-    found, named = {}, [Path(path) for path in paths]
-    folders_alone = [path for path in named if not path.is_file()]
-    for path in folders_alone or named:
+    folders: dict[Path, Path] = {}
+    named = [Path(path) for path in paths]
+    for path in [path for path in named if not path.is_file()] or named:
         if path.is_file():
             raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")
         if not path.is_dir():
             raise UserError(f"there is no folder {path}: name the folder of a run, or one that holds runs.")
-        folders = list(_folders(path))
-        if not folders:
+        below = list(_folders(path))
+        if not below:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
-        for folder in folders:
-            found.setdefault(folder.resolve(), folder)
-    return [read_run(folder) for folder in found.values()]
+        for folder in below:
+            folders.setdefault(folder.resolve(), folder)
+    return [read_run(folder) for folder in folders.values()]
 
 
 def _folders(path: Path) -> Iterable[Path]:
@@ -155,31 +151,3 @@ def read_run(path: Path) -> RunRecord:
 
 def _unreadable(path: Path) -> UserError:
     return UserError(f"{path} has files that cannot be read: repair the run or leave it out.")
-
-
-def _hyperparameters(method: str) -> dict[str, Option]:
-    """Of a method; none of one that this version does not know."""
-    try:
-        return options_of(methods.get(method))
-    except UserError:
-        return {}
-
-
-def _command(config: dict[str, Any]) -> str:
-    """The shortest command that gives these options."""
-    known = RUN | _hyperparameters(config["method"])
-    usual = {name: option.default for name, option in known.items()} | (TASK_DEFAULTS if config["task"] else {})
-    if config["partition"] != "natural":
-        usual["clients"] = 10
-    words = [f"--method={config['method']}"]
-    for name, value in config.items():
-        if name in PLACE or name == "method" or (name in usual and value == usual[name]):
-            continue
-        if config["task"] and name in RUN and RUN[name].group == "data" and name != "data_dir":
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words.append(f"--{flag}={'none' if value is None else value}")
-    return shlex.join(["python", "experiments/run.py", *words])

@@ -1,22 +1,16 @@
-"""Paired comparison: the same seeds and partitions under two methods or settings.
-
-A difference between two runs of one seed each is mostly noise; what can be said is the mean over pairs and how far
-it would move with other pairs.
-"""
+"""Paired comparison: the same seeds and partitions under two methods or settings."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from scipy.stats import bootstrap
-
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import Entry, data_of, entries
-from fedjax_pcdd.report.tables import ACCURACIES
+from fedjax_pcdd.report.statistics import Difference, family, paired, signed
+from fedjax_pcdd.report.tables import NOTHING, Table, texts
 
-FEW = 5  # with fewer pairs the interval is too narrow
-RESAMPLES = 9999
+HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
 
 
 class Comparison(NamedTuple):
@@ -26,34 +20,21 @@ class Comparison(NamedTuple):
       data: data set and partition.
       first, other: what is compared.
       metric: entry of summary.json.
-      seeds: the pairs.
-      difference: mean over the pairs, other less first.
-      low, high: bootstrap interval of it, None for one pair.
+      difference: other less first; p-values are adjusted for the comparisons of this metric on this data.
     """
 
     data: str
     first: str
     other: str
     metric: str
-    seeds: tuple[int, ...]
-    difference: float
-    low: float | None
-    high: float | None
-
-    @property
-    def verdict(self) -> str:
-        """What the interval says."""
-        if self.low is None or self.high is None:
-            return "one pair: no interval, likely noise"
-        side = "above" if self.low > 0 else "below" if self.high < 0 else "not told apart"
-        return f"{side}; few pairs, interval too narrow" if len(self.seeds) < FEW else side
+    difference: Difference
 
 
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:
     """Every experiment against the one of the first run, on each data set and partition.
 
     Args:
-      runs: as collected; unfinished ones are left out and said.
+      runs: as collected; unfinished ones are left out, and a sentence says so.
       confidence: of the intervals, in (0, 1).
 
     Returns:
@@ -63,18 +44,18 @@ def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[C
       UserError: nothing to compare, or no pair.
     """
     if not 0 < confidence < 1:
-        raise UserError(f"--confidence must be above 0 and below 1, not {confidence:g}.")
+        raise UserError(f"must be above 0 and below 1, not {confidence:g}.", field="confidence")
     notes = [f"{run.path} is unfinished and left out." for run in runs if run.summary is None]
     problems: dict[tuple[str, str], list[RunRecord]] = {}
     for run in runs:
         if run.summary is not None:
             problems.setdefault(data_of(run), []).append(run)
-    found: list[Comparison] = []
+    results: list[Comparison] = []
     for data, members in problems.items():
-        found += _compare(" · ".join(data), entries(members), confidence, notes)
-    if not found:
+        results += _compare(" · ".join(data), entries(members), confidence, notes)
+    if not results:
         raise UserError("these runs hold no pair: " + (notes[0] if notes else "give runs of two methods or settings."))
-    return found, notes
+    return results, notes
 
 
 def _compare(data: str, members: list[Entry], confidence: float, notes: list[str]) -> list[Comparison]:
@@ -82,71 +63,57 @@ def _compare(data: str, members: list[Entry], confidence: float, notes: list[str
     notes += [f"{run.path} repeats a seed and is left out." for entry in members for run in entry.repeated]
     if not others:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
-    found = []
-    for other in others:
-        pairs = _pairs(data, first, other, notes)
-        for metric in ACCURACIES if pairs else ():
-            one = _difference(pairs, metric, confidence)
-            if one is not None:
-                found.append(Comparison(data, first.label, other.label, metric, *one))
-    return found
+    pairs = [_pairs(data, first, other, notes) for other in others]
+    by_metric = {
+        metric: family([paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs])
+        for metric in ACCURACIES
+    }
+    return [
+        Comparison(data, first.label, other.label, metric, difference)
+        for i, other in enumerate(others)
+        for metric in ACCURACIES
+        if (difference := by_metric[metric][i]) is not None
+    ]
 
 
-def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> list[tuple[RunRecord, RunRecord]]:
-    """Runs of the same seed and partition."""
+def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:
+    """Runs of both with the same seed and partition."""
     a, b = ({run.seed: run for run in entry.runs} for entry in (first, other))
     for entry, alone in ((first, sorted(a.keys() - b.keys())), (other, sorted(b.keys() - a.keys()))):
         if alone:
             seeds = ", ".join(map(str, alone))
             notes.append(f"{data}: seed {seeds} of {entry.label} has no partner and is left out.")
-    pairs = []
-    for seed in sorted(a.keys() & b.keys()):
-        if a[seed].partition == b[seed].partition:
-            pairs.append((a[seed], b[seed]))
-        else:
+    seeds = sorted(a.keys() & b.keys())
+    for seed in seeds:
+        if a[seed].partition != b[seed].partition:
             names = f"{first.label} and {other.label}"
             notes.append(f"{data}: seed {seed} of {names} has different partitions and is left out.")
-    return pairs
+    same = [seed for seed in seeds if a[seed].partition == b[seed].partition]
+    return [a[seed] for seed in same], [b[seed] for seed in same]
 
 
-def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str, confidence: float):
-    """Seeds, mean difference and interval in percent points; None where no pair has the metric."""
-    values = {
-        a.seed: 100 * (y - x)
-        for a, b in pairs
-        if (x := (a.summary or {}).get(metric)) is not None and (y := (b.summary or {}).get(metric)) is not None
-    }
-    if not values:
-        return None
-    differences = np.array(list(values.values()))
-    return tuple(values), float(differences.mean()), *interval(differences, confidence)
+def _values(runs: Sequence[RunRecord], metric: str) -> dict[int, float]:
+    """In percent, by seed, where a run has it."""
+    known = {run.seed: (run.summary or {}).get(metric) for run in runs}
+    return {seed: 100 * value for seed, value in known.items() if value is not None}
 
 
-def interval(differences: np.ndarray, confidence: float) -> tuple[float | None, float | None]:
-    """Percentile bootstrap of the mean of paired differences [n]; (None, None) for one.
-
-    The percentiles need no jackknife, so they hold for two pairs and for equal differences too.
-    """
-    if len(differences) < 2:
-        return None, None
-    found = bootstrap(
-        (differences,), np.mean, n_resamples=RESAMPLES, confidence_level=confidence, method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval  # fmt: skip
-    return float(found.low), float(found.high)
-
-
-def as_markdown(comparisons: Sequence[Comparison], confidence: float) -> str:
+def comparison_tables(comparisons: Sequence[Comparison], confidence: float) -> list[Table]:
     """One table for each data set and partition."""
-    lines = []
+    tables = []
     for data in dict.fromkeys(one.data for one in comparisons):
-        lines += [f"### {data}: difference in percent points, {100 * confidence:g} % bootstrap interval", ""]
-        lines += ["| compared | metric | pairs | difference | interval | |", "|---|---|---:|---:|---:|---|"]
-        for one in (one for one in comparisons if one.data == data):
-            bounds = "–" if one.low is None else f"[{one.low:+.2f}, {one.high:+.2f}]".replace("-", "−")
-            names, pairs = f"{one.other} less {one.first}", len(one.seeds)
-            difference = f"{one.difference:+.2f}".replace("-", "−")
-            cells = (names, ACCURACIES[one.metric], str(pairs), difference, bounds, one.verdict)
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+        lines = [_line(one, 1 - confidence) for one in comparisons if one.data == data]
+        title = f"{data}: difference in percent points, {100 * confidence:g} % interval of Student's t"
+        tables.append(texts(title, HEADINGS, lines, left=("metric", "verdict")))
+    return tables
+
+
+def _line(one: Comparison, alpha: float) -> list[str]:
+    difference = one.difference
+    low, high = difference.low, difference.high
+    bounds = NOTHING if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
+    p_values = [NOTHING if p is None else f"{p:.3f}" for p in (difference.p, difference.rank_p)]
+    return [
+        f"{one.other} less {one.first}", ACCURACIES[one.metric], str(len(difference.seeds)), signed(difference.mean),
+        bounds, *p_values, difference.verdict(alpha),
+    ]  # fmt: skip

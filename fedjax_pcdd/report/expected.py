@@ -7,33 +7,48 @@ from typing import NamedTuple
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.report.collect import RunRecord
 
-# Metric of the expected tables -> entry of summary.json and its factor. Papers report the best round.
-SUMMARY_VALUES = {
-    "ga_pct": ("ga_best", 100.0),
-    "pa_pct": ("pa_best", 100.0),
-    "ga_fraction": ("ga_best", 1.0),
-    "seconds_per_round": ("seconds_per_round", 1.0),
-}
-DOMAIN_METRICS = ("inter_top1_pct", "intra_top1_pct", "inter_top5_pct", "intra_top5_pct")
-EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, by --track=spectrum
+FLATTERED = "Best round, chosen on the test data as in the papers, which flatters every number."
+
+
+class Metric(NamedTuple):
+    """A metric of the expected tables.
+
+    Args:
+      title: of its table; metrics with the same title share one.
+      entry, factor: of summary.json, and what turns it into the metric's unit; "" where it stands elsewhere.
+      heading: of its column beside the split.
+      digits: after the point.
+      best: 1 where the largest is the best, -1 where the smallest is, 0 where machines decide.
+      note: what to know about its table.
+    """
+
+    title: str
+    entry: str = ""
+    factor: float = 1.0
+    heading: str = ""
+    digits: int = 2
+    best: int = 1
+    note: str = ""
+
+
+EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, where they were tracked
 TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
-# Metrics with the same title share a table.
-TITLES = {
-    "ga_pct": "generic accuracy (GA), best round, %",
-    "pa_pct": "personal accuracy (PA), best round, %",
-    "ga_fraction": "generic accuracy (GA), best round, share",
-    "seconds_per_round": "seconds a round, on other machines than the paper's",
-    "inter_top1_pct": "inter-domain accuracy, last round, %",
-    "intra_top1_pct": "intra-domain accuracy, last round, %",
-    "inter_top5_pct": "inter-domain top-5 accuracy, last round, %",
-    "intra_top5_pct": "intra-domain top-5 accuracy, last round, %",
-    EIGENVALUES: "variance of the 50 largest eigenvalues",
-    "rounds_to_target": "rounds to FedAvg's accuracy, and speed-up",
-    "speedup": "rounds to FedAvg's accuracy, and speed-up",
-}
-# How a column is called beside its split, and digits after the point where they are not 2.
-HEADINGS = {"rounds_to_target": "rounds", "speedup": "speed-up"}
-DIGITS = {"ga_fraction": 4, EIGENVALUES: 1, "rounds_to_target": 0}
+METRICS = {
+    "ga_pct": Metric("generic accuracy (GA), best round, %", "ga_best", 100.0, note=FLATTERED),
+    "pa_pct": Metric("personal accuracy (PA), best round, %", "pa_best", 100.0, note=FLATTERED),
+    "ga_fraction": Metric("generic accuracy (GA), best round, share", "ga_best", digits=4, note=FLATTERED),
+    "seconds_per_round": Metric("seconds a round, on other machines than the paper's", "seconds_per_round", best=0),
+    "inter_top1_pct": Metric("inter-domain accuracy, last round, %"),
+    "intra_top1_pct": Metric("intra-domain accuracy, last round, %"),
+    "inter_top5_pct": Metric("inter-domain top-5 accuracy, last round, %"),
+    "intra_top5_pct": Metric("intra-domain top-5 accuracy, last round, %"),
+    EIGENVALUES: Metric(
+        "variance of the 50 largest eigenvalues", digits=1, best=-1,
+        note="Of the features of test images after the last round, of runs that tracked the spectrum alone.",
+    ),
+    "rounds_to_target": Metric("rounds to FedAvg's accuracy, and speed-up", heading="rounds", digits=0, best=-1),
+    "speedup": Metric("rounds to FedAvg's accuracy, and speed-up", heading="speed-up"),
+}  # fmt: skip
 
 
 class Expected(NamedTuple):
@@ -74,21 +89,22 @@ def kind(metric: str) -> str:
     return metric.partition(":")[0]
 
 
+def title(metric: str) -> str | None:
+    """Of the table that a metric belongs to; None where no run folder has it."""
+    return METRICS[kind(metric)].title if kind(metric) in METRICS else None
+
+
 def measured(run: RunRecord, metric: str) -> float | None:
     """What a finished run has for a metric of the expected tables, in its unit; None where it has nothing."""
-    if kind(metric) in DOMAIN_METRICS:
-        return _of_domain(run, metric)
     if metric == EIGENVALUES:
-        return _of_spectrum(run)
-    name, factor = SUMMARY_VALUES.get(metric, ("", 1.0))
-    value = (run.summary or {}).get(name)
-    return None if value is None else factor * value
-
-
-def _of_spectrum(run: RunRecord) -> float | None:
-    row = run.tracked[-1] if run.tracked else {}
-    found = (row.get("spectrum") or {}).get("global") or {}
-    return found.get("variance") if row.get("round") == run.rounds_done else None
+        row = run.tracked[-1] if run.tracked else {}
+        spectrum = (row.get("spectrum") or {}).get("global") or {}
+        return spectrum.get("variance") if row.get("round") == run.rounds_done else None
+    if "_top" in metric:
+        return _of_domain(run, metric)
+    known = METRICS.get(metric)
+    value = (run.summary or {}).get(known.entry) if known else None
+    return None if known is None or value is None else known.factor * value
 
 
 def _of_domain(run: RunRecord, metric: str) -> float | None:

@@ -3,17 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedjax_pcdd.cli.options import MAY_CHANGE
-from fedjax_pcdd.cli.preset_files import Preset, preset_values, read_preset
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.config import PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.config import MAY_CHANGE, PLACE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
 
 # These options do not change what is computed.
 INDIFFERENT = {*PLACE, *MAY_CHANGE, "seed", "lanes", "client_state", "eval_batch"}
 PARTITION = ("clients", "partition", "beta", "classes_per_client")
+
+Names = tuple[str, str, str]  # method, variant of the preset ("" without), settings as `mu=0.1`
 
 
 @dataclass(frozen=True)
@@ -21,23 +22,19 @@ class Entry:
     """One experiment: finished runs that differ in their seeds alone, one a seed.
 
     Args:
-      method: its name.
-      variant: of the preset, "" without.
-      settings: what tells it from its neighbours, or from its preset, as `mu=0.1`.
+      names: the settings are those that tell it from its neighbours, or from its preset.
       runs: by rising seed.
       repeated: runs of a seed that a newer run has too; they do not count.
     """
 
-    method: str
-    variant: str
-    settings: str
+    names: Names
     runs: tuple[RunRecord, ...]
     repeated: tuple[RunRecord, ...] = ()
 
     @property
     def label(self) -> str:
-        """How tables and curves call it."""
-        return label(self.method, self.variant, self.settings)
+        """How sentences call it."""
+        return label(self.names)
 
 
 @dataclass(frozen=True)
@@ -52,24 +49,25 @@ class Group:
     @property
     def labels(self) -> list[str]:
         """What its experiments are called, without the settings that all of them have."""
-        same = shared(entry.settings for entry in self.entries)
-        return [label(entry.method, entry.variant, entry.settings, same) for entry in self.entries]
+        names = [entry.names for entry in self.entries]
+        return [label(one, shared(names)) for one in names]
 
 
-def label(method: str, variant: str, settings: str, known: str = "") -> str:
+def label(names: Names, known: str = "") -> str:
     """A name for an experiment; settings that are `known` are not repeated.
 
-    >>> label("fedmr", "full", "rounds=2"), label("fedmr", "", "rounds=2", "rounds=2")
+    >>> label(("fedmr", "full", "rounds=2")), label(("fedmr", "", "rounds=2"), "rounds=2")
     ('fedmr full (rounds=2)', 'fedmr')
     """
+    method, variant, settings = names
     name = f"{method} {variant}".rstrip()
     return f"{name} ({settings})" if settings not in ("", known) else name
 
 
-def shared(settings: Iterable[str]) -> str:
+def shared(names: Iterable[Names]) -> str:
     """The settings that all have, "" where they differ."""
-    found = set(settings)
-    return found.pop() if len(found) == 1 else ""
+    settings = {one for _, _, one in names}
+    return settings.pop() if len(settings) == 1 else ""
 
 
 class Cells:
@@ -84,17 +82,13 @@ class Cells:
             self._presets[name] = read_preset(name, self._folder)
         return self._presets[name]
 
-    def known(self, name: str | None) -> bool:
-        """Whether the folder holds this preset."""
-        return name is not None and (self._folder / f"{name}.yaml").is_file()
-
-    def deviations(self, run: RunRecord, preset: str, split: str | None, variant: str | None) -> dict[str, Any] | None:
-        """Options in which a run differs from a cell; None where the preset has no such cell."""
+    def settings(self, run: RunRecord, preset: str, split: str | None, variant: str | None) -> str:
+        """Options in which a run differs from a cell, "" for none."""
         key = (preset, split, run.method, variant)
         if key not in self._configs:
             self._configs[key] = self._config(*key)
         cell = self._configs[key]
-        return None if cell is None else {name: run.config.get(name) for name in _differing([run.config, cell])}
+        return "no cell of the preset" if cell is None else _settings(run, _differing([run.config, cell]))
 
     def _config(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
         try:
@@ -104,15 +98,17 @@ class Cells:
         except UserError:
             return None
 
-    def place(self, run: RunRecord, preset: str) -> tuple[str | None, str | None] | None:
-        """(split, variant) of a preset where a run belongs: recorded, or the same options; None: nowhere."""
+    def cell(self, run: RunRecord, preset: str) -> tuple[str | None, str | None] | None:
+        """(split, variant) of a preset where a run belongs: recorded, or the same options; None where it does not."""
+        if not (self._folder / f"{preset}.yaml").is_file():
+            return None
         if run.preset == preset:
             return run.resolved.get("split"), run.resolved.get("variant")
-        found = self.preset(preset)
-        variants = [name for name, one in found.variants.items() if one["method"] == run.method] or [None]
-        splits = [name for name, part in found.splits.items() if _agree(part, run.config)] if found.splits else [None]
-        places = ((split, variant) for split in splits for variant in variants)
-        return next((place for place in places if self.deviations(run, preset, *place) == {}), None)
+        table = self.preset(preset)
+        variants = [name for name, one in table.variants.items() if one["method"] == run.method] or [None]
+        splits = [name for name, part in table.splits.items() if _agree(part, run.config)] if table.splits else [None]
+        cells = ((split, variant) for split in splits for variant in variants)
+        return next((cell for cell in cells if not self.settings(run, preset, *cell)), None)
 
 
 def _agree(part: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
@@ -128,38 +124,20 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
       cells: the presets.
       preset: only the runs that belong to this one; without it each run where it was recorded.
     """
-    places: dict[_Place, list[tuple[RunRecord, str | None]]] = {}
-    for run in runs:
-        if run.summary is None:
-            continue
-        name = preset if preset is not None else run.preset
-        place = cells.place(run, name) if name is not None and cells.known(name) else None
-        if place is not None:
-            title = " · ".join(part for part in (name, place[0]) if part)
-            places.setdefault(_Place(title, name, place[0]), []).append((run, place[1]))
+    members: dict[tuple[str, str | None, str | None], list[tuple[Names, RunRecord]]] = {}
+    for run in (run for run in runs if run.summary is not None):
+        name = preset or run.preset
+        cell = cells.cell(run, name) if name else None
+        if name and cell is not None:
+            split, variant = cell
+            names = run.method, variant or "", cells.settings(run, name, split, variant)
+            members.setdefault((f"{name} · {split}" if split else name, name, split), []).append((names, run))
         elif preset is None:
-            places.setdefault(_Place(_problem(run), None, None), []).append((run, None))
-    return [_group(place, members, cells) for place, members in places.items()]
-
-
-class _Place(NamedTuple):
-    """Where a run belongs: the key of its group."""
-
-    title: str
-    preset: str | None
-    split: str | None
-
-
-def _group(place: _Place, members: list[tuple[RunRecord, str | None]], cells: Cells) -> Group:
-    title, preset, split = place
-    if preset is None:
-        return Group(title, None, None, tuple(entries(run for run, _ in members)))
-    found: dict[tuple[str, str, str], list[RunRecord]] = {}
-    for run, variant in members:
-        deviations = cells.deviations(run, preset, split, variant)
-        settings = "no cell of the preset" if deviations is None else _text(deviations)
-        found.setdefault((run.method, variant or "", settings), []).append(run)
-    return Group(title, preset, split, tuple(_entry(*names, same) for names, same in found.items()))
+            members.setdefault((_problem(run), None, None), []).append((("", "", ""), run))
+    return [
+        Group(*key, tuple(_by_name(several) if key[1] else entries(run for _, run in several)))
+        for key, several in members.items()
+    ]
 
 
 def _problem(run: RunRecord) -> str:
@@ -176,36 +154,33 @@ def data_of(run: RunRecord) -> tuple[str, str]:
 def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     """Runs of one group as experiments, each told from the others by the options in which they differ."""
     runs = list(runs)
-    by_method: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        by_method.setdefault(run.method, []).append(run)
     everywhere = [name for name in _differing([run.config for run in runs]) if name in RUN and name != "method"]
-    found: dict[tuple[str, str], list[RunRecord]] = {}
-    for method, same in by_method.items():
-        own = [name for name in _differing([run.config for run in same]) if name not in RUN]
-        for run in same:
-            settings = _text({name: run.config.get(name) for name in (*everywhere, *own)})
-            found.setdefault((method, settings), []).append(run)
-    return [_entry(method, "", settings, same) for (method, settings), same in found.items()]
+    own = {
+        method: [name for name in _differing([run.config for run in runs if run.method == method]) if name not in RUN]
+        for method in dict.fromkeys(run.method for run in runs)
+    }
+    ordered = [run for method in own for run in runs if run.method == method]
+    return _by_name([((run.method, "", _settings(run, [*everywhere, *own[run.method]])), run) for run in ordered])
 
 
-def _entry(method: str, variant: str, settings: str, runs: Sequence[RunRecord]) -> Entry:
-    newest: dict[int, RunRecord] = {}
-    for run in sorted(runs, key=RunRecord.changed):
-        newest[run.seed] = run
-    kept = tuple(newest[seed] for seed in sorted(newest))
-    return Entry(method, variant, settings, kept, tuple(run for run in runs if run not in kept))
+def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
+    """Runs of the same name as one experiment; of a repeated seed the newest counts."""
+    members: dict[Names, list[RunRecord]] = {}
+    for names, run in named:
+        members.setdefault(names, []).append(run)
+    experiments = []
+    for names, runs in members.items():
+        newest = {run.seed: run for run in sorted(runs, key=RunRecord.changed)}
+        kept = tuple(newest[seed] for seed in sorted(newest))
+        experiments.append(Entry(names, kept, tuple(run for run in runs if run not in kept)))
+    return experiments
 
 
 def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the options that matter and are not the same in all."""
-    names = dict.fromkeys(name for config in configs for name in config)
-    first = configs[0]
-    return [
-        name for name in names
-        if name not in INDIFFERENT and any(config.get(name) != first.get(name) for config in configs)
-    ]  # fmt: skip
+    names = dict.fromkeys(name for config in configs for name in config if name not in INDIFFERENT)
+    return [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
 
 
-def _text(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items())
+def _settings(run: RunRecord, names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={run.config.get(name)}" for name in names)

@@ -1,29 +1,35 @@
-"""`report.html`: everything in one file that needs no other and no network."""
+"""`report.html`: everything in one file that needs no other and no network; page.html is its template."""
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.curves import curves, inline, legend
-from fedjax_pcdd.report.formats import beside, own
-from fedjax_pcdd.report.grouping import Group
-from fedjax_pcdd.report.tables import Cell, Table, own_table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-TEMPLATE = Path(__file__).with_name("page.html")
-LEGEND = (
-    "Mean ± standard deviation over seeds, below it the paper's number and the difference to it where there is one. "
-    "The best mean of a column is bold, the second best underlined. A click on a heading sorts."
-)
+from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.contents import own_table
+from fedjax_pcdd.report.grouping import Group
+from fedjax_pcdd.report.plots import LABELS, curves, inline, legend
+from fedjax_pcdd.report.tables import NOTHING, Cell, Column, Row, Table, aside, shown
+
 BORDERS = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}
 MACHINE = ("versions", "backend", "device", "devices", "platform", "cpus", "peak_memory_mb", "device_peak_memory_mb")
+RUN_COLUMNS = (
+    *(Column(heading, left=True) for heading in ("method", "data", "preset", "split", "state")),
+    *(Column("seed", digits=0), Column("rounds"), Column("GA best", digits=1), Column("PA best", digits=1)),
+)
 
 
-def page(groups: Sequence[Group], papers: Sequence[Table], runs: Sequence[RunRecord], notes: Iterable[str]) -> str:
+def page(
+    groups: Sequence[Group],
+    papers: Sequence[Table],
+    runs: Sequence[RunRecord],
+    notes: Iterable[str],
+    commands: Mapping[Path, str],
+) -> str:
     """The whole page.
 
     Args:
@@ -31,76 +37,42 @@ def page(groups: Sequence[Group], papers: Sequence[Table], runs: Sequence[RunRec
       papers: tables beside the papers' numbers.
       runs: all runs, unfinished ones too.
       notes: sentences above the tables.
+      commands: how to start each run, by its folder.
     """
-    sections = [("tables", "Beside the papers", "".join(map(_table, papers)))] if papers else []
-    sections += [(f"group{i}", group.title, _group(group, i)) for i, group in enumerate(groups)]
-    sections.append(("runs", "Runs", _runs(runs)))
-    waiting = sum(run.summary is None for run in runs)
-    subtitle = f"{len(runs) - waiting} finished runs, {waiting} unfinished. {LEGEND}"
-    parts = [f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' for name, title, body in sections]
-    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title="Federated runs", subtitle=escape(subtitle), body=said + "\n".join(parts),
-        contents="".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections),
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.lstrip_blocks = True
+    environment.globals |= {
+        "shown": shown, "aside": aside, "own_table": own_table, "legend": legend, "borders": BORDERS,
+        "figures": _figures, "shares": _shares, "partitions": _partitions, "machine": _machine, "indented": _indented,
+    }  # fmt: skip
+    return environment.get_template("page.html").render(
+        title="Federated runs", groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
+        waiting=sum(run.summary is None for run in runs), notes=notes, commands=commands,
     )  # fmt: skip
 
 
-def _group(group: Group, index: int) -> str:
-    """Table, curves, accuracies by class and client, and partitions of a group."""
-    named = zip(group.labels, group.entries, strict=True)
-    members = [(name, run) for name, entry in named for run in entry.runs]
-    runs = [(f"{name}, seed {run.seed}", run) for name, run in members]
-    return "".join([
-        _table(own_table(group), titled=False),
-        _curves(group, index),
-        _shares("GA by class, last evaluation, %", "class", [(name, _last(run, "ga_per_class")) for name, run in runs]),
-        _shares("PA by client, best, %", "client", [(name, _clients(run)) for name, run in runs]),
-        _partitions(members),
-    ])  # fmt: skip
+def _figures(group: Group, index: int) -> list[Markup]:
+    """The curves of a group as SVG."""
+    pictures = [(name, curves(group, name)) for name in LABELS]
+    return [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures if svg is not None]
 
 
-def _table(table: Table, titled: bool = True) -> str:
-    rows = []
-    for row, name in zip(table.rows, table.labels, strict=True):
-        cells = [_cell(one, metric) for one, metric in zip(row.cells, table.metrics, strict=True)]
-        rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
-    title = f"<h3>{escape(table.title)}</h3>" if titled else ""
-    note = f"<p>{escape(table.remarks)}</p>" if table.remarks else ""
-    return title + note + _sortable(["method", *table.columns], rows)
+def _members(group: Group) -> list[tuple[str, RunRecord]]:
+    """Every run with the name of its experiment."""
+    return [(name, run) for name, entry in zip(group.labels, group.entries, strict=True) for run in entry.runs]
 
 
-def _cell(one: Cell, metric: str) -> str:
-    text = own(one, metric)
-    text = {1: f"<b>{text}</b>", 2: f"<u>{text}</u>"}.get(one.rank, text)
-    paper = beside(one, metric)
-    small = f"<small>paper {paper}</small>" if paper else ""
-    value = "" if one.mean is None else f' data-v="{one.mean!r}"'
-    hint = [f"{one.seeds} seed{'s' * (one.seeds != 1)}"] if one.seeds else []
-    hint += [f"not reached by {one.missed} of them"] if one.missed else []
-    hint += [one.note] if one.note else []
-    return f'<td{value} title="{escape("; ".join(hint))}">{text}{small}</td>'
-
-
-def _sortable(headings: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
-    """A table of which a click on a heading sorts the rows; the first column stays in sight."""
-    head = "".join(f'<th scope="col"><button type="button">{escape(text)}</button></th>' for text in headings)
-    table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<div class="wide" tabindex="0" role="region" aria-label="table">{table}</div>'
-
-
-def _curves(group: Group, index: int) -> str:
-    figures = []
-    for name in ("ga", "pa", "loss"):
-        svg = curves(group, name)
-        if svg is not None:
-            figures.append(f"<figure>{inline(svg, f'g{index}{name}')}</figure>")
-    lines = [
-        f'<li><i style="border-top-style:{BORDERS[style]};border-color:{colour}"></i>{escape(text)}</li>'
-        for colour, style, text in legend(group)
+def _shares(group: Group) -> list[Table]:
+    """Accuracies by class and by client, where a run has them."""
+    runs = [(f"{name}, seed {run.seed}", run) for name, run in _members(group)]
+    by_class = [(name, _last(run, "ga_per_class")) for name, run in runs]
+    by_client = [(name, _clients(run)) for name, run in runs]
+    tables = [
+        _share_table("GA by class, last evaluation, %", "class", by_class),
+        _share_table("PA by client, best, %", "client", by_client),
     ]
-    caption = "<p>Mean over seeds, with a band of one standard deviation; PA of the models as they are in training.</p>"
-    key = f'<ul class="key">{"".join(lines)}</ul>'
-    return f'<h3>Learning curves</h3>{caption}{key}<div class="side">{"".join(figures)}</div>'
+    return [table for table in tables if table.columns]
 
 
 def _last(run: RunRecord, name: str) -> list[float | None]:
@@ -114,72 +86,44 @@ def _clients(run: RunRecord) -> list[float | None]:
     return (run.summary or {}).get("pa_best_per_client", newest)
 
 
-def _shares(title: str, what: str, found: Sequence[tuple[str, list[float | None]]]) -> str:
-    """Shares [n] of each run in a row, darker where larger; "" without any."""
-    width = max((len(shares) for _, shares in found), default=0)
-    if not width:
-        return ""
-    rows = []
-    for name, shares in found:
-        cells = [_share(value) for value in [*shares, *[None] * (width - len(shares))]]
-        rows.append(f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>")
-    headings = ["run", *(f"{what} {i}" for i in range(width))]
-    return f"<h3>{escape(title)}</h3>" + _sortable(headings, rows, ' class="heat"')
+def _share_table(title: str, what: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
+    """Shares [n] of each run in a row."""
+    width = max((len(shares) for _, shares in members), default=0)
+    columns = tuple(Column(f"{what} {i}", digits=1) for i in range(width))
+    rows = [(name, [*shares, *[None] * (width - len(shares))]) for name, shares in members]
+    return Table(title, columns, tuple(Row(name, tuple(map(_percent, shares))) for name, shares in rows), stub="run")
 
 
-def _share(value: float | None) -> str:
-    if value is None:
-        return "<td>–</td>"
-    return f'<td data-v="{value!r}" style="--share:{60 * value:.1f}%">{100 * value:.1f}</td>'
+def _percent(share: float | None) -> Cell:
+    return Cell() if share is None else Cell(100 * share)
 
 
-def _partitions(members: Sequence[tuple[str, RunRecord]]) -> str:
-    """Each picture once, with the seeds and names of the runs that have it."""
-    found: dict[bytes, dict[int, list[str]]] = {}
-    for name, run in members:
-        picture = run.heat_map
-        if picture is not None:
-            found.setdefault(picture, {}).setdefault(run.seed, []).append(name)
-    figures = []
-    for picture, holders in found.items():
-        text = escape("; ".join(f"seed {seed}: {', '.join(names)}" for seed, names in holders.items()))
-        alt, data = f"training samples of each class at each client, {text}", base64.b64encode(picture).decode()
-        figures.append(
-            f'<figure><img alt="{alt}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
-        )
-    return f'<h3>Partitions</h3><div class="side">{"".join(figures)}</div>' if figures else ""
+def _partitions(group: Group) -> list[tuple[str, str]]:
+    """Each picture once, in base64, with the seeds and names of the runs that have it."""
+    holders: dict[bytes, dict[int, list[str]]] = {}
+    for name, run in _members(group):
+        if run.heat_map is not None:
+            holders.setdefault(run.heat_map, {}).setdefault(run.seed, []).append(name)
+    return [
+        (base64.b64encode(picture).decode(), "; ".join(f"seed {seed}: {', '.join(own)}" for seed, own in names.items()))
+        for picture, names in holders.items()
+    ]
 
 
-def _runs(runs: Sequence[RunRecord]) -> str:
+def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in runs:
-        summary = run.summary or {}
-        shares = [_share(summary.get(name)) for name in ("ga_best", "pa_best")]
-        state = "finished" if run.summary is not None else "unfinished"
-        done = f'<td data-v="{run.rounds_done}">{run.rounds_done} of {run.config["rounds"]}</td>'
-        texts = [str(run.path), run.method, run.dataset, run.preset or "–", run.resolved.get("split") or "–"]
-        cells = "".join(f"<td>{escape(text)}</td>" for text in [*texts, state])
-        rows.append(f'<tr>{cells}<td data-v="{run.seed}">{run.seed}</td>{done}{"".join(shares)}</tr>')
-    headings = ("run", "method", "data", "preset", "split", "state", "seed", "rounds", "GA best", "PA best")
-    return (
-        _sortable(headings, rows, ' class="runs"') + "<h3>Command and configuration</h3>" + "".join(map(_details, runs))
-    )
+        state = "unfinished" if run.summary is None else "finished"
+        words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, state)
+        done = Cell(run.rounds_done, text=f"{run.rounds_done} of {run.config['rounds']}")
+        best = [_percent((run.summary or {}).get(name)) for name in ("ga_best", "pa_best")]
+        rows.append(Row(str(run.path), (*(Cell(text=word) for word in words), Cell(run.seed), done, *best)))
+    return Table("Runs", RUN_COLUMNS, tuple(rows), stub="run")
 
 
-def _details(run: RunRecord) -> str:
-    """Command, configuration, hyper-parameters as used, and machine of a run."""
-    machine = {name: (run.summary or {}).get(name) for name in MACHINE if name in (run.summary or {})}
-    recorded = (
-        "" if run.resolved.get("command") else "<p>The command was not recorded; this one has the same options.</p>"
-    )
-    return (
-        f"<details><summary>{escape(str(run.path))}</summary>{recorded}"
-        f'<pre class="command">{escape(run.command)}</pre><h3>config.yaml</h3><pre>{escape(run.text)}</pre>'
-        f"<h3>As used</h3><pre>{_json(run.resolved)}</pre>"
-        + (f"<h3>Machine</h3><pre>{_json(machine)}</pre>" if machine else "")
-        + "</details>"
-    )
+def _machine(run: RunRecord) -> dict[str, Any]:
+    return {name: (run.summary or {})[name] for name in MACHINE if name in (run.summary or {})}
 
 
-def _json(value: Any) -> str:
-    return escape(json.dumps(value, indent=2, ensure_ascii=False))
+def _indented(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

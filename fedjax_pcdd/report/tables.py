@@ -1,275 +1,273 @@
-"""Tables of means over seeds, beside the papers' numbers.
+"""One table for every output: numbers over seeds, beside them another's, and how it looks in each format.
 
-Accuracies are in percent but where a paper prints shares. A standard deviation is that of a sample (n - 1).
+Terminal, Markdown, LaTeX (with the package booktabs) and CSV are written here; page.html has the macro for HTML.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.expected import (
-    EIGENVALUES,
-    HEADINGS,
-    SUMMARY_VALUES,
-    TARGET_METRICS,
-    TITLES,
-    Expected,
-    kind,
-    measured,
+CSV_COLUMNS = (
+    *("table", "method", "variant", "settings", "column", "metric", "mean", "std", "seeds"),
+    *("paper", "paper_std", "difference", "rank", "note"),
 )
-from fedjax_pcdd.report.grouping import Group, label, shared
-from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
+NOTHING = "–"
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "·": r"$\cdot$"}
+_LATEX |= {"±": r"$\pm$", "−": "$-$", "–": "--"}
+_LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
 
-# Columns of a group's own table: entry of summary.json, heading, factor.
-COLUMNS = (
-    ("ga_best", "GA best", 100.0),
-    ("ga_last", "GA last", 100.0),
-    ("ga_mean_last10", "GA mean of last 10", 100.0),
-    ("pa_best", "PA best", 100.0),
-    ("pa_last", "PA last", 100.0),
-    ("seconds_per_round", "s a round", 1.0),
-)
-# Entry of summary.json -> heading, for those that are accuracies.
-ACCURACIES = {name: heading for name, heading, _ in COLUMNS if name != "seconds_per_round"}
-TARGET_COLUMNS = ("rounds to target", "speed-up")
-NOT_RANKED = ("seconds_per_round",)
-LOWER_IS_BETTER = ("rounds_to_target", EIGENVALUES)
+
+class Column(NamedTuple):
+    """What stands below a heading.
+
+    Args:
+      heading: as printed.
+      metric: its name in the CSV.
+      digits: after the point.
+      best: 1 where the largest number is the best, -1 where the smallest is, 0 where none is better than another.
+      left: whether it holds text, which stands on the left.
+    """
+
+    heading: str
+    metric: str = ""
+    digits: int = 2
+    best: int = 0
+    left: bool = False
+
+
+PLAIN = Column("")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of a table.
+    """One entry of a table.
 
     Args:
-      mean, std: over `seeds` runs; std None for fewer than two.
-      paper, paper_std: what the paper prints.
+      mean, std: over n seeds; std None for fewer than two.
+      n: how many.
+      text: what is shown in place of a number.
+      beside: what the paper prints for it.
       rank: 1 for the best of its column, 2 for the second best, else 0.
-      note: the caveat of the paper's number.
-      missed: how many of the seeds never reached the target; then there is no mean.
-      paper_missed: whether the paper says that of its own.
+      note: what to know about it.
+      rounds: lengths of the runs behind it.
     """
 
     mean: float | None = None
     std: float | None = None
-    seeds: int = 0
-    paper: float | None = None
-    paper_std: float | None = None
+    n: int = 0
+    text: str | None = None
+    beside: "Cell | None" = None
     rank: int = 0
     note: str = ""
-    missed: int = 0
-    paper_missed: bool = False
+    rounds: frozenset[int] = frozenset()
 
     @property
     def difference(self) -> float | None:
         """Ours less the paper's."""
-        return None if self.mean is None or self.paper is None else self.mean - self.paper
+        theirs = self.beside and self.beside.mean
+        return None if self.mean is None or theirs is None else self.mean - theirs
+
+    @property
+    def hint(self) -> str:
+        """Number of seeds, and the note."""
+        return "; ".join(filter(None, [f"{self.n} seed{'s' * (self.n != 1)}" if self.n else "", self.note]))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One experiment, `cells` in the order of the columns."""
+class Row(NamedTuple):
+    """One line; `names` are method, variant and settings for the CSV."""
 
-    method: str
-    variant: str
-    settings: str
+    label: str
     cells: tuple[Cell, ...]
+    names: tuple[str, str, str] = ("", "", "")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Experiments down, columns across; `metrics` names the metric of each column."""
+    """Rows below headings, the first of which, `stub`, is that of the rows' labels."""
 
     title: str
-    columns: tuple[str, ...]
-    metrics: tuple[str, ...]
+    columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    note: str = ""
+    remarks: str = ""
+    stub: str = "method"
 
     @property
-    def shared(self) -> str:
-        """Settings that all experiments with numbers of their own have."""
-        return shared(row.settings for row in self.rows if any(one.mean is not None for one in row.cells))
+    def headings(self) -> list[str]:
+        """All of them."""
+        return [self.stub, *(column.heading for column in self.columns)]
 
     @property
-    def labels(self) -> list[str]:
-        """The name of each row, without the shared settings."""
-        return [label(row.method, row.variant, row.settings, self.shared) for row in self.rows]
-
-    @property
-    def remarks(self) -> str:
-        """What to print above it: how all runs differ from the preset, and the note."""
-        return " ".join(
-            filter(None, [f"Not as the preset in all runs: {self.shared}." if self.shared else "", self.note])
-        )
+    def left(self) -> list[bool]:
+        """Which columns stand on the left."""
+        return [True, *(column.left for column in self.columns)]
 
 
-def cell(values: Iterable[float | None]) -> Cell:
-    """Mean and deviation of the values that are there.
+def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = ()) -> Cell:
+    """Mean and sample deviation of the values that are there.
 
-    >>> cell([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, seeds=2)
+    >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
     known = np.array([value for value in values if value is not None], float)
     if not len(known):
         return Cell()
-    return Cell(float(known.mean()), float(known.std(ddof=1)) if len(known) > 1 else None, len(known))
+    std = float(known.std(ddof=1)) if len(known) > 1 else None
+    return Cell(float(known.mean()), std, len(known), rounds=frozenset(rounds))
 
 
-def target_cells(runs: Sequence[RunRecord], references: Sequence[RunRecord], rule: Rule) -> tuple[Cell, Cell]:
-    """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
-    found = [one for run in runs if (one := reached(run, references, rule)) is not None]
-    missed = sum(rounds is None for rounds, _ in found)
-    if missed:
-        never = Cell(seeds=len(found), missed=missed)
-        return never, never
-    return cell(rounds for rounds, _ in found), cell(faster for _, faster in found)
+def texts(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
+    """A table of words; columns stand on the right but for the first and those named in `left`."""
+    columns = tuple(Column(heading, left=heading in left) for heading in headings[1:])
+    rows = tuple(Row(first, tuple(Cell(text=text) for text in others)) for first, *others in lines)
+    return Table(title, columns, rows, stub=headings[0])
 
 
-def own_table(group: Group) -> Table:
-    """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
-    targets = REFERENCE in (entry.method for entry in group.entries) and len(group.entries) > 1
-    rule = RULES.get(group.preset or "", BEST)
-    rows = []
-    for entry in group.entries:
-        cells = tuple(
-            cell(_scaled((run.summary or {}).get(name), factor) for run in entry.runs) for name, _, factor in COLUMNS
-        )
-        if targets:
-            known = [(one.method, one.settings, one.runs) for one in group.entries]
-            cells += target_cells(entry.runs, _references(known, entry.settings), rule)
-        rows.append(Row(entry.method, entry.variant, entry.settings, cells))
-    headings = tuple(heading for _, heading, _ in COLUMNS) + TARGET_COLUMNS * targets
-    metrics = tuple(name for name, _, _ in COLUMNS) + TARGET_METRICS * targets
-    note = " ".join([_protocols(group), *[_note(TARGET_METRICS[0], rule)] * targets]).strip()
-    return _marked(Table(group.title, headings, metrics, tuple(rows), note))
+def shown(cell: Cell, column: Column = PLAIN) -> str:
+    """Mean and deviation.
 
-
-def _references(known: Iterable[tuple[str, str, Sequence[RunRecord]]], settings: str) -> list[RunRecord]:
-    """FedAvg's among runs with their method and settings, first those with the same settings."""
-    found = [(own != settings, runs) for method, own, runs in known if method == REFERENCE]
-    return [run for _, runs in sorted(found, key=lambda one: one[0]) for run in runs]
-
-
-def _protocols(group: Group) -> str:
-    """How PA was measured, and of which experiments where that differs."""
-    found: dict[str, list[str]] = {}
-    for name, entry in zip(group.labels, group.entries, strict=True):
-        for protocol in dict.fromkeys((run.summary or {}).get("pa_protocol") for run in entry.runs):
-            if protocol is not None:
-                found.setdefault(protocol, []).append(name)
-    said = [f"{how} ({', '.join(names)})" if len(found) > 1 else how for how, names in found.items()]
-    return f"PA: {'; '.join(said)}." if said else ""
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
-
-
-def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
-    """The tables of a paper, one a metric: methods down, splits across, of which at least one was run.
-
-    Args:
-      preset: as `fedmr/table1`.
-      groups: those of this preset.
-      expected: what the paper prints there.
+    >>> shown(Cell(74.214, 0.41, 3)), shown(Cell(text="/")), shown(Cell())
+    ('74.21 ± 0.41', '/', '–')
     """
-    runs = {
-        (entry.method, entry.variant, entry.settings, group.split): entry.runs
-        for group in groups
-        for entry in group.entries
-    }
-    numbers = {(one.split, one.metric, one.method, one.variant): one for one in expected}
-    tables = []
-    for title in dict.fromkeys(TITLES.get(kind(one.metric)) for one in expected):
-        columns = _columns(title, expected, {group.split for group in groups}) if title else {}
-        if columns:
-            tables.append(_paper_table(preset, columns, runs, numbers))
-    return tables
+    if cell.text is not None or cell.mean is None:
+        return NOTHING if cell.text is None else cell.text
+    text = f"{cell.mean:.{column.digits}f}" + ("" if cell.std is None else f" ± {cell.std:.{column.digits}f}")
+    return text.replace("-", "−")
 
 
-def _columns(title: str, expected: Sequence[Expected], splits: set) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(split, metric) of a table's columns -> the splits that it is the mean of."""
-    return {
-        (one.split, one.metric): one.splits or (one.split,)
-        for one in expected
-        if TITLES.get(kind(one.metric)) == title and splits.issuperset(one.splits or (one.split,))
-    }
+def aside(cell: Cell, column: Column = PLAIN) -> str:
+    """The paper's number, and the difference where both are there and one can be better than the other.
 
-
-def _paper_table(preset: str, columns: Mapping, runs: Mapping, numbers: Mapping) -> Table:
-    rule = RULES.get(preset, BEST)
-    rows = []
-    for method, variant, settings in _row_names(columns, runs, numbers):
-        cells = []
-        for (split, metric), parts in columns.items():
-            printed = numbers.get((split, metric, method, variant))
-            several = [runs.get((method, variant, settings, part), ()) for part in parts]
-            if metric in TARGET_METRICS:
-                known = [(key[0], key[2], found) for key, found in runs.items() if key[3] == split]
-                ours = target_cells(several[0], _references(known, settings), rule)[TARGET_METRICS.index(metric)]
-            else:
-                ours = _over(parts, metric, several)
-            cells.append(ours if printed is None else _beside(ours, printed))
-        rows.append(Row(method, variant, settings, tuple(cells)))
-    headings = tuple(" ".join(filter(None, (split, _heading(metric)))) for split, metric in columns)
-    metrics = tuple(metric for _, metric in columns)
-    name = kind(metrics[0])
-    return _marked(Table(f"{preset}: {TITLES[name]}", headings, metrics, tuple(rows), _note(name, rule)))
-
-
-def _heading(metric: str) -> str:
-    return HEADINGS.get(metric, metric.partition(":")[2])
-
-
-def _beside(ours: Cell, printed: Expected) -> Cell:
-    missed = printed.value is None and printed.metric in TARGET_METRICS
-    return replace(ours, paper=printed.value, paper_std=printed.std, note=printed.note, paper_missed=missed)
-
-
-def _row_names(columns: Mapping, runs: Mapping, numbers: Mapping) -> list[tuple[str, str, str]]:
-    """Methods in the paper's order, then ours alone; each with the settings that were run, if any."""
-    parts = {part for several in columns.values() for part in several}
-    ours = dict.fromkeys(key[:3] for key in runs if key[3] in parts)
-    printed = dict.fromkeys(key[2:] for key in numbers if key[:2] in columns)
-    ordered = dict.fromkeys([*printed, *(key[:2] for key in ours)])
-    found = []
-    for names in ordered:
-        found += [key for key in ours if key[:2] == names] or [(*names, "")]
-    return found
-
-
-def _over(parts: Sequence[str], metric: str, runs: Sequence[Sequence[RunRecord]]) -> Cell:
-    """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
-    found = [{run.seed: measured(run, metric) for run in several} for several in runs]
-    values = ([value for part in found if (value := part.get(seed)) is not None] for seed in found[0])
-    return cell(sum(known) / len(parts) for known in values if len(known) == len(parts))
-
-
-def _note(name: str, rule: Rule) -> str:
-    if name in TARGET_METRICS:
-        return f"{rule.sentence} /: not reached, by at least one seed."
-    if name == EIGENVALUES:
-        return "Of the features of test images after the last round, of runs with --track=spectrum alone."
-    if name not in SUMMARY_VALUES or name in NOT_RANKED:
+    >>> aside(Cell(74.0, beside=Cell(75.5, 0.2)), Column("GA", best=1))
+    '75.50 ± 0.20, −1.50'
+    """
+    if cell.beside is None or cell.beside == Cell():
         return ""
-    return "Best round, chosen on the test data as in the papers, which flatters every number."
+    text = shown(cell.beside, column)
+    if cell.difference is None or not column.best:
+        return text
+    return f"{text}, {cell.difference:+.{column.digits}f}".replace("-", "−")
 
 
-def _marked(table: Table) -> Table:
-    """The table with the best and second best of each column; nothing is marked among fewer than two."""
-    ranks = [_ranks([row.cells[c].mean for row in table.rows], m) for c, m in enumerate(table.metrics)]
+def ranked(table: Table) -> Table:
+    """The table with the best and second best of each column marked.
+
+    Nothing is marked among fewer than two, nor where the runs of a column differ in their length.
+    """
+    ranks = [_ranks([row.cells[c] for row in table.rows], column.best) for c, column in enumerate(table.columns)]
     rows = tuple(
-        replace(row, cells=tuple(replace(one, rank=ranks[c][r]) for c, one in enumerate(row.cells)))
+        row._replace(cells=tuple(replace(cell, rank=ranks[c][r]) for c, cell in enumerate(row.cells)))
         for r, row in enumerate(table.rows)
     )
     return replace(table, rows=rows)
 
 
-def _ranks(means: Sequence[float | None], metric: str) -> list[int]:
+def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
     """1 for the best, 2 for the next, equal ones alike, else 0."""
-    known = sorted({mean for mean in means if mean is not None}, reverse=metric not in LOWER_IS_BETTER)
-    several = sum(mean is not None for mean in means) > 1
-    marks = {value: place + 1 for place, value in enumerate(known[:2])} if several and metric not in NOT_RANKED else {}
-    return [0 if mean is None else marks.get(mean, 0) for mean in means]
+    known = [cell for cell in cells if cell.mean is not None]
+    if not best or len(known) < 2 or len({cell.rounds for cell in known}) > 1:
+        return [0] * len(cells)
+    first = sorted({cell.mean for cell in known if cell.mean is not None}, reverse=best > 0)[:2]
+    return [first.index(cell.mean) + 1 if cell.mean in first else 0 for cell in cells]
+
+
+def escaped(text: str) -> str:
+    """Plain text for Markdown, in a table too.
+
+    >>> print(escaped("a|b *c* <d> mu_1 _e_ [f](g) [0, 1]"))
+    a\\|b \\*c\\* &lt;d&gt; mu_1 \\_e\\_ [f\\](g) [0, 1]
+    """
+    text = " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
+    return re.sub(r"([\\`*|~]|](?=[(\[:])|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", text)
+
+
+def terminal(table: Table) -> RichTable:
+    """For a console."""
+    rich = RichTable(title=table.title or None, title_justify="left")
+    for heading, left in zip(table.headings, table.left, strict=True):
+        rich.add_column(Text(heading), justify="left" if left else "right")
+    for line in _lines(table, ("{}",) * 3, str):
+        rich.add_row(*map(Text, line))
+    return rich
+
+
+def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str] = escaped) -> str:
+    """One GitHub table under its title.
+
+    Args:
+      table: what to write.
+      aligned: so that it reads as text too.
+      escape: what makes text of a cell Markdown; `str` for cells that are Markdown.
+    """
+    lines = [[escape(heading) for heading in table.headings], *_lines(table, ("{}", "**{}**", "<u>{}</u>"), escape)]
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
+    rule = ["-" * (width + 2) for width in widths] if aligned else ["---" if left else "---:" for left in table.left]
+    piped = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
+    head = [f"### {escape(table.title)}", ""] * bool(table.title) + [escape(table.remarks), ""] * bool(table.remarks)
+    return "\n".join([*head, piped[0], f"|{'|'.join(rule)}|", *piped[1:]]) + "\n"
+
+
+def _lines(table: Table, marks: Sequence[str], escape: Callable[[str], str]) -> list[list[str]]:
+    """The rows as text: numbers marked as they rank, in brackets what stands beside them."""
+    lines = []
+    for row in table.rows:
+        line = [escape(row.label)]
+        for cell, column in zip(row.cells, table.columns, strict=True):
+            text, paper = marks[cell.rank].format(escape(shown(cell, column))), aside(cell, column)
+            line.append(f"{text} ({escape(paper)})" if paper else text)
+        lines.append(line)
+    return lines
+
+
+def code(text: str) -> str:
+    """Text as it stands, for Markdown, whatever it holds.
+
+    >>> code("runs/a`b")
+    '``runs/a`b``'
+    """
+    fence = "`" * (1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+    gap = " " * (text.startswith("`") or text.endswith("`"))
+    return f"{fence}{gap}{' '.join(text.splitlines())}{gap}{fence}"
+
+
+def latex(table: Table) -> str:
+    """One floating table."""
+    lines = _lines(table, ("{}", r"\textbf{{{}}}", r"\underline{{{}}}"), for_latex)
+    rows = [" & ".join(line) + r" \\" for line in [[*map(for_latex, table.headings)], *lines]]
+    caption = ". ".join(map(for_latex, filter(None, (table.title, table.remarks.removesuffix(".")))))
+    layout = "".join("l" if left else "r" for left in table.left)
+    return "\n".join([
+        r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{layout}}}", r"\toprule",
+        rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+    ])  # fmt: skip
+
+
+def for_latex(text: str) -> str:
+    """Plain text for LaTeX.
+
+    >>> print(for_latex("mu_1 = 5 %"))
+    mu\\_1 = 5 \\%
+    """
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def comma_separated(tables: Sequence[Table]) -> str:
+    """All tables as one tidy CSV, one number a row, nothing rounded."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for table in tables:
+        for row in table.rows:
+            for column, cell in zip(table.columns, row.cells, strict=True):
+                if shown(cell) == NOTHING and not aside(cell):
+                    continue
+                paper = cell.beside or Cell()
+                numbers = (cell.mean, cell.std, cell.n, paper.mean, paper.std, cell.difference, cell.rank or None)
+                writer.writerow([table.title, *row.names, column.heading, column.metric, *numbers, cell.note])
+    return text.getvalue()

@@ -1,24 +1,37 @@
-"""The parts of a run from its options: data, federation, model, local training, simulation."""
+"""The parts of a run from its options: data, federation, model, local training, simulation; and all of them as `Setup`.
 
-from collections.abc import Sequence
+Letters: E experiments, K clients.
+"""
 
-import jax.numpy as jnp
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.domains import load_public
 from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
-from fedjax_pcdd.data.partition import partition
+from fedjax_pcdd.data.lists import is_file, partition
 from fedjax_pcdd.data.subset import subset
-from fedjax_pcdd.engine.devices import count_devices
+from fedjax_pcdd.engine.device_errors import OutOfMemory
+from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
+from fedjax_pcdd.engine.precision import TYPES, products
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.models.convolution_choices import Choices
+from fedjax_pcdd.training.accuracies import Accuracies
+from fedjax_pcdd.training.config import RunConfig, unused
+from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes_of, note
+from fedjax_pcdd.trees import select
 
-PRECISION = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+Pair = tuple[RunConfig, Method]
 
 
 def load(config: RunConfig) -> Dataset:
@@ -42,6 +55,8 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
         clients=config.clients or 0, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
         retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=groups,
     )  # fmt: skip
+    if is_file(config.partition) and config.clients not in (None, len(parts.train)):
+        raise UserError(f"{config.partition} has {len(parts.train)} clients, not {config.clients}: drop `clients`.")
     return Federation(dataset, parts)
 
 
@@ -50,11 +65,11 @@ def _steps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UserError(f"--lr-steps={text} must be round numbers with commas between them, as 40,80.") from None
+        raise UserError(f"`lr_steps={text}` must be round numbers with commas between them, as 40,80.") from None
 
 
 def default_model(dataset: Dataset) -> str:
-    """What is trained without --model: lstm on text, mlp on digits, else simple_cnn."""
+    """What is trained where no model is named: lstm on text, mlp on digits, else simple_cnn."""
     if dataset.text:
         return "lstm"
     return "mlp" if dataset.name == "digits" else "simple_cnn"
@@ -65,18 +80,19 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
     model = models.build(
         name, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",
-        dtype=None if config.precision == "float32" else PRECISION[config.precision],
+        dtype=TYPES[config.precision] if config.precision == "bfloat16" else None,
     )  # fmt: skip
     return model.clone(neck=config.neck) if config.neck else model
 
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
-    clip = method.grad_clip if config.grad_clip == "method" else config.grad_clip
+    clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     return Local(
-        config.local_epochs or 1, config.batch_size, config.last_batch, config.optimizer, config.lr, config.momentum,
-        config.weight_decay, None if clip in (None, "none") else float(clip), config.shuffle, _steps(config.lr_steps),
-        config.lr_decay,
+        epochs=config.local_epochs or 1, batch_size=config.batch_size, last_batch=config.last_batch,
+        optimizer=config.optimizer, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
+        clip=None if clip in (None, "none") else float(clip), shuffle=config.shuffle,
+        lr_steps=_steps(config.lr_steps), lr_decay=config.lr_decay,
     )  # fmt: skip
 
 
@@ -89,7 +105,7 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
     name = config.public or ("digits_public" if config.dataset == "digits" and config.task is None else None)
     if name is None:
         raise UserError(
-            "this method needs unlabelled public images: name a data set with --public, as --public=cifar10."
+            "this method needs unlabelled public images: name a data set with `public`, as `public=cifar10`."
         )
     samples = config.public_samples or (1000 if name == "digits_public" else 5000)
     images = load_public(name, config.data_dir, samples=samples, seed=config.seed, side=shape[0])
@@ -110,24 +126,147 @@ def assemble(
     model: Classifier | None = None,
     pipeline: augment.Pipeline | None = None,
     others: Sequence[Experiment] = (),
+    convolutions: Choices | None = None,
 ) -> Simulation:
     """Model, method and data as one simulation; a model or pipeline of one's own in place of what the options say.
 
     Args:
       others: experiments that share the program, after this one.
+      convolutions: forms that were timed on the device.
     """
     dataset, shape = federation.dataset, federation.image_shape
-    pipeline = pipeline or augment.pipeline(config.dataset, config.augment, shape, text=dataset.text)
+    pipeline = pipeline or augment.pipeline(
+        config.dataset, config.augment, shape, text=dataset.text, own=config.augmentation
+    )
     public = None
-    if method.distils:
+    if method.traits().public:
         plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
         public = public_images(config, shape), plain
     plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
+    plain_model = plain_model.clone(
+        precision=plain_model.precision or products(config.precision), convolutions=convolutions
+    )
     return Simulation(
         method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,
         cohort=config.cohort or federation.num_clients, lanes=lanes,
         devices=count_devices(config.devices), rounds=config.rounds, weights=config.weights,
         local_statistics=config.bn == "local", keeps_optimiser=config.optimizer_state == "kept",
         client_state=config.client_state, public=public, eval_batch=config.eval_batch,
-        dtype=PRECISION[config.precision],
+        dtype=TYPES[config.precision],
     )  # fmt: skip
+
+
+class Given(NamedTuple):
+    """Parts of a run that are objects of the user's own, in place of what the options say."""
+
+    federation: Federation | None = None
+    model: Classifier | None = None
+    pipeline: augment.Pipeline | None = None
+
+
+NOTHING = Given()
+
+
+class Setup:
+    """Experiments that share a program, ready to be trained: clients of a partition with one architecture.
+
+    Attributes:
+      config: of the first experiment; the others differ in what may differ within a program.
+      federations: of each experiment [E].
+      simulation: with one lane.
+      methods: of each experiment [E], as the simulation uses them.
+      convolutions: forms that were timed on the device, None for those of the packaged table.
+    """
+
+    convolutions: Choices | None = None
+
+    def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
+        """Build everything but the compiled programs; UserError for settings that cannot work."""
+        self.clock, self.started = CompileClock(), perf_counter()
+        self.pairs, self.given, self.config = pairs, given, pairs[0][0]
+        select_device(self.config.device, self.config.devices)
+        self.federations = self._federate()
+        self.simulation = self.make(1)
+        self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
+        for e in range(len(pairs)):
+            self._check(e)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether PA is measured after every client has fine-tuned the global model."""
+        return self.methods[0].traits().fine_tunes and self.config.fine_tune_epochs > 0
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the global variables of the best GA are needed in the end."""
+        return self.tunes and self.methods[0].traits().global_model
+
+    def _federate(self) -> list[Federation]:
+        if self.given.federation is not None:
+            return [self.given.federation]
+        dataset = load(self.config)
+        return [federate(config, dataset) for config, _ in self.pairs]
+
+    def make(self, lanes: int) -> Any:
+        """The simulation with so many lanes."""
+        others = zip(self.pairs[1:], self.federations[1:], strict=True)
+        return assemble(
+            *self.pairs[0], self.federations[0], lanes, model=self.given.model, pipeline=self.given.pipeline,
+            others=[experiment(*pair, federation) for pair, federation in others], convolutions=self.convolutions,
+        )  # fmt: skip
+
+    def _check(self, e: int) -> None:
+        cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients
+        if cohort is not None and cohort > clients:
+            raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
+        if not (self.simulation.steps[e] > 0).any():
+            raise UserError(
+                "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
+            )
+
+    def advice(self, e: int) -> list[str]:
+        """Sentences about what is without effect, and what the method thinks of these settings."""
+        return unused(self.pairs[e][0]) + self.simulation.advice[e]
+
+    def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
+        """The simulation with the lanes and the forms of convolutions that are used.
+
+        Args:
+          state: before the first round.
+          noted: what `notes` gave when the run began, None for a new one: then as the options say, or measured.
+          say: told what a user should know.
+        """
+        self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
+        lanes = noted["lanes"] if noted else self.config.lanes
+        if lanes == "auto":
+            clients = self.config.cohort or self.federations[0].num_clients
+            return self._with_fastest_lanes(state, len(self.pairs) * clients)
+        return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
+
+    def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
+        return choose_lanes(self.make, state, jobs, self.config.rounds)
+
+    def notes(self, simulation: Any) -> dict[str, Any]:
+        """What was settled, for resolved.json: with it a resumed run computes the same numbers."""
+        return {"lanes": lanes_of(simulation), "convolutions": note(self.convolutions)}
+
+    def notes_out_of_memory(self, simulation: Any, error: OutOfMemory, say: Say) -> dict[str, Any]:
+        """The same with half of the lanes, which is said; the error where there is but one."""
+        return self.notes(simulation) | {"lanes": fewer_lanes(lanes_of(simulation), error, say)}
+
+    def prepared(self, simulation: Any, state: State) -> State:
+        """What the first round starts from."""
+        return state
+
+    def accuracies(self, e: int, **more: Any) -> Callback:
+        """The callback that measures an experiment; what more `Accuracies` takes."""
+        config = self.pairs[e][0]
+        return Accuracies(config.method, every=config.eval_every, keeps_best=self.keeps_best, **more)
+
+    def pictures(self, folder: RunFolder) -> list[Callback]:
+        """Callbacks that write what only this kind of run has."""
+        return []
+
+    def more_results(self, run: Run) -> dict[str, Any]:
+        """What a summary holds beside accuracies and costs."""
+        return {}

@@ -1,26 +1,25 @@
-"""An option of the command line, made from a dataclass field: its type, bounds and text, and how it is read.
+"""An option, made from a dataclass field: its type, bounds and text, and how a value is read from text or YAML.
 
-Run options and the hyper-parameters of methods are both such fields, so the command line, preset files and
+Run options and the hyper-parameters of methods are both such fields, so the command line, Python, preset files and
 recorded configurations share one way to read a value and one way to refuse it.
 """
 
-import contextlib
 import dataclasses
 import functools
-import io
 import math
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal, Union
 
-import tyro
+import yaml
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, nearest
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
-    """A field of `RunConfig`.
+    """A field of `RunConfig`, or of another dataclass of options.
 
     Args:
       default: used where nothing is given.
@@ -35,7 +34,7 @@ def run_option(default: Any, group: str, help: str, *, low=None, high=None, abov
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field as the command line sees it; `kind` is its type without None, which `optional` tells."""
+    """One field as its readers see it; `kind` is its type without None, which `optional` tells."""
 
     name: str
     kind: Any
@@ -49,11 +48,6 @@ class Option:
     above: float | None = None
     below: float | None = None
 
-    @property
-    def flag(self) -> str:
-        """Its spelling on the command line, as `--batch-size`."""
-        return "--" + self.name.replace("_", "-")
-
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
@@ -63,61 +57,68 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def _option(field: dataclasses.Field, hint: Any) -> Option:
-    members = _members(hint)
-    kind = Union[tuple(member for member in members if member is not types.NoneType)]  # noqa: UP007
+    parts = members(hint)
+    kind = Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
     known = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
-    return Option(field.name, kind, types.NoneType in members, field.default, **known)
+    return Option(field.name, kind, types.NoneType in parts, field.default, **known)
 
 
-def _members(kind: Any) -> tuple:
+def members(kind: Any) -> tuple:
+    """The types of a union, or the one type."""
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def _choices(kind: Any) -> list:
-    return [choice for part in _members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
+def choices(kind: Any) -> list:
+    """The values that a type lists, none where it lists none."""
+    return [choice for part in members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
 
 
-def convert(option: Option, text: str | None, label: str) -> Any:
+def convert(option: Option, text: str | None, label: str | None = None) -> Any:
     """The checked value of an option from what a user wrote.
 
     Args:
       option: which one.
       text: as written; None, and "none" where it is no choice of its own, stand for no value.
-      label: how a sentence about it begins, as `--lr`.
+      label: how a sentence about it begins; None for the field.
 
     Raises:
       UserError: wrong type, no such choice, or out of bounds.
     """
-    if text is None or (option.optional and text.lower() == "none" and "none" not in _choices(option.kind)):
+    label = label or f"`{option.name}`"
+    if text is None or (option.optional and text.lower() == "none" and "none" not in choices(option.kind)):
         if not option.optional:
             raise UserError(f"{label} takes {_expected(option)}, so it cannot be empty.")
         return None
-    try:
-        value = _read(option.kind, text.capitalize() if option.kind is bool else text)
-    except SystemExit:
-        raise UserError(f"{label} takes {_expected(option)}, not {_short(text)!r}.") from None
-    check(option, value, label)
-    return value
+    for kind in members(option.kind):
+        try:
+            value = _read(kind, text)
+        except ValueError:
+            continue
+        check(option, value, label)
+        return value
+    raise UserError(f"{label} takes {_expected(option)}, not {_short(text)!r}.")
 
 
 def _read(kind: Any, text: str) -> Any:
-    """Tyro's reading of one value; SystemExit where it does not fit the type."""
-    form = dataclasses.make_dataclass("Form", [("value", Annotated[kind, tyro.conf.arg(name="value")])])
-    flags = (tyro.conf.FlagConversionOff,)
-    # Tyro prints its own multi-line box for some mistakes even without console outputs.
-    with contextlib.redirect_stderr(io.StringIO()):
-        parsed: Any = tyro.cli(form, args=[f"--value={text}"], console_outputs=False, config=flags)
-    return parsed.value
+    """A value of one type; ValueError where the text is none."""
+    known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
+    if not known:
+        return kind(text)
+    text = text.lower() if kind is bool else text
+    if text not in known:
+        raise ValueError(text)
+    return known[text]
 
 
 def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def check(option: Option, value: Any, label: str) -> None:
+def check(option: Option, value: Any, label: str | None = None) -> None:
     """UserError where a number is not finite or out of the option's bounds; other values pass."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
+    label = label or f"`{option.name}`"
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{label} must be a finite number, not {value}.")
     fits = (
@@ -149,7 +150,53 @@ def _expected(option: Option) -> str:
     >>> _expected(Option("lanes", Literal["auto"] | int, False, "auto"))
     'auto or an integer'
     """
-    words = [str(choice) for choice in _choices(option.kind)]
-    words += [_WORDS[part] for part in _members(option.kind) if part in _WORDS]
+    words = [str(choice) for choice in choices(option.kind)]
+    words += [_WORDS[part] for part in members(option.kind) if part in _WORDS]
     words += ["none"] if option.optional else []
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def load_mapping(text: str, source: str) -> dict[str, Any]:
+    """A YAML mapping with its keys in the spelling of fields; UserError where it is none."""
+    try:
+        mapping = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise UserError(f"{source} is not valid YAML{where}: correct it.") from None
+    return as_mapping(mapping, source)
+
+
+def as_mapping(value: Any, source: str) -> dict[str, Any]:
+    """The keys of a mapping in the spelling of fields (`batch-size` is `batch_size`), {} for nothing."""
+    if not isinstance(value, dict | None):
+        raise UserError(f"{source} must hold `name: value` lines, not {str(value)[:40]!r}.")
+    return {str(key).replace("-", "_"): item for key, item in (value or {}).items()}
+
+
+def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:
+    """Checked values from YAML ones; UserError names the key and the source."""
+    result = {}
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"unknown key '{name}' in {source}: {short_nearest(name, known)}")
+        if isinstance(value, dict | list):
+            raise UserError(f"'{name}' in {source} takes one value, not several.")
+        text = value if value is None or isinstance(value, str) else str(value)
+        result[name] = convert(known[name], text, f"'{name}' in {source}")
+    return result
+
+
+def short_nearest(name: str, known: Mapping[str, Any], *, few: int = 8) -> str:
+    """As `nearest`, but a reference to the help where the list of choices would fill the screen."""
+    text = nearest(name, known)
+    return text if text.startswith("did") or len(known) <= few else "`help` lists what there is."
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; UserError where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise UserError(f"{path} cannot be read ({reason}).") from None

@@ -1,4 +1,4 @@
-"""Personal accuracy after the last round: every client fine-tunes on its own data, as the method's `tuner` says.
+"""Personal accuracy after the last round: every client fine-tunes on its own data, as the method's `fine_tuner` says.
 
 Letters: E experiments of a simulation, K clients.
 """
@@ -58,7 +58,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[np.ndarray,
         correct[jobs.row[trained]] = np.array(report.correct)[trained]
     shape = len(federations), -1
     pa = accuracy(correct.sum(1), np.concatenate([f.test_sizes for f in federations])).reshape(shape)
-    if tuner.methods.global_model:
+    if tuner.methods.traits().global_model:
         return pa, None
     state = state._replace(servers=servers)  # not that of the last portion
     correct = np.array(tuner.evaluate(state).local).sum(1)

@@ -2,6 +2,7 @@
 
 config.yaml    the whole configuration
 metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
+clients.jsonl  PA of every client, one line a round that is evaluated
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
 track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
@@ -20,16 +21,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.disk import for_user
-from fedjax_pcdd.training.progress import final_table as final_table
-from fedjax_pcdd.training.progress import progress as progress
-from fedjax_pcdd.training.progress import show as show
+from fedjax_pcdd import __version__
+from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
-CONFIG, METRICS, SUMMARY, TRACK = "config.yaml", "metrics.jsonl", "summary.json", "track.jsonl"
+CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
+    "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
+)  # fmt: skip
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
-PACKAGES = ("fedjax-pcdd", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-COLOURS = {"ga": "#0072B2", "pa": "#D55E00", "loss": "#555555"}
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class RunFolder:
@@ -48,14 +48,14 @@ class RunFolder:
         path = Path(path)
         if (path / CONFIG).exists():
             raise UserError(
-                f"{path} already holds a run: continue it with --resume={path} or choose another --run-dir."
+                f"{path} already holds a run: continue it with `resume={path}` or choose another `run_dir`."
             )
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"{path} is not an empty folder: choose another --run-dir.")
+            raise UserError(f"{path} is not an empty folder: choose another `run_dir`.")
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise for_user(error, path) from error
+            raise failed_write(error, path) from error
         folder = cls(path)
         folder.write(CONFIG, config_yaml)
         return folder
@@ -65,7 +65,7 @@ class RunFolder:
         """A run to continue or to read; UserError where the folder holds none."""
         path = Path(path)
         if not (path / CONFIG).is_file():
-            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to --resume.")
+            raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
         return cls(path)
 
     @property
@@ -80,7 +80,7 @@ class RunFolder:
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write(_dumps(ordered) + "\n")
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
 
     def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored."""
@@ -100,10 +100,6 @@ class RunFolder:
                 kept = [row for row in self.rows(path.name) if row["round"] <= last]
                 self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json; NaN becomes null."""
-        self.write_json(SUMMARY, summary)
-
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once or not at all; NaN becomes null."""
         self.write(name, _dumps(value, indent=2) + "\n")
@@ -120,14 +116,34 @@ class RunFolder:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, self.path / name)
         except OSError as error:
-            raise for_user(error, self.path) from error
+            raise failed_write(error, self.path) from error
+
+
+class Records(Callback):
+    """Writes every round into the folder of a run."""
+
+    def __init__(self, folder: RunFolder):
+        """Args: folder: it goes back to the rounds that the run begins with."""
+        self.folder = folder
+
+    def on_start(self, run: Run) -> None:
+        """Forget rounds that no checkpoint knows."""
+        self.folder.truncate(run.history.rows)
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Append a line to metrics.jsonl, and to clients.jsonl where the round was evaluated."""
+        row = run.history.rows[-1]
+        self.folder.append(row)
+        if row["ga"] is not None:
+            self.folder.append({"round": run.round, "pa_per_client": run.history.pa_clients}, CLIENTS)
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
+    own = {"python": platform.python_version(), "fedjax-pcdd": __version__}
     return {
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
+        "versions": own | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -146,65 +162,6 @@ def peak_memory_mb() -> dict[str, float | None]:
     peaks = [s["peak_bytes_in_use"] / 1e6 for s in statistics if "peak_bytes_in_use" in s]
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
     return {"host": host, "device": max(peaks, default=None)}
-
-
-def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Draw GA and PA in percent, their best rounds marked, and the loss below.
-
-    Args:
-      rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
-      path: of the PNG.
-      title: above the curves.
-    """
-    from matplotlib.figure import Figure
-
-    rows = list(rows)
-    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
-    accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    accuracy.set_title(title, loc="left", fontsize=11)
-    accuracy.set_ylabel("accuracy (%)")
-    loss.set_ylabel("training loss")
-    loss.set_xlabel("round")
-    loss.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    curves = {name: curve for name in ("ga", "pa") if len((curve := _column(rows, name, 100))[0])}
-    for name, (rounds, values) in curves.items():
-        best = values.argmax()
-        _line(accuracy, rounds, values, COLOURS[name])
-        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=COLOURS[name], mew=1.6, zorder=3)
-    _label(accuracy, curves)
-    _line(loss, *_column(rows, "loss", 1), COLOURS["loss"])
-    for axes in (accuracy, loss):
-        axes.grid(color="0.92", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
-def _column(rows: list, name: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    pairs = [(row["round"], row[name] * scale) for row in rows if row.get(name) is not None]
-    pairs = [(round, value) for round, value in pairs if math.isfinite(value)]
-    return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
-
-
-def _line(axes: Any, rounds: np.ndarray, values: np.ndarray, colour: str) -> None:
-    few = len(rounds) <= 30
-    axes.plot(rounds, values, color=colour, linewidth=1.6, marker="o" if few else None, markersize=3)
-
-
-def _label(axes: Any, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Name each curve at its end; where two ends are close, move the names apart."""
-    low, high = axes.get_ylim()
-    ends = {name: float(values[-1]) for name, (_, values) in curves.items()}
-    missing = 0.16 * (high - low) - abs(ends.get("ga", math.inf) - ends.get("pa", -math.inf))
-    upper = max(ends, key=lambda name: ends[name], default=None)
-    for name, (rounds, values) in curves.items():
-        place = ends[name] + max(missing, 0) / 2 * (1 if name == upper else -1)
-        best = values.argmax()
-        text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
-        axes.annotate(
-            text, (1.01, place), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
-            color=COLOURS[name], fontsize=9, va="center",
-        )  # fmt: skip
 
 
 def _dumps(value: Any, indent: int | None = None) -> str:

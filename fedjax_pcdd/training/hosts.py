@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.devices import select_device
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, spelled
 from fedjax_pcdd.training.config import RUN, RunConfig
 
 # In the errors of a collective operation, and of JAX's service, when a process is gone.
@@ -36,11 +36,11 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
-class LastWords:
+class Obituary:
     """A sentence on stderr if this process ends without a word: killed, or aborted by JAX's service."""
 
     def __init__(self, folder: Path):
-        """Start the one who says it, and who removes the folder when all is over."""
+        """Start the process that prints it, and that removes the folder when all is over."""
         command = [sys.executable, "-S", "-E", "-c", LISTEN, str(folder)]
         self._listener = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -57,37 +57,58 @@ class LastWords:
 
 
 @contextmanager
-def together(config: RunConfig) -> Iterator[RunConfig]:
+def together(config: RunConfig, spell: Callable[[str], str] = spelled) -> Iterator[RunConfig]:
     """Take part in a run of several processes, if the options say so; ends the process where something fails in it.
+
+    Args:
+      config: of all processes.
+      spell: writes the fields in a sentence as the user knows them.
 
     Yields:
       The options of this process: without those of the processes, and for all but the first with a folder that goes.
     """
     if config.coordinator is None:
-        yield config
+        with _survived(config, spell):
+            yield config
         return
-    place = Path(tempfile.mkdtemp())
-    words = LastWords(place)
+    temporary = Path(tempfile.mkdtemp())
+    obituary = Obituary(temporary)
     try:
-        _join(config, words)
+        missing = f"not all processes came to `coordinator={config.coordinator}` within {config.patience} s"
+        obituary.prepare(spell(f"{missing}: start all of them, with the same `coordinator` and `processes`."))
+        _join(config)
         select_device(config.device, config.devices)  # before JAX is asked who this is, which starts it
-        words.prepare(f"{_who()} ended, killed or because another one did: {_advice(config)}")
-        yield _own_options(config, place)
+        obituary.prepare(spell(f"{_who()} ended, killed or because another one did: {_advice(config)}"))
+        yield _own_options(config, temporary)
         jax.distributed.shutdown()
     except BaseException as error:
-        code = _say(error, config, place)
-        words.drop()
+        code, sentence = _ending(error, config)
+        print(spell(sentence).replace(str(temporary / "run"), str(config.resume or config.run_dir)), file=sys.stderr)
+        obituary.drop()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the others
-    words.drop()
+    obituary.drop()
 
 
-def _join(config: RunConfig, words: LastWords) -> None:
+@contextmanager
+def _survived(config: RunConfig, spell: Callable[[str], str]) -> Iterator[None]:
+    """Where a compiler may end the process, as those for GPUs do where a check of theirs fails, say what to do then."""
+    select_device(config.device, config.devices)
+    if jax.default_backend() == "cpu":
+        yield
+        return
+    obituary = Obituary(Path(tempfile.mkdtemp()))
+    advice = "or try another `precision`, or `tune=off`, in a new one"
+    obituary.prepare(spell(f"the run ended, killed or by a compiler that failed: {_advice(config)[:-1]}, {advice}."))
+    try:
+        yield
+    finally:
+        obituary.drop()
+
+
+def _join(config: RunConfig) -> None:
     """Meet the other processes."""
-    where = f"--coordinator={config.coordinator}"
-    missing = f"not all processes came to {where} within {config.patience} s"
-    words.prepare(f"{missing}: start all of them, with the same --coordinator and --processes.")
     known = config.coordinator != "auto"
     jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM for news, not for an end
     try:
@@ -100,20 +121,20 @@ def _join(config: RunConfig, words: LastWords) -> None:
         if "must be defined" in str(error) or "should be defined" in str(error):
             raise UserError(
                 "JAX finds neither SLURM, Open MPI nor a TPU that tells of other processes: give "
-                "--coordinator=HOST:PORT, --processes and --process."
+                "`coordinator=HOST:PORT`, `processes` and `process`."
             ) from error
-        raise UserError(f"cannot meet the other processes ({_first_line(error)}): check {where}.") from error
+        check = f"check `coordinator={config.coordinator}`"
+        raise UserError(f"cannot meet the other processes ({_first_line(error)}): {check}.") from error
 
 
-def _own_options(config: RunConfig, place: Path) -> RunConfig:
-    where = ("coordinator", "processes", "process", "patience")
-    config = replace(config, **{name: RUN[name].default for name in where})
+def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
+    common = ("coordinator", "processes", "process", "patience")
+    config, folder = replace(config, **{name: RUN[name].default for name in common}), temporary / "run"
     if jax.process_index() == 0:
         return config
-    config = replace(config, run_dir=place / "run", quiet=True, tensorboard=False, wandb=False)
+    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False)
     if config.resume is None:
         return config
-    folder = place / "run"
     folder.mkdir()
     for name in ("config.yaml", "resolved.json"):
         with suppress(FileNotFoundError):
@@ -128,22 +149,18 @@ def _who() -> str:
 
 def _advice(config: RunConfig) -> str:
     folder = config.resume or config.run_dir or "the run's folder"
-    return f"continue with --resume={folder}, in any number of processes."
+    return f"continue with `resume={folder}`, in any number of processes."
 
 
-def _say(error: BaseException, config: RunConfig, place: Path) -> int:
-    """Say why this process ends; its exit code."""
+def _ending(error: BaseException, config: RunConfig) -> tuple[int, str]:
+    """The exit code of this process, and why it ends."""
     if isinstance(error, UserError):
-        print(str(error).replace(str(place / "run"), str(config.resume or config.run_dir)), file=sys.stderr)
-        return 2
+        return 2, error.sentence
     if isinstance(error, KeyboardInterrupt):
-        print(f"stopped; {_advice(config)}", file=sys.stderr)
-        return 130
+        return 130, f"stopped; {_advice(config)}"
     if not any(word in str(error).lower() for word in GONE):
-        traceback.print_exception(error)
-        return 1
-    print(f"{_who()} lost another one ({_first_line(error)}): {_advice(config)}", file=sys.stderr)
-    return 1
+        return 1, "".join(traceback.format_exception(error)).rstrip()
+    return 1, f"{_who()} lost another one ({_first_line(error)}): {_advice(config)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,87 +1,78 @@
 """Optional experiment trackers: the scalars of each round, over rounds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
-class Writer(Protocol):
-    """Takes the rows of metrics.jsonl."""
+class Logger(Callback):
+    """Hands the scalars of every round to `write`."""
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Write the scalars of a row at `row["round"]`."""
-        ...
+    def write(self, round: int, values: Mapping[str, float]) -> None:
+        """Log the scalars of a round."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """Write what is left."""
-        ...
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Log the newest row of the history."""
+        self.write(run.round, scalars(run.history.rows[-1]))
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files for TensorBoard."""
 
     def __init__(self, folder: Path):
         """Open the event file; UserError without tensorboardX."""
-        self._writer = _load("tensorboardX", "tensorboard").SummaryWriter(str(folder))
+        self._writer = load("tensorboard").SummaryWriter(str(folder))
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, round: int, values: Mapping[str, float]) -> None:
         """One point a scalar."""
-        for name, value in scalars(row).items():
-            self._writer.add_scalar(name, value, row["round"])
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, round)
 
-    def close(self) -> None:
+    def on_end(self, run: Run) -> None:
         """Flush and close the event file."""
         self._writer.close()
 
 
-class WandB:
+class WandB(Logger):
     """A run of Weights & Biases; the environment variables of wandb choose project, entity and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         """Start the run, named as the folder; UserError without wandb."""
-        wandb = _load("wandb", "wandb")
-        self._run = wandb.init(dir=str(folder), name=Path(folder).name, config=dict(config))
+        self._run = load("wandb").init(dir=str(folder), name=Path(folder).name, config=dict(config))
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """All scalars of a row at once."""
-        self._run.log(scalars(row), step=row["round"])
+    def write(self, round: int, values: Mapping[str, float]) -> None:
+        """All scalars at once."""
+        self._run.log(dict(values), step=round)
 
-    def close(self) -> None:
+    def on_end(self, run: Run) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-def writers_for(tensorboard: bool, wandb: bool, folder: Path, config: Mapping[str, Any]) -> list[Writer]:
-    """The trackers asked for.
-
-    Args:
-      tensorboard: write event files into `folder`/tensorboard.
-      wandb: log to Weights & Biases.
-      folder: of the run.
-      config: shown by Weights & Biases.
-
-    Raises:
-      UserError: a package is missing.
-    """
-    writers: list[Writer] = []
-    if tensorboard:
-        writers.append(TensorBoard(Path(folder) / "tensorboard"))
-    if wandb:
-        writers.append(WandB(folder, config))
-    return writers
+LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")
+"""Loggers from outside: made from the folder of a run and its options, a `Callback`, by name."""
 
 
-def require(tensorboard: bool, wandb: bool) -> None:
-    """UserError where a tracker's package is missing; asked before a run folder is made."""
-    if tensorboard:
-        _load("tensorboardX", "tensorboard")
-    if wandb:
-        _load("wandb", "wandb")
+def made(names: str | None, folder: Path, config: Mapping[str, Any]) -> list[Callback]:
+    """The loggers that a text lists, by names or import paths with commas between them."""
+    return [LOGGERS.find(name.strip())(folder, config) for name in (names or "").split(",") if name.strip()]
+
+
+def load(name: str) -> ModuleType:
+    """The package of "tensorboard" or "wandb"; UserError where it is missing, asked before a folder is made."""
+    package = {"tensorboard": "tensorboardX"}.get(name, name)
+    try:
+        return __import__(package)
+    except ImportError as error:
+        raise UserError(f"{package} is missing: pip install 'fedjax-pcdd[{name}]'.") from error
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
@@ -96,10 +87,3 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if name != "round" and isinstance(value, numbers) and not isinstance(value, bool)
     }
-
-
-def _load(package: str, extra: str) -> ModuleType:
-    try:
-        return __import__(package)
-    except ImportError as error:
-        raise UserError(f"{package} is missing: pip install 'fedjax-pcdd[{extra}]'.") from error

@@ -1,12 +1,15 @@
-"""Accuracies from counts, and the history of a run: plain data that goes into every checkpoint.
+"""Accuracies from counts, the history of a run (plain data that goes into every checkpoint), and its result.
 
 Letters: K clients, C classes.
 """
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from fedjax_pcdd.methods.method import Method
 
 LAST = 10  # rounds averaged beside best and last
 
@@ -103,3 +106,16 @@ class History:
 def new_history(clients: int) -> History:
     """The history before the first round of K clients."""
     return History([], [None] * clients, [None] * clients, [None] * clients)
+
+
+def result(history: History, method: Method) -> dict[str, Any]:
+    """Best and last of GA and PA, as summary.json has them before any fine-tuning."""
+    (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
+    if not method.traits().global_model:
+        ga_best, ga_round = history.without_global_model(), None
+    return {
+        "ga_best": ga_best, "ga_last": history.last("ga"), "pa_best": pa_best, "pa_last": history.last("pa"),
+        "ga_best_round": ga_round, "pa_best_round": pa_round,
+        "ga_mean_last10": history.mean_last("ga"), "pa_mean_last10": history.mean_last("pa"),
+        "pa_protocol": "during training", "pa_best_per_client": history.best_pa_clients,
+    }  # fmt: skip

@@ -4,40 +4,61 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+
 SHOWN = ("ga", "pa", "loss")
+ROUNDS = TextColumn("round {task.completed:.0f}/{task.total:.0f}")
 
 
-class Bar(Protocol):
-    """What `progress` gives."""
-
-    def __enter__(self) -> "Bar": ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        """Show a finished round; what the row does not know (GA without evaluation) stays as it was."""
-        ...
-
-
-def progress(total: int, done: int, quiet: bool, console: Console | None = None) -> Bar:
-    """Show how a run proceeds.
-
-    Args:
-      total: rounds of the run.
-      done: rounds completed before.
-      quiet: show nothing.
-      console: where to; a bar on a terminal, elsewhere one plain line about every tenth of the rounds.
-    """
+def bar(console: Console | None = None) -> Callback:
+    """A bar on a terminal, elsewhere one plain line about every tenth of the rounds."""
     console = console or Console()
-    if quiet:
-        return _Silent()
-    return _Terminal(total, done, console) if console.is_terminal else _Lines(total, done, console)
+    return _Terminal(console) if console.is_terminal else _Lines(console)
+
+
+class _Terminal(Callback):
+    def __init__(self, console: Console):
+        texts = [TextColumn("{task.fields[" + name + "]}") for name in SHOWN]
+        self._progress = Progress(ROUNDS, BarColumn(), *texts, TimeRemainingColumn(), console=console)
+
+    def on_start(self, run: Run) -> None:
+        self._task = self._progress.add_task("", total=run.rounds, completed=run.round, **_texts({}))
+        self._progress.start()
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        # What a round without evaluation does not know stays as it was.
+        known = {name: text for name, text in _texts(run.history.rows[-1]).items() if text}
+        self._progress.update(self._task, completed=run.round, **known)
+
+    def on_end(self, run: Run) -> None:
+        self._progress.stop()
+
+
+class _Lines(Callback):
+    def __init__(self, console: Console):
+        self._console, self._known = console, {}
+
+    def on_start(self, run: Run) -> None:
+        self._done, self._begun = run.round, time.perf_counter()
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        self._known |= {name: text for name, text in _texts(run.history.rows[-1]).items() if text}
+        if run.round % max(1, run.rounds // 10) and not run.is_over:
+            return
+        texts = [f"round {run.round}/{run.rounds}", *(self._known[n] for n in SHOWN if n in self._known)]
+        self._console.print("  ".join([*texts, self._left(run)]), markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self, run: Run) -> str:
+        elapsed = time.perf_counter() - self._begun
+        seconds = math.ceil(elapsed / max(1, run.round - self._done) * (run.rounds - run.round))
+        minutes, seconds = divmod(seconds, 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
 class SweepBar:
@@ -46,8 +67,8 @@ class SweepBar:
     def __init__(self, rounds: Mapping[str, int], console: Console):
         """Args: rounds: of each run, by its name."""
         self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
-        shown = TextColumn("{task.description}"), BarColumn(), TextColumn("round {task.completed:.0f}/{task.total:.0f}")
-        self._progress = Progress(*shown, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        columns = TextColumn("{task.description}"), BarColumn(), ROUNDS, TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("sweep", total=sum(rounds.values()))
 
     @property
@@ -62,10 +83,6 @@ class SweepBar:
     def __exit__(self, *error):
         self._progress.stop()
 
-    def of(self, name: str) -> Bar:
-        """What the run of this name tells of its rounds."""
-        return _Part(self, name)
-
     def show(self, name: str, done: int) -> None:
         """A run has completed so many rounds."""
         self._progress.update(self._task, advance=done - self._done[name], description=name)
@@ -74,6 +91,18 @@ class SweepBar:
     def end(self, name: str) -> None:
         """A run is over, whether or not it came to its last round."""
         self.show(name, self._rounds[name])
+
+
+class PartOfSweep(Callback):
+    """Tells a sweep's bar of the rounds of one run."""
+
+    def __init__(self, bar: SweepBar, name: str):
+        """Args: name: of the run."""
+        self.bar, self.name = bar, name
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Move the bar."""
+        self.bar.show(self.name, run.round)
 
 
 def final_table(summary: Mapping[str, Any]) -> Table:
@@ -98,71 +127,6 @@ def show(summary: Mapping[str, Any], folder: Path, console: Console | None = Non
     console = console or Console()
     console.print(final_table(summary))
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
-
-
-class _Silent:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def update(self, row):
-        pass
-
-
-class _Part(_Silent):
-    def __init__(self, whole: SweepBar, name: str):
-        self._whole, self._name = whole, name
-
-    def update(self, row):
-        self._whole.show(self._name, row["round"])
-
-
-class _Terminal:
-    def __init__(self, total: int, done: int, console: Console):
-        texts = [TextColumn("{task.fields[" + name + "]}") for name in SHOWN]
-        rounds = TextColumn("round {task.completed:.0f}/{task.total:.0f}")
-        self._progress = Progress(rounds, BarColumn(), *texts, TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task("", total=total, completed=done, **_texts({}))
-
-    def __enter__(self):
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error):
-        self._progress.stop()
-
-    def update(self, row):
-        known = {name: text for name, text in _texts(row).items() if text}
-        self._progress.update(self._task, completed=row["round"], **known)
-
-
-class _Lines:
-    def __init__(self, total: int, done: int, console: Console):
-        self._total, self._done, self._console = total, done, console
-        self._known: dict[str, Any] = {}
-
-    def __enter__(self):
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def update(self, row):
-        self._known |= {name: text for name, text in _texts(row).items() if text}
-        if row["round"] % max(1, self._total // 10) and row["round"] != self._total:
-            return
-        words = [f"round {row['round']}/{self._total}", *(self._known[n] for n in SHOWN if n in self._known)]
-        words.append(self._left(row["round"]))
-        self._console.print("  ".join(words), markup=False, highlight=False, soft_wrap=True)
-
-    def _left(self, round: int) -> str:
-        elapsed = time.perf_counter() - self._start
-        seconds = math.ceil(elapsed / max(1, round - self._done) * (self._total - round))
-        minutes, seconds = divmod(seconds, 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""--track: quantities beside accuracy, one line a round in track.jsonl and a picture of each in the end.
+"""Tracked quantities beside accuracy, one line a round in track.jsonl and a picture of each in the end.
 
 A line holds, by the name of the quantity, numbers of the `global` model and means over the clients of the round
 (`local`: right after local training; for participants that exchange logits: between rounds), null where there are none.
@@ -14,27 +14,32 @@ import numpy as np
 
 from fedjax_pcdd.analysis.angles import etf_angle
 from fedjax_pcdd.analysis.pictures import draw
-from fedjax_pcdd.analysis.quantities import QUANTITIES, mean_of
+from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.training.folder import TRACK, RunFolder
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.trees import select
 
 
 def names_of(text: str | None) -> tuple[str, ...]:
-    """The quantities that --track lists, each once; UserError for one that there is not.
+    """The quantities that a text lists, each once; UserError for one that there is not.
 
     >>> names_of("angles,spectrum")
     ('angles', 'spectrum')
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
     for name in names:
-        if name not in QUANTITIES:
-            raise UserError(f"--track knows no '{name}': {nearest(name, QUANTITIES)}")
+        if name not in QUANTITIES and not is_import_path(name):
+            raise UserError(f"knows no '{name}': {nearest(name, QUANTITIES)}", field="track")
+        if not isinstance(QUANTITIES.find(name), Quantity):
+            raise UserError(f"takes a Quantity, which {name} is not: make one as docs/analyses.md says.", field="track")
     return names
 
 
@@ -45,27 +50,26 @@ class Tracker:
         """Prepare the programs; nothing is compiled yet.
 
         Args:
-          names: keys of QUANTITIES; without any nothing is ever done.
+          names: keys of QUANTITIES.
           simulation: a `Simulation` of one experiment, or `Groups`.
           seed: of the test samples that are looked at.
           local: whether to look at the clients' models too, which costs their training once more; where there is no
             global model they are looked at in any case.
         """
         self.names, self.simulation = tuple(names), simulation
-        if not names:
-            return
         self.parts = _parts(simulation)
         self.method = select(simulation.methods, 0)
-        local = local or not self.method.global_model
-        self.federation = simulation.federation if isinstance(simulation, Groups) else _federation(simulation)
+        traits = self.method.traits()
+        local = local or not traits.global_model
+        self.federation = simulation.federations[0]
         self.probe = random_probe(len(self.federation.dataset.y_test), seed)
-        exchanged = self.method.exchange != "never" or self.method.averages == "exchanged"
+        exchanged = traits.exchange != "never" or traits.averages == "exchanged"
         self.after, self.between = local and not exchanged, local and exchanged
         programs = [part.simulation.program for part in self.parts]
         looks = [partial(_look, program, self.names) for program in programs]
-        pairs = zip(programs, looks, strict=True)
+        pairs = list(zip(programs, looks, strict=True))
         self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
-        self._between = [jax.jit(partial(look_between_rounds, look)) for look in looks]
+        self._between = [jax.jit(partial(look_between_rounds, program, look)) for program, look in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
@@ -76,7 +80,7 @@ class Tracker:
           state: before the round; not donated.
           plan: of the round.
         """
-        if not self.names or not self.after:
+        if not self.after:
             return None
         plans = plan[0] if isinstance(self.simulation, Groups) else [plan]
         found = []
@@ -111,43 +115,52 @@ class Tracker:
 
     def _local(self, name: str, found: list[Tree]) -> dict[str, float | None]:
         """Means over all clients."""
-        numbers = [QUANTITIES[name].per_client(seen[name]) for seen in found]
+        numbers = [QUANTITIES.find(name).per_client(seen[name]) for seen in found]
         return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
-        if not self.method.global_model:
+        if not self.method.traits().global_model:
             return {}
         one, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
         present = self.federation.class_counts[jobs.row] > 0
         seen = self._general(one.methods, self.parts[0].of(state).servers, one.data, present, self.probe)
         counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
-        return {name: QUANTITIES[name].overall(seen[name], counts, labels, classes) for name in self.names}
+        return {name: QUANTITIES.find(name).overall(seen[name], counts, labels, classes) for name in self.names}
 
 
-class Recorder:
-    """Writes what a tracker finds into the folder of a run."""
+class Tracking(Callback):
+    """Writes what a tracker sees into the folder of a run, and draws it in the end."""
 
-    def __init__(self, tracker: Tracker, folder: RunFolder, *, every: int, rounds: int):
-        """Every how many rounds to look, and the last round, which is looked at in any case."""
-        self.tracker, self.folder, self.every, self.rounds = tracker, folder, every, rounds
+    def __init__(self, names: Sequence[str], folder: RunFolder, *, every: int = 1, local: bool = True, seed: int = 0):
+        """As `Tracker`; every how many rounds to look, and at the last one in any case."""
+        self.names, self.folder, self.every, self.local, self.seed = names, folder, every, local, seed
+        self._before: list[Tree] | None = None
 
-    def due(self, round: int) -> bool:
-        """Whether a round, from 0, is looked at."""
-        return bool(self.tracker.names) and ((round + 1) % self.every == 0 or round + 1 == self.rounds)
+    def on_start(self, run: Run) -> None:
+        """Look at what the first round starts from."""
+        self.tracker = Tracker(self.names, run.simulation, self.seed, local=self.local)
+        self._look(run)
 
-    def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
-        """To be called before a round; see `Tracker.before`."""
-        return self.tracker.before(round, state, plan) if self.due(round) else None
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Write the round, and look at what the next one starts from."""
+        if self._is_due(run, run.round):
+            entry = self.tracker.entry(run.state, report.jobs, self._before)
+            self.folder.append({"round": run.round, **entry}, TRACK)
+        self._look(run)
 
-    def write(self, round: int, state: State, jobs: Any, found: list[Tree] | None) -> None:
-        """To be called after it; see `Tracker.entry`."""
-        if self.due(round):
-            self.folder.append({"round": round + 1, **self.tracker.entry(state, jobs, found)}, TRACK)
+    def _look(self, run: Run) -> None:
+        following, self._before = run.round + 1, None
+        if not run.is_over and self._is_due(run, following):
+            self._before = self.tracker.before(run.round, run.state, run.runs.plan)
 
-    def draw(self) -> None:
+    def _is_due(self, run: Run, round: int) -> bool:
+        return round % self.every == 0 or round == run.rounds
+
+    def on_end(self, run: Run) -> None:
         """The pictures `track_<name>.png`."""
-        for name in self.tracker.names:
-            draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{name}.png")
+        if run.error is None:
+            for name in self.names:
+                draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{short_name(name)}.png")
 
 
 class _Part(NamedTuple):
@@ -167,23 +180,20 @@ class _Part(NamedTuple):
 
 def _parts(simulation: Any) -> list[_Part]:
     if not isinstance(simulation, Groups):
-        return [_Part(simulation, tuple(range(_federation(simulation).num_clients)), None)]
+        return [_Part(simulation, tuple(range(simulation.federations[0].num_clients)), None)]
     numbered = zip(simulation.groups, simulation.members, range(len(simulation.groups)), strict=True)
     return [_Part(*one) for one in numbered]
-
-
-def _federation(simulation: Simulation):
-    return simulation.experiments[0].federation
 
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
     """What is found in one client's model."""
     view = View(program, server, variables, data.train, row, data.class_counts[row] > 0)
-    return {name: QUANTITIES[name].of_client(view) for name in names}
+    return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
+@full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
     """What is found in the global model."""
     method, server = select((methods, servers), 0)
     view = View(program, server, method.generic_variables(server), data.test, None, present)
-    return {name: QUANTITIES[name].of_server(view, probe) for name in names}
+    return {name: QUANTITIES.find(name).of_server(view, probe) for name in names}

@@ -1,0 +1,139 @@
+"""A run with options, as the command line has them, but through the library: stopped, killed and continued at will."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workloads import CLASSES
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+
+ROOT = Path(__file__).parents[2]
+
+
+class Enough(BaseException):
+    """A run has come as far as it was asked to."""
+
+
+class Until(Callback):
+    """What a run tells of its rounds; ends it after a round, or when another one would not fit into the time."""
+
+    def __init__(self, last: int | None, seconds: float | None):
+        now = time.monotonic()
+        self.last, self.end = last, math.inf if seconds is None else now + seconds
+        self.before, self.longest = now, None
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """A round is done, and in the checkpoint that is being written."""
+        now = time.monotonic()
+        # The first round of a process compiles, so that it says nothing about the next one.
+        self.longest = 0.0 if self.longest is None else max(self.longest, now - self.before)
+        self.before = now
+        if run.round == self.last or now + 1.2 * self.longest > self.end:
+            raise Enough
+
+
+def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, seconds: float | None = None) -> bool:
+    """Begin or continue a run in a folder.
+
+    Args:
+      options: of `experiments/run.py`, by the names of fields.
+      last: round after which it stops though it has more.
+      seconds: after which it does.
+
+    Returns:
+      Whether it has come to its last round.
+    """
+    from fedjax_pcdd.api.runs import run
+    from fedjax_pcdd.training.config import build
+
+    begun = (folder / "config.yaml").is_file()
+    if last is not None and begun and len(rows(folder)) >= last:
+        return (folder / "summary.json").is_file()
+    where = {"resume": folder} if begun else {}
+    config, method = build({**options, "run_dir": folder, "quiet": True, **where})
+    try:
+        run(config, method, last=[Until(last, seconds)])
+    except Enough:
+        return len(rows(folder)) >= config.rounds and train(options, folder)
+    return True
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rounds of a run so far."""
+    file = folder / "metrics.jsonl"
+    if not file.exists():
+        return []
+    *lines, _ = file.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The result of a run that is done, {} before."""
+    file = folder / "summary.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def random_images(folder: Path, shape: tuple[int, ...], train: int, test: int = 100) -> dict[str, Any]:
+    """A data set of random images in a folder, as options of a run."""
+    rng, arrays = np.random.default_rng(0), {}
+    for part, count in (("train", train), ("test", test)):
+        arrays[f"x_{part}"] = rng.integers(0, 256, (count, *shape), np.uint8)
+        arrays[f"y_{part}"] = np.arange(count) % CLASSES
+    np.savez(folder / "random.npz", **arrays)
+    return {"dataset": "random", "data_dir": folder, "partition": "iid"}
+
+
+def random_text(folder: Path, speakers: int, length: int) -> dict[str, Any]:
+    """A data set of random characters in a folder, as options of a run."""
+    start = np.arange(speakers) * length
+    text = np.random.default_rng(0).integers(97, 97 + 26, speakers * length).astype(np.uint8)
+    np.savez(
+        folder / "letters.npz", text=text, speech_start=start, speech_end=start + length,
+        speech_speaker=np.arange(speakers),
+    )  # fmt: skip
+    return {"dataset": "letters", "data_dir": folder, "partition": "natural", "clients": None}
+
+
+def killed(options: Mapping[str, Any], folder: Path, after: int, seconds: float = 300.0) -> int:
+    """Run in another process, and end that by SIGKILL when it has done some rounds; how many it had done.
+
+    Raises:
+      RuntimeError: it ended by itself, or did not come so far in time.
+    """
+    given = json.dumps({**options, "data_dir": str(options["data_dir"])})
+    command = [sys.executable, "-m", "benchmarks.gpu.training", given, str(folder)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        end = time.monotonic() + seconds
+        while len(rows(folder)) < after and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        done = process.poll()
+        process.kill()
+        process.wait()
+        log.seek(0)
+        if done is not None or len(rows(folder)) < after:
+            raise RuntimeError(f"the run that was to be killed ended too early or was too slow: {log.read()[-2000:]}")
+    return len(rows(folder))
+
+
+def largest_difference(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str = "loss") -> float:
+    """Largest relative difference of a column of two runs; infinite where they differ in length."""
+    if len(one) != len(other):
+        return math.inf
+    return max(abs(a[key] - b[key]) / max(abs(a[key]), 1e-12) for a, b in zip(one, other, strict=True))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is there to be killed
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    train(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,170 @@
+"""Part 1, does it work: every method and model, a killed run, lanes that agree, memory, and the device's ceilings."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import training
+from benchmarks.gpu.items import Item
+from benchmarks.workloads import WORKLOADS, Workload
+
+UNTIMED = {"tune": "off"}  # forms of convolutions are not timed where several items share the device
+TINY = Workload("mlp", (8, 8, 1), clients=3, per_client=8, batch=4)
+LARGEST_STEP = 1e-4  # relative difference of a parameter after one round in full float32, above which lanes disagree
+
+
+def items(rehearse: bool) -> list[Item]:
+    """The steps of part 1, the least expected to fail first."""
+    from fedjax_pcdd.methods import METHODS
+    from fedjax_pcdd.models import MODELS
+
+    methods, models = ("fedavg", "fedmr") if rehearse else METHODS, ("mlp", "simple_cnn") if rehearse else MODELS
+    of = {"tiny": rehearse}
+    made = [Item("ceilings", ceilings, seconds=40)]
+    made += [Item(f"method {name}", method, {"name": name, **of}, 45, together=True) for name in methods]
+    made += [Item(f"model {name}", model, {"name": name, **of}, 60, together=True) for name in models]
+    made += [Item("killed and resumed", resumed, {"name": "scaffold", **of}, 60, together=True)]
+    compared = ("fedavg",) if rehearse else ("fedavg", "scaffold", "fedmr")
+    made += [Item(f"lanes {name}", lanes, {"name": name, **of}, 60, together=True) for name in compared]
+    clients = (3, 6) if rehearse else (500, 5000)
+    return made + [Item(f"memory, {k} clients", memory, {"clients": k, **of}, 30) for k in clients]
+
+
+def device() -> dict[str, Any]:
+    """What computes."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "backend": jax.default_backend()}
+
+
+def ceilings() -> dict[str, Any]:
+    """GB/s of a copy, counting bytes read and written, and TFLOP/s of a large product in each precision."""
+    import jax
+    import jax.numpy as jnp
+
+    size, side = (2**20, 512) if jax.default_backend() == "cpu" else (2**32, 8192)
+    copied = jax.jit(lambda x: -x)
+    record = {"copy_gb_s": 2 * size / _seconds(copied, jnp.ones(size // 4, jnp.float32)) / 1e9}
+    for name, precision, dtype in (
+        ("float32", "highest", jnp.float32),
+        ("tf32", None, jnp.float32),
+        ("bfloat16", None, jnp.bfloat16),
+    ):
+        a, b = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
+        with jax.default_matmul_precision(precision):
+            record[f"{name}_tflop_s"] = 2 * side**3 / _seconds(jax.jit(jnp.matmul), a, b) / 1e12
+    return record | device()
+
+
+def _seconds(function: Callable[..., Any], *operands: Any, times: int = 20) -> float:
+    """Of one of so many calls in a row, after one that compiles; the device does not wait for the host between them."""
+    import jax
+
+    jax.block_until_ready(function(*operands))
+    begun = time.perf_counter()
+    for _ in range(times - 1):
+        function(*operands)
+    jax.block_until_ready(function(*operands))
+    return (time.perf_counter() - begun) / times
+
+
+def _two_rounds(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What two rounds of a run gave and cost; AssertionError where a loss is not finite."""
+    common = {"rounds": 2, "local_epochs": 1, "fine_tune_epochs": 1, "min_samples": 1}
+    training.train({**UNTIMED, **common, **options}, folder / "run")
+    result, rows = training.summary(folder / "run"), training.rows(folder / "run")
+    losses = [row["loss"] for row in rows]
+    assert all(map(math.isfinite, losses)), f"losses are {losses}"
+    kept = ("ga_last", "pa_last", "compile_seconds", "seconds_per_round", "device_peak_memory_mb", "lanes")
+    return {name: result.get(name) for name in kept} | {"losses": losses} | device()
+
+
+def method(name: str, tiny: bool) -> dict[str, Any]:
+    """Two rounds of a method, with evaluation, fine-tuning and checkpoints: W1's clients in ten lanes."""
+    workload = TINY if tiny else WORKLOADS["w1"]
+    with tempfile.TemporaryDirectory() as folder:
+        data = training.random_images(Path(folder), workload.shape, workload.stored)
+        options = data | {"method": name, "clients": workload.clients, "batch_size": workload.batch, "lanes": 10}
+        # Unlabelled images for the methods that look at some; the others do not read them.
+        public = {"public": "digits_public", "public_samples": 64, "public_batch": 32}
+        return _two_rounds(options | public | {"model": workload.model}, Path(folder))
+
+
+def model(name: str, tiny: bool) -> dict[str, Any]:
+    """Two rounds of FedAvg with a model: two clients in two lanes, two steps each."""
+    from fedjax_pcdd.models import smallest_side
+
+    side = max(smallest_side(name), 16) if tiny else 64 if name.endswith("isic") else 32
+    batch = 4 if tiny else 50
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "lstm":
+            data = training.random_text(Path(folder), speakers=2, length=400)
+        else:
+            data = training.random_images(Path(folder), (side, side, 3), 4 * batch) | {"clients": 2}
+        options = {"model": name, "batch_size": batch, "lanes": 2, "fine_tune_epochs": 0}
+        return _two_rounds(data | options, Path(folder))
+
+
+def resumed(name: str, tiny: bool) -> dict[str, Any]:
+    """A run that is ended by SIGKILL and continued, beside the same run in peace.
+
+    On a CPU the losses are equal; on a GPU, where sums have no fixed order, nearly.
+    """
+    workload = TINY if tiny else WORKLOADS["w1"]
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        options = training.random_images(home, workload.shape, workload.stored)
+        options |= UNTIMED | {
+            "method": name,
+            "model": workload.model,
+            "clients": workload.clients,
+            "rounds": 6,
+            "lanes": 1,
+        }
+        options |= {"batch_size": workload.batch, "local_epochs": 1, "fine_tune_epochs": 0, "seed": 1}
+        done = training.killed(options, home / "killed", after=2)
+        training.train(options, home / "killed")
+        training.train(options, home / "peace")
+        difference = training.largest_difference(training.rows(home / "killed"), training.rows(home / "peace"))
+        assert difference < 1e-2, f"losses of the resumed run differ by {difference}, relatively"
+    return {"killed_after": done, "rounds": 6, "loss_difference": difference} | device()
+
+
+def lanes(name: str, tiny: bool) -> dict[str, Any]:
+    """Largest relative difference between the parameters of one lane and of ten, after one round and after three."""
+    import jax
+    import numpy as np
+
+    from benchmarks.round_time import federation, simulation
+
+    workload = TINY if tiny else WORKLOADS["w1"]
+    parts, after = federation(workload), {}
+    for count in (1, 10):
+        simulated = simulation(workload, parts, count, method=name)
+        state = simulated.start()
+        for round in range(3):
+            state, _ = simulated.step(state, round)
+            params = jax.tree.leaves(state.servers.variables["params"])
+            after[count, round] = np.concatenate([np.ravel(x) for x in params])
+    scale = np.abs(after[1, 0]).max()
+    first, last = (float(np.abs(after[10, r] - after[1, r]).max() / scale) for r in (0, 2))
+    assert first < LARGEST_STEP, f"parameters differ by {first} of the largest after one round"
+    return {"difference_1_round": first, "difference_3_rounds": last} | device()
+
+
+def memory(clients: int, tiny: bool) -> dict[str, Any]:
+    """Peak memory of W4's round with so many clients in 500 lanes."""
+    from dataclasses import replace
+
+    import jax
+
+    from benchmarks.round_time import device_peak_mb, prepare, time_rounds
+
+    workload = replace(TINY if tiny else WORKLOADS["w4"], clients=clients)
+    simulated = prepare(workload, "500", 1, 1)
+    time_rounds(simulated, 1)
+    peak = device_peak_mb(jax.devices()[0])
+    return {"clients": clients, "device_peak_memory_mb": peak, "images_mb": workload.data_bytes / 2**20} | device()

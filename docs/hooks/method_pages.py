@@ -1,0 +1,132 @@
+"""Pages of the documentation that follow from the code: one a method, from docstrings, options and counted traffic."""
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import yaml
+
+from fedjax_pcdd.cli.catalogue import Row, rows
+from fedjax_pcdd.cli.options import flag, sentence
+from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.report.tables import markdown, texts
+from fedjax_pcdd.training.fields import Option, bounds, options_of
+from typeset import paragraphs, typeset
+
+ROOT = Path(__file__).parents[2]
+LETTERS = (
+    "Scalars for one client and round: P parameters and running statistics of the method's model, C classes, "
+    "D features, N public images. Counted from the program."
+)
+
+
+def title_and_idea(name: str) -> tuple[str, str]:
+    """What a method is called, and its first sentence.
+
+    >>> title_and_idea("fedavg")
+    ('FedAvg', "The weighted mean of the clients' models.")
+    """
+    title, _, idea = (sys.modules[METHODS[name].__module__].__doc__ or "").partition("\n")[0].partition(": ")
+    return title, idea[:1].upper() + idea[1:]
+
+
+def overview() -> str:
+    """The page of all methods."""
+    lines = []
+    for row in rows():
+        title, idea = title_and_idea(row.name)
+        lines.append((f"[{title}]({row.name}.md)", f"`{row.name}`", typeset(idea), row.paper, row.optimises))
+    about = (
+        "Each method is one file that says what distinguishes it from FedAvg. *Optimises* is the accuracy that its "
+        "paper is about: the global model's (generic), the clients' own (personal), or both. `python "
+        "experiments/run.py --list-methods` prints what each sends and keeps; [adding one](../adding_a_method.md) "
+        "takes thirty lines."
+    )
+    return f"# Methods\n\n{about}\n\n" + table(("method", "name", "idea", "paper", "optimises"), lines)
+
+
+def method_page(name: str) -> str:
+    """The page of a method."""
+    cls = METHODS[name]
+    title, idea = title_and_idea(name)
+    text = (sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[2]
+    cited = text.partition("\n")[0]
+    cited, rest = (cited, text.removeprefix(cited)) if cited.endswith(".") else ("", text)
+    formula = typeset(" ".join((cls.__doc__ or "").split()))
+    parts = [
+        f"# {title}", typeset(idea), f'!!! abstract "In a formula"\n\n    {formula}',
+        "## Paper and choices", *paragraphs(cited), *paragraphs(rest),
+        "## Try it", f"```bash\n{command(name)}\n```", *_presets(name),
+        "## Hyper-parameters", _hyperparameters(cls),
+        "## What travels", LETTERS, _traffic(next(row for row in rows() if row.name == name)),
+        "## Beside FedAvg", "A round calls the hooks of a method in a fixed order; these are its own.", _hooks(cls),
+        "## The whole file", _source(cls),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _source(cls: type[Method]) -> str:
+    file = Path(inspect.getfile(cls))
+    code = textwrap.indent(f"```python\n{file.read_text()}```", "    ")
+    return f'??? note "{file.name}"\n\n{code}'
+
+
+def command(name: str) -> str:
+    """A command that runs the method without any file of data."""
+    task = " --task=digits_domains" if METHODS[name]().traits().exchange != "never" else ""
+    return f"python experiments/run.py --method={name}{task}"
+
+
+def _presets(name: str) -> list[str]:
+    """Where the papers' settings of the method are."""
+    folder, names = ROOT / "experiments/presets", []
+    for path in sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
+        preset = yaml.safe_load(path.read_text())
+        if name in {*preset.get("methods", ()), *(one["method"] for one in preset.get("variants", {}).values())}:
+            names.append(f"`{path.relative_to(folder).with_suffix('')}`")
+    return [f"[Presets](../presets.md) that have it: {', '.join(names)}."] if names else []
+
+
+def _hyperparameters(cls: type[Method]) -> str:
+    lines = []
+    for option in options_of(cls).values():
+        default = "–" if option.default is None else f"`{option.default}`"
+        static = cls.__dataclass_fields__[option.name].metadata.get("static")
+        name = f"`{flag(option.name)}` {typeset(option.symbol)}".rstrip()
+        lines.append((name, typeset(sentence(option.help)), default, _values(option), "yes" if static else ""))
+    if not lines:
+        return "None of its own."
+    lines = table(("option", "meaning", "default", "values", "recompiles"), lines)
+    return f'<div class="options" markdown>\n\n{lines}\n\n</div>'
+
+
+def _values(option: Option) -> str:
+    """Choices or bounds."""
+    kinds = [option.kind, *get_args(option.kind)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    return ", ".join(f"`{choice}`" for choice in choices) or bounds(option)
+
+
+def _traffic(row: Row) -> str:
+    header = ("sent down", "sent up", "a client keeps", "held in training", "optimises", "status")
+    return table(header, [(row.down, row.up, row.client, row.held, row.optimises, row.status)])
+
+
+def _hooks(cls: type[Method]) -> str:
+    """Hooks that differ from the contract's, with the first paragraph of what they say."""
+    lines = []
+    for name, plain in vars(Method).items():
+        own = inspect.getattr_static(cls, name)
+        if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
+            continue
+        text = (inspect.getdoc(own) or "").split("\n\n")[0]
+        lines.append((f"`{name}`", typeset(" ".join(text.split()))))
+    return table(("hook", "what it does"), lines) if lines else "All are the contract's defaults."
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are Markdown."""
+    return markdown(texts("", header, lines, left=header), escape=str).rstrip()

@@ -1,0 +1,12 @@
+"""Reproducing the papers' tables: a plan of cells, one run and one small file of results a cell, and the page of them.
+
+plan.py          what to run, from the YAML files beside it
+cells.py         one cell, run or continued; eigenvalues.py adds FedMR's Table 7
+results.py       what is kept of a cell
+session.py       a plan worked off within a budget of time
+columns.py       results as the columns of the papers' tables
+claims.py        which claims of the papers the results bear out (claims.yaml)
+ambiguities.py   what other readings change (ambiguities.yaml), and their page
+results_page.py  the page of results; pages.py writes both
+command.py       the command line
+"""

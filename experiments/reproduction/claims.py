@@ -1,0 +1,144 @@
+"""Which claims of the papers the results bear out: one method above another on a split, in the paper and here."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, paired
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
+from reproduction.columns import BASELINE, Column, Expectations, printed
+
+
+class Claim(NamedTuple):
+    """That one row of a table is above another.
+
+    Args:
+      text: in words.
+      table: as `fedmr/table1`.
+      higher, lower: rows, as `fedmr` or `fedmr full`.
+      metric: of the expected tables.
+      splits: those it is about.
+      tags: of the columns that may bear it out; "" for the table itself.
+      printed_on: the split with the paper's numbers, where a table has means alone; None for the same one.
+    """
+
+    text: str
+    table: str
+    higher: str
+    lower: str
+    metric: str
+    splits: tuple[str, ...]
+    tags: tuple[str, ...] = ("",)
+    printed_on: str | None = None
+
+
+class Finding(NamedTuple):
+    """What the results say of a claim on one split; `best` and `last_ten` None where it was not tried.
+
+    The p-values of both are adjusted for all claims that were tried at this scale.
+    """
+
+    claim: Claim
+    split: str
+    tag: str
+    scale: str
+    paper: float | None
+    best: Difference | None
+    last_ten: Difference | None
+
+    @property
+    def claimed(self) -> float:
+        """The paper's difference, or +1 where it prints none for this split."""
+        return 1.0 if self.paper is None else self.paper
+
+    @property
+    def verdict(self) -> str:
+        """By the best round, as the papers have it."""
+        return "not tried" if self.best is None else self.best.against(self.claimed)
+
+
+def read_claims(path: Path) -> list[Claim]:
+    """The claims in a YAML file; UserError where one has a wrong or missing key."""
+    claims = []
+    for number, entry in enumerate(load_mapping(read_text(path), str(path)).get("claims", []), 1):
+        where = f"claim {number} of {path}"
+        given: dict[str, Any] = {"metric": "ga_pct"} | as_mapping(entry, where)
+        given |= {name: tuple(given[name]) for name in ("splits", "tags") if name in given}
+        try:
+            claims.append(Claim(**given))
+        except TypeError:
+            raise UserError(f"{where} needs the keys text, table, higher, lower and splits.") from None
+    return claims
+
+
+def findings(claims: Iterable[Claim], columns: Sequence[Column], expected: Expectations) -> list[Finding]:
+    """Every claim on each of its splits, at each scale that has it; one that nothing has is there as not tried."""
+    all_findings = []
+    for claim in claims:
+        for split in claim.splits:
+            numbers = printed(expected.get(claim.table, ()), claim.printed_on or split, claim.metric)
+            higher, lower = (numbers.get(name) for name in (claim.higher, claim.lower))
+            paper = None if higher is None or lower is None else higher - lower
+            tried = [
+                Finding(claim, split, one.tag, one.scale, paper, *differences)
+                for one in columns
+                if (one.table, one.split) == (claim.table, split) and one.tag in claim.tags
+                and (differences := _differences(claim, one)) is not None
+            ]  # fmt: skip
+            all_findings += tried or [Finding(claim, split, "", "", paper, None, None)]
+    return _adjusted(all_findings)
+
+
+def _differences(claim: Claim, column: Column) -> tuple[Difference, Difference | None] | None:
+    higher, lower = column.row(claim.higher), column.row(claim.lower)
+    if higher is None or lower is None:
+        return None
+    best = paired(higher.values(claim.metric), lower.values(claim.metric))
+    return None if best is None else (best, paired(higher.last_ten(claim.metric), lower.last_ten(claim.metric)))
+
+
+def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
+    """With the p-values of one scale as those of one family."""
+    adjusted = list(all_findings)
+    for scale in dict.fromkeys(one.scale for one in all_findings):
+        own = [i for i, one in enumerate(all_findings) if one.scale == scale]
+        bests, tens = (family([getattr(all_findings[i], name) for i in own]) for name in ("best", "last_ten"))
+        for i, best, ten in zip(own, bests, tens, strict=True):
+            adjusted[i] = all_findings[i]._replace(best=best, last_ten=ten)
+    return adjusted
+
+
+class Count(NamedTuple):
+    """How many differences to FedAvg of one table have the paper's sign, at one scale."""
+
+    scale: str
+    table: str
+    metric: str
+    verdicts: Counter
+
+
+def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
+    """All methods against FedAvg on all splits that the paper prints, by table, metric and scale: each a family."""
+    members: dict[tuple[str, str, str], list[tuple[Difference, float]]] = {}
+    for column in columns:
+        for metric in dict.fromkeys(one.metric for one in expected.get(column.table, ())):
+            numbers = printed(expected[column.table], column.split, metric)
+            for row in column.rows if not column.tag and BASELINE in numbers else ():
+                delta = column.over_baseline(row, metric)
+                if delta is not None and row.name in numbers:
+                    pair = delta, numbers[row.name] - numbers[BASELINE]
+                    members.setdefault((column.scale, column.table, metric), []).append(pair)
+    return [Count(*key, Counter(_verdicts(pairs))) for key, pairs in members.items()]
+
+
+def _verdicts(pairs: Sequence[tuple[Difference, float]]) -> list[str]:
+    adjusted = family([delta for delta, _ in pairs])
+    return [delta.against(claimed) for delta, (_, claimed) in zip(adjusted, pairs, strict=True) if delta]
+
+
+def ordered(verdicts: Iterable[str]) -> list[str]:
+    """Verdicts that occur, in the order of `VERDICTS`."""
+    known = set(verdicts)
+    return [verdict for verdict in VERDICTS if verdict in known]

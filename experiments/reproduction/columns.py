@@ -1,0 +1,185 @@
+"""Results as columns: the rows of a paper's table on one split, ours over the seeds beside the printed numbers."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedjax_pcdd.report.expected import Expected
+from fedjax_pcdd.report.statistics import Difference, paired, rank_correlation
+from fedjax_pcdd.report.tables import over_seeds
+
+BASELINE = "fedavg"
+# Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.
+LAST_TEN = {"ga_pct": "ga_mean_last10", "ga_fraction": "ga_mean_last10", "pa_pct": "pa_mean_last10"}
+FACTORS = {"ga_fraction": 100.0}  # shares are shown in percent
+
+Result = Mapping[str, Any]
+Expectations = Mapping[str, Sequence[Expected]]  # by table
+
+
+class Row(NamedTuple):
+    """One method or variant with one group of settings.
+
+    Args:
+      method, variant: as on the command line, variant "" without.
+      settings: what it has over the preset that others in its table have not, as `ew=4`.
+      results: finished, one a seed, by rising seed.
+    """
+
+    method: str
+    variant: str
+    settings: str
+    results: tuple[Result, ...]
+
+    @property
+    def name(self) -> str:
+        """Method and variant."""
+        return f"{self.method} {self.variant}".rstrip()
+
+    @property
+    def label(self) -> str:
+        """Method, variant and settings."""
+        return f"{self.name} ({self.settings})" if self.settings else self.name
+
+    def values(self, metric: str) -> dict[int, float]:
+        """What it has for a metric of the expected tables, by seed."""
+        factor = FACTORS.get(metric, 1.0)
+        return {r["seed"]: factor * r["metrics"][metric] for r in self.results if metric in r["metrics"]}
+
+    def last_ten(self, metric: str) -> dict[int, float]:
+        """The mean of the last ten rounds in place of an accuracy of the best one, in percent, by seed."""
+        name = LAST_TEN.get(metric, "")
+        return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
+
+    @property
+    def command(self) -> str:
+        """What repeats it, all seeds; "" for a mean over splits."""
+        one = self.results[0].get("command", "")
+        if not one or len(self.results) == 1:
+            return one
+        seeds = " ".join(str(r["seed"]) for r in self.results)
+        return f"for seed in {seeds}; do {re.sub(r'--seed=[0-9]+', '--seed=$seed', one)}; done"
+
+
+class Column(NamedTuple):
+    """The rows of one paper's table on one split, at one scale.
+
+    Args:
+      scale, table, split: where it belongs; split "" where the preset has none.
+      tag: how it departs from the table, "" where it does not.
+      rows: in the paper's order.
+      failed: results of cells that did not reach their end.
+    """
+
+    scale: str
+    table: str
+    split: str
+    tag: str
+    rows: tuple[Row, ...]
+    failed: tuple[Result, ...]
+
+    def row(self, name: str) -> Row | None:
+        """The row of a method, or of `method variant`; the first where there are several with other settings."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    def over_baseline(self, row: Row, metric: str) -> Difference | None:
+        """Paired difference to FedAvg; None for FedAvg itself or without it."""
+        base = self.row(BASELINE)
+        return None if base is None or row.name == BASELINE else paired(row.values(metric), base.values(metric))
+
+    def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int]:
+        """Rank correlation of our means with the printed numbers, and over how many rows."""
+        means = [(row.name, over_seeds(row.values(metric).values()).mean) for row in self.rows]
+        pairs = [(ours, printed[name]) for name, ours in means if ours is not None and name in printed]
+        return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs)
+
+
+def columns(results: Iterable[Result], expected: Expectations) -> list[Column]:
+    """All results by scale, table, split and tag, in the order of their paths but rows in the paper's.
+
+    Args:
+      results: as `read_results` gives them.
+      expected: by table, for the order of splits and methods.
+    """
+    members: dict[tuple[str, str, str, str], list[Result]] = {}
+    for one in results:
+        members.setdefault((one["scale"], one["table"], one["split"] or "", one["tag"]), []).append(one)
+    ordered = sorted(members, key=lambda key: _rank(key, expected.get(key[1], ())))
+    return [_column(key, members[key], expected.get(key[1], ())) for key in ordered]
+
+
+def _rank(key: tuple[str, str, str, str], expected: Sequence[Expected]) -> tuple:
+    scale, table, split, tag = key
+    splits = list(dict.fromkeys(one.split for one in expected))
+    numbers = tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", table))
+    return scale, numbers, tag != "", tag, splits.index(split) if split in splits else len(splits), split
+
+
+def _column(key: tuple[str, str, str, str], members: Sequence[Result], expected: Sequence[Expected]) -> Column:
+    done = [one for one in members if one["status"] == "finished"]
+    shared = common(one["over_preset"] for one in done)
+    rows: dict[tuple[str, str, str], list[Result]] = {}
+    for one in sorted(done, key=lambda one: one["seed"]):
+        own = {name: value for name, value in one["over_preset"].items() if name not in shared}
+        rows.setdefault((one["method"], one["variant"] or "", in_words(own)), []).append(one)
+    order = list(dict.fromkeys((one.method, one.variant) for one in expected))
+    names = sorted(rows, key=lambda name: order.index(name[:2]) if name[:2] in order else len(order))
+    failed = tuple(one for one in members if one["status"] == "failed")
+    return Column(*key, tuple(Row(*name, tuple(rows[name])) for name in names), failed)
+
+
+def with_means(columns: Sequence[Column], expected: Expectations) -> list[Column]:
+    """Beside the columns one for each mean over splits that a paper prints, where these have a row in common."""
+    known = {(one.scale, one.table, one.split, one.tag): one for one in columns}
+    means = []
+    for scale, table in dict.fromkeys((one.scale, one.table) for one in columns if not one.tag):
+        for split, parts in {one.split: one.splits for one in expected.get(table, ()) if one.splits}.items():
+            members = [known[key] for part in parts if (key := (scale, table, part, "")) in known]
+            rows = _mean_rows(members) if len(members) == len(parts) else ()
+            means += [Column(scale, table, split, "", rows, ())] if rows else []
+    return [*columns, *means]
+
+
+def _mean_rows(members: Sequence[Column]) -> tuple[Row, ...]:
+    """Rows that all splits have, with the seeds that all splits have."""
+    rows = []
+    for first in members[0].rows:
+        same = [row for one in members if (row := one.row(first.name)) is not None]
+        by_seed = [{r["seed"]: r for r in row.results} for row in same]
+        seeds = sorted(set.intersection(*map(set, by_seed))) if len(same) == len(members) else []
+        results = tuple(_mean_result(seed, [results[seed] for results in by_seed]) for seed in seeds)
+        rows += [first._replace(results=results)] if results else []
+    return tuple(rows)
+
+
+def _mean_result(seed: int, results: Sequence[Result]) -> Result:
+    """A result whose accuracies are the means of these."""
+    last = _means([{name: r[name] for name in LAST_TEN.values() if r.get(name) is not None} for r in results])
+    return {"seed": seed, "metrics": _means([r["metrics"] for r in results]), **last}
+
+
+def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of the numbers that all have."""
+    names = [name for name in mappings[0] if all(name in one for one in mappings)]
+    return {name: sum(one[name] for one in mappings) / len(mappings) for name in names}
+
+
+def common(settings: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The options that all have with the same value."""
+    every = list(settings)
+    first = every[0] if every else {}
+    return {name: value for name, value in first.items() if all(one.get(name) == value for one in every)}
+
+
+def in_words(settings: Mapping[str, str]) -> str:
+    """Options as `ew=4, rounds=30`."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def printed(expected: Sequence[Expected], split: str, metric: str) -> dict[str, float]:
+    """The paper's numbers on a split, by `method variant`; shares in percent."""
+    return {
+        f"{one.method} {one.variant}".rstrip(): FACTORS.get(metric, 1.0) * one.value
+        for one in expected
+        if one.split == split and one.metric == metric and one.value is not None
+    }

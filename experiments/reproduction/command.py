@@ -1,0 +1,104 @@
+"""The command line of experiments/reproduce.py."""
+
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.fields import run_option
+from reproduction.plan import Cell, check, read_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Run the unfinished cells of a plan, one after another, and keep a small file of results of each.
+
+    The same command goes on where it was interrupted, until every cell has its result.
+    """
+
+    scale: str = run_option(
+        "cpu",
+        "",
+        "the plan: cpu (small), full (the papers' settings for the small networks), gpu (those, most wanted first), "
+        "paper (every cell of every preset), or a YAML file",
+    )
+    only: str | None = run_option(
+        None, "", "only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"
+    )
+    budget_minutes: float | None = run_option(
+        None, "", "stop after this time; a cell in the making continues with the next call"
+    )
+    data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
+    runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")
+    results_dir: Path = run_option(Path("results"), "", "folder of the results")
+    list: bool = run_option(False, "", "list the cells and what is done")
+    dry_run: bool = run_option(False, "", "print the commands of the unfinished cells")
+    page: bool = run_option(
+        False, "", "write docs/reproduction.md and docs/ambiguities.md from the results, and run nothing"
+    )
+    docs_dir: Path = run_option(Path("docs"), "", "folder of the pages")
+
+
+def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
+    """What the arguments ask for.
+
+    Args:
+      experiments: folder with `presets`, `expected` and `reproduction`.
+      argv: arguments without the program's name; None for those of the process.
+
+    Returns:
+      Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
+    """
+    return command(Options, lambda options: _act(options, experiments), argv, "reproduce.py")
+
+
+def _act(options: Options, experiments: Path) -> None:
+    # JAX is not needed for the help and for mistakes.
+    from reproduction import session
+    from reproduction.cells import Folders
+
+    if options.page:
+        from reproduction.pages import write_pages
+
+        for path in write_pages(options.results_dir, experiments, options.docs_dir):
+            print(f"written: {path}")
+        return
+    plan = read_plan(options.scale, experiments / "reproduction", experiments / "presets")
+    cells = _chosen(plan.cells, options.only)
+    folders = Folders(options.runs_dir, options.results_dir, experiments, options.data_dir)
+    if options.list or options.dry_run:
+        _show(cells, folders, commands=options.dry_run)
+        return
+    check(session.unfinished(cells, folders), folders.presets)
+    seconds = None if options.budget_minutes is None else 60 * options.budget_minutes
+    outcome = session.work_off(cells, folders, session.Budget(seconds), say=lambda text: print(text, flush=True))
+    left = len(session.unfinished(cells, folders))
+    print(f"{outcome.done} cells done, {left} left{', the time is spent' if outcome.out_of_time else ''}.")
+
+
+def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
+    chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(only or "")]
+    if not chosen:
+        tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
+        raise UserError(f"--only={only} leaves no cell: the plan has {tables}.")
+    return chosen
+
+
+def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
+    from fedjax_pcdd.training.config import values
+    from reproduction import results, session
+    from reproduction.plan import configured
+
+    waiting = session.unfinished(cells, folders)
+    for cell in waiting if commands else cells:
+        if commands:
+            print(results.command(cell, values(*configured(cell, folders.presets))))
+        else:
+            path = results.result_path(folders.results, cell)
+            state = results.read_result(path)["status"] if path.is_file() else "waiting"
+            print(f"{state:8} {cell.table} {cell.name}")
+    if not commands:
+        print(f"{len(cells) - len(waiting)} of {len(cells)} cells done")

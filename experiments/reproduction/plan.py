@@ -1,0 +1,164 @@
+"""Plans: which cells of the papers' tables to run, in which order, and with what put over their presets.
+
+    settings: {model: simple_cnn, rounds: 30}        over the preset, in every cell
+    blocks:
+      - table: fedmr/table1
+        splits: [P10C2]                                by default all of the preset
+        methods: [fedavg, fedmr]                       by default all of the preset that have no variants
+        variants: [intra-only]                         by default, where no methods are named either, all
+        seeds: [0, 1, 2]
+        settings: {lr: 0.02}                           over the plan's
+        own: {fedgela: {ew: 4}}                        of one method or variant
+        tag: doubled                                   a reading that the table does not have
+
+Cells are in the order seed, split, method, so that a block that is cut short has all methods of its first seeds.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_pcdd.cli.options import configure
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.methods import Method
+from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
+from fedjax_pcdd.training.presets import Preset, read_preset
+
+KEYS = ("table", "splits", "methods", "variants", "seeds", "settings", "own", "tag", "note")
+
+
+class Cell(NamedTuple):
+    """One run of a paper's table.
+
+    Args:
+      scale: the plan it is from.
+      table: preset, as `fedmr/table1`.
+      split: of the preset, None where it has none.
+      method: its name.
+      variant: of the preset, None without.
+      tag: what it departs in from the table, "" for a cell of the table.
+      seed: of the run.
+      settings: option -> text, over the preset.
+    """
+
+    scale: str
+    table: str
+    split: str | None
+    method: str
+    variant: str | None
+    tag: str
+    seed: int
+    settings: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name of its folder and its results, unique within the table."""
+        parts = (self.scale, self.split, self.method, self.variant, self.tag, f"s{self.seed}")
+        return "-".join(part for part in parts if part)
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """The options that choose the cell of the preset."""
+        chosen = {"preset": self.table, "split": self.split, "method": self.method, "variant": self.variant}
+        return {name: value for name, value in chosen.items() if value}
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Every option, as on the command line."""
+        return {**self.origin, **self.settings, "seed": str(self.seed)}
+
+
+class Plan(NamedTuple):
+    """Cells in the order in which they run."""
+
+    scale: str
+    cells: tuple[Cell, ...]
+
+
+def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
+    """The plan `cpu` in a folder, or a YAML file by its path.
+
+    Raises:
+      UserError: there is none, it cannot be read, or a block in it names what its preset does not have.
+    """
+    path = next((path for path in (folder / f"{scale}.yaml", Path(scale)) if path.is_file()), None)
+    if path is None:
+        raise UserError(f"there is no plan '{scale}': {nearest(scale, sorted(p.stem for p in folder.glob('*.yaml')))}")
+    top = load_mapping(read_text(path), str(path))
+    blocks = top.get("blocks")
+    if not set(top) <= {"settings", "blocks"} or not isinstance(blocks, list):
+        raise UserError(f"{path} must hold 'settings' and a list of 'blocks'.")
+    common = as_mapping(top.get("settings"), f"'settings' in {path}")
+    cells: dict[tuple[str, str], Cell] = {}
+    for number, block in enumerate(blocks, 1):
+        where = f"block {number} of {path}"
+        for cell in _cells(path.stem, as_mapping(block, where), common, where, presets):
+            if cells.setdefault((cell.table, cell.name), cell) != cell:
+                raise UserError(f"{where} has {cell.name} with other settings than a block before: give it a tag.")
+    return Plan(path.stem, tuple(cells.values()))
+
+
+def check(cells: Iterable[Cell], presets: Path) -> None:
+    """UserError where a cell cannot be run as it is planned."""
+    alike = {(c.table, c.split, c.method, c.variant, c.tag): c for c in cells}
+    for cell in alike.values():
+        configured(cell, presets)
+
+
+def configured(cell: Cell, presets: Path, **more: str) -> tuple[RunConfig, Method]:
+    """What a cell runs; UserError where an option of it cannot be."""
+    try:
+        return configure(cell.given | more, presets)
+    except UserError as error:
+        raise UserError(f"{cell.table} {cell.name}: {error}") from None
+
+
+def _cells(scale: str, block: Mapping[str, Any], common: Mapping[str, Any], where: str, presets: Path) -> list[Cell]:
+    for key in block:
+        if key not in KEYS:
+            raise UserError(f"unknown key '{key}' in {where}: {nearest(key, KEYS)}")
+    if "table" not in block:
+        raise UserError(f"{where} needs a line `table: PAPER/TABLE`.")
+    preset = read_preset(str(block["table"]), presets)
+    settings = {**common, **as_mapping(block.get("settings"), f"'settings' of {where}")}
+    own = {str(name): as_mapping(part, f"'{name}' of {where}") for name, part in (block.get("own") or {}).items()}
+    splits = _listed(block, "splits", list(preset.splits) or [None], where)
+    seeds = _listed(block, "seeds", [0], where)
+    rows, tag = _rows(preset, block, where), str(block.get("tag") or "")
+    return [
+        Cell(scale, str(block["table"]), split, method, variant, tag, int(seed), _texts(
+            {**settings, **own.get(method, {}), **own.get(variant or "", {})}
+        ))
+        for seed, split, (method, variant) in itertools.product(seeds, splits, rows)
+    ]  # fmt: skip
+
+
+def _rows(preset: Preset, block: Mapping[str, Any], where: str) -> list[tuple[str, str | None]]:
+    """(method, variant) of each row of the table that the block names."""
+    every = "methods" not in block and "variants" not in block
+    owners = {name: str(one["method"]) for name, one in preset.variants.items()}
+    plain = [name for name in preset.methods if name not in owners.values()]
+    chosen = _listed(block, "methods", plain if every else [], where)
+    variants = _listed(block, "variants", list(owners) if every else [], where)
+    for name in variants:
+        if name not in owners:
+            raise UserError(f"{where}: {preset.source} has no variant '{name}': {nearest(str(name), list(owners))}")
+    return [*((str(name), None) for name in chosen), *((owners[name], name) for name in variants)]
+
+
+def _listed(block: Mapping[str, Any], key: str, default: list, where: str) -> list:
+    value = block.get(key, default)
+    if not isinstance(value, list):
+        raise UserError(f"'{key}' of {where} must be a list, as [{value}].")
+    return value
+
+
+def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Values as they are written on the command line."""
+    words = {True: "true", False: "false", None: "none"}
+    return {
+        name: words[value] if value is None or isinstance(value, bool) else str(value)
+        for name, value in settings.items()
+    }

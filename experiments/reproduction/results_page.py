@@ -1,0 +1,185 @@
+"""docs/reproduction.md: what was run of the papers' tables, beside the printed numbers, and which claims held."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fedjax_pcdd.report.expected import Expected, kind, title
+from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
+from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
+from fedjax_pcdd.report.tables import Column as Heading
+from fedjax_pcdd.report.tables import Row as Line
+from reproduction.claims import Count, Finding, ordered
+from reproduction.columns import BASELINE, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
+
+INTRODUCTION = """# Reproduction
+
+Written by `python experiments/reproduce.py --page` from `results/` and `experiments/expected/`; do not edit it.
+
+What the papers claim, what they print, and what came out here. Every row has the command that repeats it (`DATA` is the
+folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` runs all of them, and what is missing
+([presets.md](presets.md)). Other readings of what the papers leave open are in [ambiguities.md](ambiguities.md).
+
+How to read it:
+
+- The scale `cpu` is a small network on a few thousand images for a few rounds: its numbers are no reproduction of the
+  printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or refute
+  them: the scale `full`, of the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18.
+- Accuracies in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on the
+  test data as in the papers, which flatters every number; the mean of the last ten rounds does not. PA of a method
+  without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
+- ± is the standard deviation over seeds beside a mean, the standard error beside a difference. Differences are paired
+  by seed. A claim *held* or *did not hold* where a paired t-test says so at the level 0.05, its p-values adjusted by
+  Holm for all claims tried at the scale (in the tables: for their methods); otherwise it is *not distinguishable*,
+  which two or three seeds leave most differences, also large ones. With one seed only the sign is given.
+- A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
+  Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
+"""
+MOST_NAMED = 4  # splits of a claim that the summary lists
+
+
+def results_page(
+    results: Sequence[Result],
+    columns: Sequence[Column],
+    expected: Expectations,
+    findings: Sequence[Finding],
+    counts: Sequence[Count],
+) -> str:
+    """The text of the page."""
+    lines = [INTRODUCTION]
+    if not results:
+        return "\n".join([*lines, "Nothing has been run yet."]) + "\n"
+    lines += [_extent(results), "", *_summary(findings), *_claims(findings), *_counts(counts)]
+    for scale, table in dict.fromkeys((one.scale, one.table) for one in columns):
+        members = [one for one in columns if (one.scale, one.table) == (scale, table)]
+        lines += _table(scale, table, members, expected.get(table, ()), results)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _extent(results: Sequence[Result]) -> str:
+    """How many runs, and on what."""
+    parts = []
+    for scale in dict.fromkeys(one["scale"] for one in results):
+        own = [one for one in results if one["scale"] == scale]
+        runs = sum(one["status"] == "finished" and "same_run_as" not in one for one in own)
+        hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
+        shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
+        devices = ", ".join(dict.fromkeys(str(one["machine"]["device"]) for one in own))
+        notes = [f"{shared} more cells share a run with another table"] * bool(shared)
+        notes += [f"{failed} failed"] * bool(failed)
+        cells = f"; {', '.join(notes)}" if notes else ""
+        parts.append(f"Scale `{scale}`: {runs} run{'s' * (runs != 1)}, {hours:.1f} hours on {devices}{cells}.")
+    return " ".join(parts)
+
+
+def _summary(findings: Sequence[Finding]) -> list[str]:
+    """Which claims held, which did not, which could not be tried."""
+    lines = ["## Which claims held", ""]
+    for scale in dict.fromkeys(one.scale for one in findings if one.scale):
+        own = [one for one in findings if one.scale == scale]
+        lines += [f"At the scale `{scale}`, by the best round:", ""]
+        for verdict in ordered(one.verdict for one in own):
+            lines.append(f"- **{verdict}**: {_named(one for one in own if one.verdict == verdict)}")
+        lines.append("")
+    missing = [one for one in findings if one.best is None]
+    if missing:
+        lines += [f"- **not tried**: {_named(missing)}", ""]
+    return lines
+
+
+def _named(findings: Iterable[Finding]) -> str:
+    """Claims with their splits."""
+    splits: dict[str, list[str]] = {}
+    for one in findings:
+        splits.setdefault(one.claim.text, []).append(f"{one.split} {one.tag}".rstrip())
+    return "; ".join(f"{text} ({_listed(names)})" for text, names in splits.items()) + "."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} splits"
+
+
+def _claims(findings: Sequence[Finding]) -> list[str]:
+    lines = []
+    for one in findings:
+        if one.best is not None:
+            paper = NOTHING if one.paper is None else signed(one.paper)
+            ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
+            where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
+            lines.append((*where, paper, str(one.best), one.verdict, *ten))
+    headings = ("claim", "table", "split", "scale", "paper", "best round", "", "mean of last ten", "")
+    table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
+    remarks = "Differences in percent points, in the metric of the table."
+    return [markdown(replace(table, remarks=remarks))] if lines else []
+
+
+def _counts(counts: Sequence[Count]) -> list[str]:
+    """All methods against FedAvg, table by table."""
+    lines = [
+        (one.table, kind(one.metric), one.scale, *(str(one.verdicts[verdict] or "") for verdict in VERDICTS))
+        for one in counts
+    ]
+    headings = ("table", "metric", "scale", *VERDICTS)
+    table = texts("Every method against FedAvg", headings, lines, left=("metric", "scale"))
+    remarks = "How many differences to FedAvg have the sign that the paper prints."
+    return [markdown(replace(table, remarks=remarks))] if lines else []
+
+
+def _table(
+    scale: str, table: str, members: Sequence[Column], expected: Sequence[Expected], results: Sequence[Result]
+) -> list[str]:
+    own = [one for one in results if (one["scale"], one["table"]) == (scale, table) and one["status"] == "finished"]
+    over = in_words(common(one["over_preset"] for one in own))
+    lines = [f"## {table}, scale {scale}", ""]
+    lines += [f"Over the preset in all runs: {over}." if over else "As the preset says.", ""]
+    for column in members:
+        known = {metric for row in column.rows for one in row.results for metric in one["metrics"]}
+        for metric in (metric for metric in dict.fromkeys(one.metric for one in expected) if metric in known):
+            lines += _split(column, metric, printed(expected, column.split, metric) if not column.tag else {})
+        lines += _commands(column)
+    return lines
+
+
+def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[str]:
+    """One table: methods down."""
+    rows = [row for row in column.rows if row.values(metric)]
+    over = family([column.over_baseline(row, metric) for row in rows])
+    heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
+    columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
+    heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
+    lines = tuple(Line(row.label, _cells(row, metric, numbers, one)) for row, one in zip(rows, over, strict=True))
+    order, count = column.order(metric, numbers)
+    text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
+    if order is None:
+        return [text]
+    return [text, f"Rank correlation with the paper over {count} methods: {signed(order)}.", ""]
+
+
+def _cells(row: Row, metric: str, numbers: Mapping[str, float], over: Difference | None) -> tuple[Cell, ...]:
+    values, paper, base = row.values(metric), numbers.get(row.name), numbers.get(BASELINE)
+    ours = [over_seeds(row.values(metric).values())]
+    if metric in LAST_TEN:
+        ours.append(over_seeds(row.last_ten(metric).values()))
+    claimed = None if paper is None or base is None or row.name == BASELINE else paper - base
+    apart = None if paper is None or ours[0].mean is None else ours[0].mean - paper
+    words = [
+        str(len(values)), NOTHING if paper is None else f"{paper:.2f}", NOTHING if apart is None else signed(apart),
+        NOTHING if over is None else str(over), NOTHING if claimed is None else signed(claimed),
+        "" if over is None or claimed is None else over.against(claimed),
+    ]  # fmt: skip
+    return (*ours, *(Cell(text=word) for word in words))
+
+
+def _commands(column: Column) -> list[str]:
+    """What repeats each row, and what failed."""
+    lines = [f"- {one['method']} seed {one['seed']} failed: {one['sentence']}" for one in column.failed]
+    lines += [""] if lines else []
+    commands = [f"    {row.command}" for row in column.rows if row.command]
+    if not commands:
+        return lines
+    return [*lines, "<details><summary>Commands</summary>", "", *commands, "", "</details>", ""]
+
+
+def _title(metric: str) -> str:
+    name, _, domain = metric.partition(":")
+    short = {"ga_pct": "GA, %", "pa_pct": "PA, %"}
+    return f"{short.get(name) or title(name) or name} {domain}".rstrip()

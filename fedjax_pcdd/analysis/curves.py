@@ -1,0 +1,103 @@
+"""The one way in which curves over the rounds are drawn: of runs, histories, tracked quantities and reports."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Okabe and Ito, but for the colours that vanish on white or on black; then the same, dashed.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
+STYLES = ("-", "--", ":", "-.")
+FEW = 30  # points that are marked one by one
+OWN_COLOURS = {"ga": COLOURS[0], "pa": COLOURS[1], "loss": "#555555"}
+
+
+def look(index: int) -> tuple[str, str]:
+    """Colour and line style of the i-th of several curves."""
+    return COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
+
+
+def series(rows: Iterable[Mapping[str, Any]], name: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds and values [n] of a number in lines of metrics.jsonl, where it is known and finite.
+
+    >>> [x.tolist() for x in series([{"round": 1, "ga": None}, {"round": 2, "ga": 0.5}], "ga", 100)]
+    [[2], [50.0]]
+    """
+    known = [(row["round"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    return np.array([x for x, _ in known], int), factor * np.array([y for _, y in known], float)
+
+
+def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | None = None, **style: Any) -> None:
+    """Draw a curve; few points are marked.
+
+    Args:
+      axes: of matplotlib.
+      x, y: [n].
+      deviation: [n] half the width of a band around it.
+      style: of the line, for matplotlib.
+    """
+    line = {"linewidth": 1.6, "marker": "o" if len(x) <= FEW else None, "markersize": 3} | style
+    colour = axes.plot(x, y, **line)[0].get_color()
+    if deviation is not None:
+        axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.2, linewidth=0)
+
+
+def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "", colour: str | None = None) -> None:
+    """Titles, grid and frame of a panel; `colour` of all of them, for pictures on grounds of unknown colour."""
+    if title:
+        axes.set_title(title, fontsize=10)
+    axes.set(xlabel=across, ylabel=upwards)
+    if across == "round":
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axes.grid(color=colour or "0.92", alpha=0.25 if colour else 1, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if colour:
+        axes.tick_params(colors=colour)
+        axes.spines[["left", "bottom"]].set_color(colour)
+        for text in (axes.xaxis.label, axes.yaxis.label):
+            text.set_color(colour)
+
+
+def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Draw GA and PA of a run in percent, their best rounds marked, and the loss below.
+
+    Args:
+      rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
+      path: of the PNG.
+      title: above the curves.
+    """
+    from matplotlib.figure import Figure
+
+    rows = list(rows)
+    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
+    accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+    curves = {name: one for name in ("ga", "pa") if len((one := series(rows, name, 100))[0])}
+    for name, (rounds, values) in curves.items():
+        best = values.argmax()
+        curve(accuracy, rounds, values, color=OWN_COLOURS[name])
+        accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=OWN_COLOURS[name], mew=1.6, zorder=3)
+    curve(loss, *series(rows, "loss"), color=OWN_COLOURS["loss"])
+    frame(accuracy, across="", upwards="accuracy (%)")
+    frame(loss, upwards="training loss")
+    accuracy.set_title(title, loc="left", fontsize=11)
+    _name_ends(accuracy, curves)
+    figure.savefig(path)
+
+
+def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Name each curve at its end; where two ends are close, move the names apart."""
+    low, high = axes.get_ylim()
+    ends = {name: float(values[-1]) for name, (_, values) in curves.items()}
+    missing = 0.16 * (high - low) - (max(ends.values(), default=0.0) - min(ends.values(), default=0.0))
+    upper = max(ends, key=lambda name: ends[name], default=None)
+    for name, (rounds, values) in curves.items():
+        shift = max(missing, 0) / 2 * (1 if name == upper else -1) if len(ends) > 1 else 0.0
+        best = values.argmax()
+        text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
+        axes.annotate(
+            text, (1.01, ends[name] + shift), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
+            color=OWN_COLOURS[name], fontsize=9, va="center",
+        )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The command lines of experiments/report.py and experiments/compare.py."""
+
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import RunRecord, collect
+from fedjax_pcdd.report.compare import compare, comparison_tables
+from fedjax_pcdd.report.contents import own_table, paper_tables
+from fedjax_pcdd.report.expected import kind, read_expected, title
+from fedjax_pcdd.report.grouping import Cells, Group, group
+from fedjax_pcdd.report.page import page
+from fedjax_pcdd.report.plots import LABELS, curves, in_words
+from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
+from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.folder import CONFIG
+
+LEGEND = (
+    "Mean ± standard deviation over seeds; in brackets the paper's number and the difference to it. "
+    "The best mean of a column is bold, the second best underlined; nothing is marked among runs of different lengths."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """Tables, curves and one HTML page over the folders of runs."""
+
+    runs: tuple[Path, ...] = run_option((), "", "folders of runs, or folders that hold such folders")
+    preset: str | None = run_option(
+        None, "", "only the runs of this published table, as fedmr/table1; by default every run where it was recorded"
+    )
+    output: Path = run_option(
+        Path("report"), "", "folder for report.html, report.md, report.csv, report.tex and the curves"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareOptions:
+    """Paired comparison with the first run's method, over the same seeds and partitions."""
+
+    runs: tuple[Path, ...] = run_option(
+        (), "", "folders of runs, or folders that hold such folders; the first is what the others are compared with"
+    )
+    confidence: float = run_option(0.95, "", "of the intervals; one less it is the level of the verdicts")
+
+
+def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
+    """Write a report.
+
+    Args:
+      experiments: folder with `presets` and `expected`.
+      argv: arguments without the program's name; None for those of the process.
+
+    Returns:
+      Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
+    """
+    return command(ReportOptions, lambda options: _report(options, experiments), argv, "report.py")
+
+
+def compare_main(argv: Sequence[str] | None = None) -> int:
+    """Print a comparison; arguments and exit code as `report_main`."""
+    return command(CompareOptions, _compare, argv, "compare.py")
+
+
+def _compare(options: CompareOptions) -> None:
+    comparisons, notes = compare(_runs(options.runs), options.confidence)
+    tables = comparison_tables(comparisons, options.confidence)
+    print("\n".join([*map(markdown, tables), *notes]))
+
+
+def _runs(folders: Sequence[Path]) -> list[RunRecord]:
+    if not folders:
+        raise UserError("name at least one folder of runs, as runs/.")
+    return collect(folders)
+
+
+def _report(options: ReportOptions, experiments: Path) -> None:
+    """Write every file of a report and say where they are."""
+    runs, cells = _runs(options.runs), Cells(experiments / "presets")
+    preset = options.preset and options.preset.removesuffix(".yaml")
+    if preset:
+        cells.preset(preset)
+    groups = group(runs, cells, preset)
+    if preset and not groups:
+        raise UserError(f"none of the {len(runs)} runs is a finished one of {preset}: leave --preset out to see them.")
+    papers, unread = _papers(groups, experiments / "expected")
+    notes = [*_notes(runs, groups), *unread]
+    files = _files(groups, papers, runs, notes)
+    _write(options.output, files)
+    names = ", ".join(name for name in files if "/" not in name)
+    print("\n".join([*notes, f"written to {options.output}: {names}"]))
+
+
+def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[str]]:
+    """The papers' tables that have runs, and a sentence about printed numbers that run folders do not have."""
+    tables, notes = [], []
+    for preset in dict.fromkeys(one.preset for one in groups if one.preset):
+        numbers = read_expected(expected, preset)
+        tables += paper_tables(preset, [one for one in groups if one.preset == preset], numbers)
+        unread = dict.fromkeys(kind(one.metric) for one in numbers if title(one.metric) is None)
+        if unread:
+            notes.append(f"{preset} also prints {', '.join(unread)}, which is not read from run folders.")
+    return tables, notes
+
+
+def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
+    """What a reader has to know about single runs."""
+    notes = [
+        f"{run.path} is unfinished: {run.rounds_done} of {run.config['rounds']} rounds; it is in no table."
+        for run in runs
+        if run.summary is None
+    ]
+    entries = [entry for one in groups for entry in one.entries]
+    for entry in entries:
+        notes += [f"{run.path} repeats seed {run.seed} of a newer run and does not count." for run in entry.repeated]
+    counted = sum(len(entry.runs) + len(entry.repeated) for entry in entries)
+    left = sum(run.summary is not None for run in runs) - counted
+    if left:
+        notes.append(f"{left} finished runs do not belong to this preset and are left out.")
+    if any(len(entry.runs) == 1 for entry in entries):
+        notes.append("Where there is one seed alone, differences are mostly noise; compare.py tells with several.")
+    return notes
+
+
+def _files(groups, papers, runs, notes) -> dict[str, str]:
+    """Text of every file by its name."""
+    own_tables = [own_table(one) for one in groups]
+    tables = [*papers, *own_tables]
+    commands = {run.path: command_of(run) for run in runs}
+    pictures = {}
+    lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), "", *map(markdown, papers)]
+    for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
+        lines.append(markdown(table))
+        for name in LABELS:
+            svg = curves(one, name, key=True)
+            if svg is not None:
+                pictures[f"curves/{index}-{name}.svg"] = svg
+                lines.append(f"![{escaped(in_words(one, name))}](curves/{index}-{name}.svg)")
+        lines.append("")
+    lines += ["### Runs", "", *(f"- {code(str(path))}: {code(text)}" for path, text in commands.items())]
+    return {
+        "report.html": page(groups, papers, runs, notes, commands),
+        "report.md": "\n".join(lines) + "\n",
+        "report.csv": comma_separated(tables),
+        "report.tex": "\n".join(map(latex, tables)),
+        **pictures,
+    }
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    try:
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
+
+
+def command_of(run: RunRecord) -> str:
+    """How a run was started; where that is not recorded, a command with the same options."""
+    return run.command or shlex.join(["python", "experiments/run.py", f"--preset={run.path / CONFIG}"])

@@ -1,1 +1,0 @@
-"""A run from the command line to its folder: configuration, rounds, checkpoints, records."""

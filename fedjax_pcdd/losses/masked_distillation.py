@@ -1,0 +1,132 @@
+"""Distillation from the received model on some classes only: what it knows and local training forgets.
+
+FedVLS: Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025. FedNTD: Lee et al.,
+"Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022. FedLMD: Lu et al.,
+"Federated Learning with Label-Masking Distillation", ACM MM 2023. The teacher is a constant everywhere.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses.classification import masked_mean
+
+EMPTY = ("skip", "published")
+PUBLISHED_SHIFT = 1000.0  # what FedLMD's published code takes from a logit that it masks
+
+
+def masked_kl(
+    teacher_logits: jax.Array,
+    logits: jax.Array,
+    teacher_classes: jax.Array,
+    student_classes: jax.Array | None = None,
+    *,
+    temperature: jax.Array | float = 1.0,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """T^2 times the batch mean of KL(softmax of the teacher / T || softmax of the student / T), each over its classes.
+
+    A class outside a softmax has the weight 0 in it, and its logit the gradient 0.
+
+    Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
+      teacher_classes: [C] or [B, C] bool, classes in the teacher's softmax; among those of the student's.
+      student_classes: [C] or [B, C] bool; None for the teacher's.
+      temperature: T > 0.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar in float32 or better; samples whose teacher has no class, or both of them the same single one, add 0 with
+      zero gradient, but stay in B.
+    """
+    teacher = _log_softmax(jax.lax.stop_gradient(teacher_logits), teacher_classes, temperature)
+    student = _log_softmax(logits, teacher_classes if student_classes is None else student_classes, temperature)
+    parts = jnp.where(teacher_classes, jnp.exp(teacher) * (teacher - student), 0)
+    return jnp.square(temperature) * masked_mean(jnp.sum(parts, axis=-1), mask)
+
+
+def not_true_distillation(
+    teacher_logits: jax.Array,
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """FedNTD's loss: `masked_kl` over all classes but the label.
+
+    Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
+      labels: [B] integers in [0, C).
+      temperature: tau > 0.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar >= 0; 0 with zero gradient for C = 2. The label's logit has no gradient.
+    """
+    return masked_kl(teacher_logits, logits, _not_true(logits, labels), temperature=temperature, mask=mask)
+
+
+def majority_classes(class_counts: jax.Array) -> jax.Array:
+    """FedLMD's majority labels [C] bool of class counts [C]: more samples than the mean over all C classes.
+
+    >>> majority_classes(jnp.asarray([10, 6, 0, 0])).tolist()
+    [True, True, False, False]
+    """
+    return class_counts > jnp.mean(class_counts)
+
+
+def label_masking_distillation(
+    teacher_logits: jax.Array,
+    logits: jax.Array,
+    labels: jax.Array,
+    majority: jax.Array,
+    *,
+    temperature: jax.Array | float = 1.0,
+    empty: str = "skip",
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """FedLMD's loss: the teacher is heard on minority labels alone, the student answers on all classes but the label.
+
+    The softmax of the teacher is over R_b, the classes that are neither the label nor in the majority. Equal logits of
+    the teacher (zeros, say) are FedLMD-Tf's: 1 / |R_b| on each of them.
+
+    Args:
+      teacher_logits: [B, C], a constant.
+      logits: [B, C] of the student.
+      labels: [B] integers in [0, C).
+      majority: [C] bool, `majority_classes`.
+      temperature: tau > 0.
+      empty: what a sample with an empty R_b adds: "skip", 0; "published", the KL from a teacher over all classes to a
+        student whose label's logit is lowered by 1000 tau, as in the published code, which masks so.
+      mask: [B], samples that count; None for all.
+
+    Returns:
+      Scalar >= 0. The label's logit has no gradient.
+
+    Raises:
+      UserError: `empty` is unknown.
+    """
+    if empty not in EMPTY:
+        raise UserError(f"Unknown treatment '{empty}' of samples without classes: {nearest(empty, EMPTY)}")
+    others = _not_true(logits, labels)
+    taught = others & ~majority
+    if empty == "published":
+        none = ~jnp.any(taught, axis=-1, keepdims=True)
+        logits = logits - jnp.where(none & ~others, PUBLISHED_SHIFT * temperature, 0)
+        taught, others = taught | none, others | none
+    return masked_kl(teacher_logits, logits, taught, others, temperature=temperature, mask=mask)
+
+
+def _not_true(logits, labels):
+    """[B, C] bool, False at each sample's label."""
+    return jnp.arange(logits.shape[-1]) != labels[:, None]
+
+
+def _log_softmax(logits, classes, temperature):
+    """Logarithms of a softmax over some classes, [B, C] in float32 or better; finite and far below 0 elsewhere."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    # A finite fill, so that no -inf meets a zero; half of the least number, so that nothing overflows to it.
+    return jax.nn.log_softmax(jnp.where(classes, logits, jnp.finfo(logits.dtype).min / 2), axis=-1)

@@ -1,0 +1,51 @@
+"""FedLMD: as FedNTD, but the received model is asked about the client's minority and vacant classes alone.
+
+Lu et al., "Federated Learning with Label-Masking Distillation", ACM MM 2023.
+Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
+A majority label has more samples than the mean over all C classes. Masks are exact, where the published code subtracts
+1000 and goes astray if the label is the only class of the minority (`--empty=published`). FedLMD-Tf, `--teacher-free`,
+asks no model and teaches the uniform distribution; published, it does not run.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.losses.masked_distillation import label_masking_distillation, majority_classes
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.taught import Taught
+
+
+@struct.dataclass
+class FedLMD(Taught):
+    """L = CE + beta * tau^2 * KL(q^t off label and majority || q off the label)."""
+
+    beta_lmd: float = hyperparameter(1.0, symbol="beta", help="weight of the distillation; 0 is FedAvg", low=0.0)
+    tau: float = hyperparameter(1.0, symbol="tau", help="temperature of the distillation", above=0.0)
+    teacher_free: bool = hyperparameter(
+        False, help="FedLMD-Tf: a uniform teacher in place of the received model", static=True
+    )
+    empty: Literal["skip", "published"] = hyperparameter(
+        "skip", help="samples with no class to distil: add nothing, or what the published masks give", static=True
+    )
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Lu et al., ACM MM 2023")
+
+    def configure(self, setting, hyper):
+        """Without the label, two classes leave one; FedLMD-Tf has no model to teach."""
+        advice = ["FedLMD with two classes distils nothing: it is FedAvg."] if setting.num_classes == 2 else []
+        if self.teacher_free and self.teacher == "train":
+            advice.append("--teacher=train has no effect with --teacher-free, which asks no model.")
+        return self, advice
+
+    def penalty(self, variables, outputs, batch, context):
+        """beta * L_lmd, a scalar."""
+        logits = outputs.logits
+        teacher = jnp.zeros_like(logits) if self.teacher_free else self.received_logits(batch, context)
+        majority = majority_classes(context.facts.class_counts)
+        return self.beta_lmd * label_masking_distillation(
+            teacher, logits, batch.labels, majority, temperature=self.tau, empty=self.empty, mask=batch.mask
+        )

@@ -1,0 +1,119 @@
+"""FedLoGe: a fixed sparse ETF trains the body, and two heads beside it, common and personal, exchange their norms.
+
+Xiao et al., "FedLoGe: Joint Local and Generic Federated Learning under Long-tailed Data", ICLR 2024.
+Sent: as FedAvg, body and auxiliary head; the sparse ETF (SSE-C) once. A client keeps its personal head.
+The body learns from the sparse ETF alone, each head from its own loss on the features. GA: the auxiliary head with rows
+of equal norm; PA: it with the personal head's norms, plus the personal head, over the client's classes. Nothing is
+fine-tuned. `ga_ssec` and `ga_aux` are the sparse ETF's accuracy and that of the auxiliary head as it is.
+Follows the published script, its README's biases and unit rows being options; the frozen random bias of its ETF is left
+out, and the personal head begins as a copy of the auxiliary one. Published runs have no weight decay.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
+from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.models.classifier import apply_head, forward
+from fedjax_pcdd.models.etf import draw_sparse_etf
+
+
+class Server(NamedTuple):
+    """Global body and auxiliary head; the sparse ETF [D, C], which never changes."""
+
+    variables: Any
+    sparse_etf: jax.Array
+
+
+@struct.dataclass
+class FedLoGe(Method):
+    """L = CE(S^T z) + CE(g(sg[z])) + CE(l_k(sg[z])), with the sparse ETF S and heads g and l_k."""
+
+    sparsity: float = hyperparameter(0.6, help="share of the ETF's entries that are 0", low=0.0, high=0.95, static=True)
+    ssec_norm: float = hyperparameter(
+        0.1, help="norm of its columns; small networks learn faster with 1", above=0.0, static=True
+    )
+    head_norm: float = hyperparameter(1.7, help="norm of the rows of the generic head in GA", above=0.0)
+    rows: Literal["raw", "unit"] = hyperparameter(
+        "raw", help="rows of the common head that take the personal norms: as they are, or of length 1", static=True
+    )
+    biases: Literal["script", "readme"] = hyperparameter(
+        "script", help="personal logits: the published script's, or with plain common rows, as its README", static=True
+    )
+
+    def traits(self):
+        """PA is read from the server's body and heads; each head is clipped by itself."""
+        kinds = {"target": "both", "fine_tunes": False, "personal_model": "server"}
+        return Traits("Xiao et al., ICLR 2024", apart=("head", "personal"), **kinds)
+
+    def configure(self, setting, hyper):
+        """The ETF needs as many features as classes."""
+        classes, width = setting.num_classes, setting.feature_dim
+        if width < classes:
+            raise UserError(f"FedLoGe has no ETF of {classes} classes in {width} features: choose a wider model.")
+        return self, []
+
+    def init_server(self, setting, variables, class_counts, key):
+        """The sparse ETF, made on the host: a second or so for 10 classes, half a minute for 100."""
+        size = setting.feature_dim, setting.num_classes
+        return Server(variables, draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm))
+
+    def init_client(self, setting, server, facts, key):
+        """The personal head: kernel [D, C] and bias [C], those of the auxiliary one."""
+        return server.variables["params"]["head"]
+
+    def download(self, server, client):
+        """The global model and the personal head beside it."""
+        return joined(server.variables, "personal", client)
+
+    def classification(self, outputs, batch, context):
+        """CE(S^T z), a scalar; the body learns from it alone."""
+        return cross_entropy(outputs.features @ context.server.sparse_etf, batch.labels, mask=batch.mask)
+
+    def penalty(self, variables, outputs, batch, context):
+        """CE of both heads on constant features, a scalar."""
+        features = jax.lax.stop_gradient(outputs.features)
+        heads = (variables["params"][part] for part in ("head", "personal"))
+        losses = [cross_entropy(apply_head(head, features), batch.labels, mask=batch.mask) for head in heads]
+        return losses[0] + losses[1]
+
+    def upload(self, variables, summary, context):
+        """Keep the personal head, send the rest."""
+        return variables["params"]["personal"], Message(mean=without(variables, "personal"))
+
+    def generic_variables(self, server):
+        """The global model under the auxiliary head with rows of equal norm."""
+        head = server.variables["params"]["head"]
+        kernel = self.head_norm * head["kernel"] / _norms(head["kernel"])
+        return joined(server.variables, "head", {**head, "kernel": kernel})
+
+    def further_models(self, server):
+        """The global model under the sparse ETF (`ssec`), and under the auxiliary head as it is (`aux`)."""
+        head = server.variables["params"]["head"]
+        fixed = {**jax.tree.map(jnp.zeros_like, head), "kernel": server.sparse_etf.astype(head["kernel"].dtype)}
+        return {"ssec": joined(server.variables, "head", fixed), "aux": server.variables}
+
+    def personal_variables(self, server, client):
+        """The global body under one head, the sum of both heads after the common one has taken the personal norms."""
+        common = server.variables["params"]["head"]
+        kernel = common["kernel"] / _norms(common["kernel"]) if self.rows == "unit" else common["kernel"]
+        other = client["kernel"] if self.biases == "script" else common["kernel"]
+        head = jax.tree.map(jnp.add, common, client)
+        return joined(server.variables, "head", {**head, "kernel": kernel * _norms(client["kernel"]) + other})
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of the model's head; for PA over the client's own classes."""
+        logits = forward(model, variables, images, train=False)[0].logits
+        if scope != "personal" or facts is None:
+            return logits
+        return jnp.where(facts.class_counts > 0, logits, -jnp.inf)
+
+
+def _norms(kernel):
+    """Norms [C] of the columns of a kernel [D, C], which are the rows of the paper's W; not less than 1e-12."""
+    return jnp.maximum(jnp.linalg.norm(kernel, axis=0), 1e-12)

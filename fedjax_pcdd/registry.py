@@ -1,0 +1,230 @@
+"""Open registries: the parts of a run by name, those of this package and anybody else's.
+
+    @fp.register_method("fedkeep")               a decorator, where the part is defined
+    [project.entry-points."fedjax_pcdd.methods"]  a package that is installed, found when a name is looked up
+    --method=fedkeep.py:FedKeep                   an import path, `file.py:object` or `package.module:object`
+
+All three work wherever a name is taken. A part from outside has an `Origin`: the file that defines it and its SHA-256,
+which a run writes down, so that it is not continued with another content.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from fedjax_pcdd.errors import UserError, in_one_line, nearest
+
+T = TypeVar("T")
+PACKAGE = __name__.partition(".")[0]
+
+_recorded: dict[str, "Origin"] = {}  # of names in the configurations that were read, for where they mean nothing by now
+
+
+class Origin(NamedTuple):
+    """Where a part comes from that is not of this package."""
+
+    path: str  # absolute, of the file that defines it
+    object: str  # its name in there; "" for a file of data
+    sha256: str  # of the file
+
+
+class Registry(MutableMapping[str, T], Generic[T]):
+    """Parts of one kind by name, in the order in which they were added; entry points come last.
+
+    Attributes:
+      kind: what a sentence calls a part, as "method".
+      group: of the entry points, as "fedjax_pcdd.methods".
+    """
+
+    def __init__(self, kind: str, plural: str, parts: Mapping[str, T] | None = None):
+        """A registry of the package's own parts."""
+        self.kind, self.group = kind, f"{PACKAGE}.{plural}"
+        self._parts: dict[str, T] = dict(parts or {})
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """A decorator that adds a part under a name; UserError for a name that is taken or cannot be typed."""
+        if not name or set(name) & set(":+,= "):
+            raise UserError(f"'{name}' cannot be the name of a {self.kind}: use letters, digits, - and _.")
+
+        def add(part: T) -> T:
+            known = self._parts.get(name)
+            if known is not None and _identity(known) != _identity(part):
+                raise UserError(f"there is a {self.kind} '{name}' already: choose another name.")
+            self._parts[name] = part
+            return part
+
+        return add
+
+    def find(self, name: str) -> T:
+        """The part of a name or of an import path.
+
+        Raises:
+          UserError: there is none, or its file cannot be imported.
+        """
+        if is_import_path(name):
+            return load_object(name)
+        if name not in self and name in _recorded:
+            return load_object(_import_path(_recorded[name]))
+        if name not in self:
+            raise UserError(f"there is no {self.kind} '{name}': {nearest(name, self)}")
+        return self[name]
+
+    def __getitem__(self, name: str) -> T:
+        """The part of a name; an entry point is loaded when it is first asked for."""
+        if name not in self._parts and name in (points := self._points()):
+            point = points[name]
+            try:
+                self._parts[name] = point.load()
+            except Exception as error:  # whatever another package's code does
+                sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
+                raise UserError(sentence) from error
+        return self._parts[name]
+
+    def __setitem__(self, name: str, part: T) -> None:
+        """Put a part under a name."""
+        self._parts[name] = part
+
+    def __delitem__(self, name: str) -> None:
+        """Forget a part."""
+        del self._parts[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the name is known, without loading anything."""
+        return name in self._parts or name in self._points()
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, without loading anything."""
+        return iter(dict.fromkeys([*self._parts, *self._points()]))
+
+    def __len__(self) -> int:
+        """How many names there are."""
+        return len(list(iter(self)))
+
+    def _points(self) -> dict[str, Any]:
+        return {point.name: point for point in entry_points(group=self.group)}
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is `file.py:object` or `package.module:object`.
+
+    >>> [is_import_path(name) for name in ("fedavg", "fedkeep.py:FedKeep", "my.package:Net")]
+    [False, True, True]
+    """
+    head, separator, tail = name.rpartition(":")
+    return bool(separator and head) and tail.replace(".", "_").isidentifier()
+
+
+def recall(origins: Mapping[str, Origin]) -> None:
+    """Remember where names come from that a recorded run uses: its folder or script may not be the present one."""
+    _recorded.update(origins)
+
+
+def located(path: str) -> Path:
+    """A file by its path, or where the run that was read had it."""
+    file = Path(path).expanduser()
+    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
+
+
+def short_name(name: str) -> str:
+    """A name for headings and folders: of an import path the object, of a file the stem.
+
+    >>> [short_name(name) for name in ("moon+prototypes", "a/keep.py:FedKeep+prototypes", "runs/x/lists.npz")]
+    ['moon+prototypes', 'FedKeep+prototypes', 'lists']
+    """
+    return Path(name).stem if name.endswith(".npz") else name.rpartition(":")[2]
+
+
+def _file_of(path: str) -> Path:
+    """The file of an import path `file.py:object`, or where the run that was read had it."""
+    file = Path(path.rpartition(":")[0]).expanduser()
+    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
+
+
+def _import_path(origin: Origin) -> str:
+    return f"{origin.path}:{origin.object}"
+
+
+def load_object(path: str) -> Any:
+    """The object of an import path; UserError where file, module or object is missing or fails to import."""
+    head, _, tail = path.rpartition(":")
+    try:
+        module = _module_of_file(_file_of(path)) if head.endswith(".py") else importlib.import_module(head)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's own file does
+        raise UserError(f"{path} cannot be imported: {_in_words(error)}.") from error
+    part: Any = module
+    for name in tail.split("."):
+        if not hasattr(part, name):
+            own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+            raise UserError(f"{head} defines no '{tail}': {nearest(tail, own) if own else 'it defines nothing.'}")
+        part = getattr(part, name)
+    return part
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    """The module of a file, imported once for each path and content; its folder is on the path meanwhile."""
+    if not file.is_file():
+        raise UserError(f"there is no file {file}: check the path.")
+    file = file.resolve()
+    name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # it ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def origin_of(part: Any, path: str = "") -> Origin | None:
+    """Where a part comes from; None for one of this package, or of no file (a notebook's cell).
+
+    Args:
+      path: the import path that it was found by, if it was.
+    """
+    if path:
+        head, _, tail = path.rpartition(":")
+        file = _file_of(path) if head.endswith(".py") else getattr(sys.modules.get(head), "__file__", None)
+        return None if file is None else origin_of_file(Path(file), tail)
+    module = getattr(part, "__module__", None) or type(part).__module__
+    name = getattr(part, "__qualname__", None) or type(part).__qualname__
+    if module is None or module.partition(".")[0] == PACKAGE:
+        return None
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None else origin_of_file(Path(file), name)
+
+
+def origin_of_file(file: Path, name: str = "") -> Origin:
+    """Where a part comes from that lies in a file."""
+    return Origin(str(file.resolve()), name, file_sha256(file))
+
+
+def file_sha256(file: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _identity(part: Any) -> tuple[Any, Any]:
+    """What two definitions of one part have in common, as when a notebook's cell is run again."""
+    return getattr(part, "__module__", None), getattr(part, "__qualname__", id(part))
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"

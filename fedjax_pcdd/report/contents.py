@@ -1,0 +1,173 @@
+"""The tables of a report: each group's own, and the papers' with our means over seeds beside the printed numbers.
+
+Accuracies are in percent but where a paper prints shares. A standard deviation is that of a sample (n - 1).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.expected import METRICS, TARGET_METRICS, Expected, Metric, kind, measured, title
+from fedjax_pcdd.report.grouping import Group, Names, label, shared
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
+from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
+
+# Entry of summary.json -> heading, for those that are accuracies.
+ACCURACIES = {
+    "ga_best": "GA best",
+    "ga_last": "GA last",
+    "ga_mean_last10": "GA mean of last 10",
+    "pa_best": "PA best",
+    "pa_last": "PA last",
+}
+SECONDS = "seconds_per_round"
+MISSED = "/: not reached, by at least one seed."
+
+Runs = Sequence[RunRecord]
+Key = tuple[str, str]  # split and metric of a printed number
+
+
+def own_table(group: Group) -> Table:
+    """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
+    known = [(entry.names, entry.runs) for entry in group.entries]
+    targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
+    rule = RULES.get(group.preset or "", BEST)
+    columns = [Column(heading, name, best=1) for name, heading in ACCURACIES.items()]
+    columns.append(Column("s a round", SECONDS))
+    if targets:
+        columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
+    rows = {}
+    for names, runs in known:
+        rows[names] = [_of_summary(runs, name, 100.0) for name in ACCURACIES]
+        rows[names].append(_of_summary(runs, SECONDS, 1.0))
+        if targets:
+            rows[names] += target_cells(runs, _references(known, names), rule)
+    notes = [_protocols(group), *[rule.sentence, MISSED] * targets]
+    return _table(group.title, columns, rows, " ".join(filter(None, notes)))
+
+
+def _of_summary(runs: Runs, name: str, factor: float) -> Cell:
+    values = [(run.summary or {}).get(name) for run in runs]
+    return over_seeds((None if value is None else factor * value for value in values), _lengths(runs))
+
+
+def _lengths(runs: Iterable[RunRecord]) -> set[int]:
+    return {run.config["rounds"] for run in runs}
+
+
+def _column(metric: str, heading: str) -> Column:
+    known = METRICS[kind(metric)]
+    return Column(heading, metric, known.digits, known.best)
+
+
+def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[Cell]], note: str) -> Table:
+    """Settings that all experiments with numbers of their own have are said once, above it."""
+    same = shared(names for names, cells in rows.items() if any(cell.mean is not None for cell in cells))
+    remarks = " ".join(filter(None, [f"Not as the preset in all runs: {same}." if same else "", note]))
+    lines = tuple(Row(label(names, same), tuple(cells), names) for names, cells in rows.items())
+    return ranked(Table(title, tuple(columns), lines, remarks))
+
+
+def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
+    """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
+    results = [one for run in runs if (one := reached(run, references, rule)) is not None]
+    missed = sum(rounds is None for rounds, _ in results)
+    if missed:
+        never = Cell(n=len(results), text="/", note=f"not reached by {missed} of them")
+        return never, never
+    rounds, faster = (over_seeds((one[i] for one in results), _lengths(runs)) for i in (0, 1))
+    return rounds, faster
+
+
+def _references(known: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRecord]:
+    """FedAvg's runs, first those with the same settings."""
+    fitting = [(own[2] != names[2], runs) for own, runs in known if own[0] == REFERENCE]
+    return [run for _, runs in sorted(fitting, key=lambda one: one[0]) for run in runs]
+
+
+def _protocols(group: Group) -> str:
+    """How PA was measured, and of which experiments where that differs."""
+    names: dict[str, list[str]] = {}
+    for name, entry in zip(group.labels, group.entries, strict=True):
+        for protocol in dict.fromkeys((run.summary or {}).get("pa_protocol") for run in entry.runs):
+            if protocol is not None:
+                names.setdefault(protocol, []).append(name)
+    words = [f"{protocol} ({', '.join(own)})" if len(names) > 1 else protocol for protocol, own in names.items()]
+    return f"PA: {'; '.join(words)}." if words else ""
+
+
+def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
+    """The tables of a paper, one a metric: methods down, splits across, of which at least one was run.
+
+    Args:
+      preset: as `fedmr/table1`.
+      groups: those of this preset.
+      expected: what the paper prints there.
+    """
+    runs = {(entry.names, group.split): entry.runs for group in groups for entry in group.entries}
+    splits, tables = {group.split for group in groups}, []
+    for name in dict.fromkeys(title(one.metric) for one in expected):
+        printed = [one for one in expected if title(one.metric) == name]
+        parts = {(one.split, one.metric): one.splits or (one.split,) for one in printed}
+        columns = {key: several for key, several in parts.items() if splits.issuperset(several)}
+        if name and columns:
+            tables.append(_paper_table(preset, columns, runs, printed))
+    return tables
+
+
+def _paper_table(
+    preset: str,
+    columns: Mapping[Key, Sequence[str]],
+    runs: Mapping[tuple[Names, str | None], Runs],
+    printed: Iterable[Expected],
+) -> Table:
+    """Args: columns: the splits that each is the mean of; runs: of an experiment on a split."""
+    theirs = {
+        (one.method, one.variant, one.split, one.metric): one for one in printed if (one.split, one.metric) in columns
+    }
+    rule, metric = RULES.get(preset, BEST), METRICS[kind(next(iter(columns))[1])]
+    rows = {}
+    for names in _row_names({part for parts in columns.values() for part in parts}, runs, theirs):
+        cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
+        rows[names] = [_beside(cell, theirs.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
+    heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
+    return _table(f"{preset}: {metric.title}", heads, rows, metric.note or _target_note(metric, rule))
+
+
+def _heading(metric: str) -> str:
+    return METRICS[kind(metric)].heading or metric.partition(":")[2]
+
+
+def _target_note(metric: Metric, rule: Rule) -> str:
+    return f"{rule.sentence} {MISSED}" if metric.title == title(TARGET_METRICS[0]) else ""
+
+
+def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rule) -> Cell:
+    """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
+    split, metric = key
+    if metric in TARGET_METRICS:
+        known = [(own, members) for (own, where), members in runs.items() if where == split]
+        cells = target_cells(runs.get((names, split), ()), _references(known, names), rule)
+        return cells[TARGET_METRICS.index(metric)]
+    members = [runs.get((names, part), ()) for part in parts]
+    by_seed = [{run.seed: measured(run, metric) for run in several} for several in members]
+    values = [[part.get(seed) for part in by_seed] for seed in by_seed[0]]
+    known = [[value for value in several if value is not None] for several in values]
+    means = [sum(several) / len(parts) for several in known if len(several) == len(parts)]
+    return over_seeds(means, _lengths(run for several in members for run in several))
+
+
+def _beside(ours: Cell, printed: Expected | None) -> Cell:
+    if printed is None:
+        return ours
+    missed = printed.value is None and printed.metric in TARGET_METRICS
+    note = "; ".join(filter(None, (ours.note, printed.note)))
+    return replace(ours, beside=Cell(printed.value, printed.std, text="/" if missed else None), note=note)
+
+
+def _row_names(splits: set[str], runs: Mapping, printed: Iterable[tuple[str, str, str, str]]) -> list[Names]:
+    """Methods in the paper's order, then ours alone; each with the settings that were run, if any."""
+    ours = list(dict.fromkeys(names for names, split in runs if split in splits))
+    rows = dict.fromkeys([*(one[:2] for one in printed), *(names[:2] for names in ours)])
+    by_row = {row: [names for names in ours if names[:2] == row] for row in rows}
+    return [names for row, known in by_row.items() for names in (known or [(*row, "")])]

@@ -1,0 +1,97 @@
+"""Small callbacks: early stopping, a profile, and functions of a user's own."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose accuracy has not risen for a while."""
+
+    def __init__(self, metric: str = "ga", patience: int = 10, least: float = 0.0):
+        """Prepare.
+
+        Args:
+          metric: "ga" or "pa", or another entry of the history's rows that is the better the higher.
+          patience: evaluated rounds without a rise after which the run ends, at least 1.
+          least: what counts as a rise, at least 0.
+        """
+        if patience < 1 or least < 0:
+            raise UserError("early stopping needs a patience of at least 1 and a least rise of at least 0.")
+        self.metric, self.patience, self.least = metric, patience, least
+        self.best, self.waited = float("-inf"), 0
+
+    def on_round(self, run: Run, report: RoundReport) -> bool:
+        """Whether the last evaluations were all below the best one."""
+        row = run.history.rows[-1]
+        if self.metric not in row:
+            raise UserError(f"early stopping knows no '{self.metric}': choose one of {', '.join(row)}.")
+        value = row[self.metric]
+        if value is None:
+            return False
+        self.waited = 0 if value > self.best + self.least else self.waited + 1
+        self.best = max(self.best, value)
+        return self.waited >= self.patience
+
+    def state(self) -> Any:
+        """The best so far, and how long ago it was."""
+        return [self.best if self.best > float("-inf") else None, self.waited]
+
+    def restore(self, state: Any) -> None:
+        """Go on waiting."""
+        best, self.waited = state
+        self.best = float("-inf") if best is None else best
+
+
+class Profile(Callback):
+    """Traces the second and the third round, which compile nothing.
+
+    The folder then holds what TensorBoard's profiler (xprof) reads, and perfetto_trace.json.gz for
+    https://ui.perfetto.dev.
+    """
+
+    def __init__(self, folder: Path):
+        """Args: folder: where the trace goes."""
+        self.folder, self.rounds, self.active = folder, 0, False
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Begin after the first round of this process, end after the third."""
+        self.rounds += 1
+        if self.rounds == 1 and not run.is_over:
+            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
+            self.active = True
+        elif self.rounds == 3:
+            self.on_end(run)
+
+    def on_end(self, run: Run) -> None:
+        """Write what was traced."""
+        if self.active:
+            self.active = False
+            jax.profiler.stop_trace()
+
+
+class Function(Callback):
+    """A function of the run and the report, called after every round."""
+
+    def __init__(self, function: Callable[[Run, RoundReport], Any]):
+        """Args: function: returns True to end the run."""
+        self.function = function
+
+    def on_round(self, run: Run, report: RoundReport) -> Any:
+        """Call it."""
+        return self.function(run, report)
+
+
+def as_callbacks(given: Iterable[Any]) -> list[Callback]:
+    """Callbacks as a user gives them, functions among them; UserError for anything else."""
+    if not isinstance(given, list | tuple):
+        raise UserError(f"takes a list of callbacks, not {given!r}.", field="callbacks")
+    for one in given:
+        if not isinstance(one, Callback) and (isinstance(one, type) or not callable(one)):
+            raise UserError(f"takes fp.Callback objects and functions of a run and a report, not {one!r}.", "callbacks")
+    return [one if isinstance(one, Callback) else Function(one) for one in given]

@@ -1,0 +1,63 @@
+"""Which parts of a run are not of this package: written into config.yaml, and the same when it is continued."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedjax_pcdd import methods, models
+from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.data.augment import AUGMENTATIONS
+from fedjax_pcdd.data.lists import PARTITIONERS
+from fedjax_pcdd.data.partition import PARTITIONS
+from fedjax_pcdd.data.sources import LOADERS
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
+from fedjax_pcdd.training.config import OUTSIDE
+from fedjax_pcdd.training.loggers import LOGGERS
+
+
+def origins_of(config: Any) -> dict[str, Origin]:
+    """Where the parts of a `RunConfig` come from that are not of this package, by their names in it."""
+    named: list[tuple[Registry, str | None]] = [
+        (METHODS, methods.plain_name(config.method)),
+        (LOADERS, None if config.task else config.dataset),
+        (PARTITIONERS, None if config.task or config.partition in PARTITIONS else config.partition),
+        (models.BACKBONES, config.model),
+        (AUGMENTATIONS, config.augmentation),
+        *((models.BACKBONES, name) for name in _listed(config.models)),
+        *((QUANTITIES, name) for name in _listed(config.track)),
+        *((LOGGERS, name) for name in _listed(config.loggers)),
+    ]
+    origins = {name: _origin(registry, name) for registry, name in named if name}
+    return {name: origin for name, origin in origins.items() if origin is not None}
+
+
+def _listed(names: str | None) -> list[str]:
+    return [name.strip() for name in (names or "").split(",") if name.strip()]
+
+
+def _origin(registry: Registry, name: str) -> Origin | None:
+    if name.endswith(".npz"):
+        return origin_of_file(located(name)) if located(name).is_file() else None  # what is missing is said elsewhere
+    if is_import_path(name):
+        return origin_of(registry.find(name), name)
+    return origin_of(registry.find(name)) if name in registry else None
+
+
+def recorded_origins(value: Any, source: str) -> dict[str, Origin]:
+    """The origins that a configuration has under `OUTSIDE`; UserError where that is something else."""
+    try:
+        return {str(name): Origin(**{k: str(v) for k, v in one.items()}) for name, one in (value or {}).items()}
+    except (AttributeError, TypeError):
+        raise UserError(f"{OUTSIDE} in {source} must give path, object and sha256 of each name.") from None
+
+
+def check_unchanged(value: Mapping[str, Any] | None, source: str) -> None:
+    """UserError where a part from outside is no longer what a configuration says that the run began with."""
+    for name, origin in recorded_origins(value, source).items():
+        file = Path(origin.path)
+        if not file.is_file():
+            raise UserError(f"{name} of this run was in {file}, which is gone: put it back, or start a new run.")
+        if file_sha256(file) != origin.sha256:
+            raise UserError(f"{file} has changed since this run began: put it back as it was, or start a new run.")

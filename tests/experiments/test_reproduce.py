@@ -1,0 +1,273 @@
+"""Plans of the papers' cells and sessions that work them off: one tiny plan on the built-in digits."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import folder as records
+from fedjax_pcdd.training.config import values
+from reproduction import cells as cells_module
+from reproduction import results
+from reproduction.cells import Folders, OutOfTime, deadline
+from reproduction.command import reproduce_main
+from reproduction.plan import check, configured, read_plan
+from reproduction.session import Budget, typical_seconds, unfinished, work_off
+
+PRESET = """
+run: {dataset: digits, model: mlp, rounds: 3, lanes: 1, local_epochs: 1, fine_tune_epochs: 0, lr: 0.1}
+splits: {A: {partition: pcdd, clients: 5}, B: {partition: iid, clients: 4}}
+methods: {fedavg: {}, fedprox: {mu: 0.5}}
+variants: {intra-only: {method: fedmr, terms: intra}}
+"""
+PLAN = """
+settings: {train_samples: 200, test_samples: 100}
+blocks:
+  - {table: toy/table1, splits: [A], methods: [fedavg, fedprox], seeds: [0, 1], own: {fedprox: {mu: 0.1}}}
+  - {table: toy/table1, splits: [A], methods: [fedavg], tag: fast, settings: {lr: 0.2}}
+  - {table: toy/table2, splits: [A], methods: [fedavg]}
+"""
+EXPECTED = "split,method,variant,metric,value,std,note\nA,fedavg,,{metric},50.0,,\nA,fedprox,,{metric},60.0,,\n"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    experiments = tmp_path / "experiments"
+    for folder in ("presets/toy", "expected", "reproduction"):
+        (experiments / folder).mkdir(parents=True)
+    for table, metric in (("table1", "ga_pct"), ("table2", "eigenvalue_variance")):
+        (experiments / f"presets/toy/{table}.yaml").write_text(PRESET)
+        (experiments / f"expected/toy_{table}.csv").write_text(EXPECTED.format(metric=metric))
+    (experiments / "reproduction/tiny.yaml").write_text(PLAN)
+    return Folders(tmp_path / "runs", tmp_path / "results", experiments, None)
+
+
+def planned(folders, text=PLAN):
+    (folders.experiments / "reproduction/tiny.yaml").write_text(text)
+    return read_plan("tiny", folders.experiments / "reproduction", folders.presets).cells
+
+
+def one(folders, name, text=PLAN):
+    return [cell for cell in planned(folders, text) if cell.name == name and cell.table == "toy/table1"]
+
+
+def work(folders, chosen, seconds=None):
+    lines = []
+    return work_off(chosen, folders, Budget(seconds), lines.append), lines
+
+
+def result(folders, cell):
+    return json.loads(results.result_path(folders.results, cell).read_text())
+
+
+# Plans
+
+
+def test_cells_run_all_methods_of_the_first_seed_first(folders):
+    names = [cell.name for cell in planned(folders)[:4]]
+    assert names == ["tiny-A-fedavg-s0", "tiny-A-fedprox-s0", "tiny-A-fedavg-s1", "tiny-A-fedprox-s1"]
+
+
+def test_a_block_without_names_has_every_row_and_split_of_its_preset(folders):
+    kept = planned(folders, "blocks: [{table: toy/table1}]")
+    assert [(c.split, c.method, c.variant) for c in kept] == [
+        (split, *row)
+        for split in "AB"
+        for row in (("fedavg", None), ("fedprox", None), ("fedmr", "intra-only"))
+    ]  # fmt: skip
+
+
+def test_settings_of_one_method_win_over_the_blocks_and_the_plans(folders):
+    text = "settings: {mu: 1, lr: 1}\nblocks: [{table: toy/table1, settings: {lr: 2}, own: {fedprox: {mu: 3}}}]"
+    cell = one(folders, "tiny-A-fedprox-s0", text)[0]
+    assert cell.settings == {"mu": "3", "lr": "2"}
+
+
+def test_the_same_cell_with_other_settings_needs_a_tag(folders):
+    text = "blocks: [{table: toy/table1}, {table: toy/table1, settings: {lr: 2}}]"
+    with pytest.raises(UserError, match=r"block 2 of .*tiny-A-fedavg-s0 with other settings .*give it a tag"):
+        planned(folders, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("blocks: [{table: toy/table1, split: [A]}]", "unknown key 'split' in block 1 .*did you mean 'splits'"),
+        ("blocks: [{splits: [A]}]", "needs a line `table"),
+        ("blocks: [{table: toy/table1, splits: A}]", "'splits' of block 1 .* must be a list"),
+        ("blocks: [{table: toy/table1, variants: [intra]}]", "has no variant 'intra': did you mean 'intra-only'"),
+        ("cells: []", "must hold 'settings' and a list of 'blocks'"),
+    ],
+)
+def test_a_wrong_plan_is_refused_in_one_sentence(folders, text, sentence):
+    with pytest.raises(UserError, match=sentence):
+        planned(folders, text)
+
+
+def test_a_cell_that_cannot_run_is_named_before_anything_runs(folders):
+    with pytest.raises(UserError, match=r"toy/table1 tiny-C-fedavg-s0: .*no split 'C'"):
+        check(planned(folders, "blocks: [{table: toy/table1, splits: [C], methods: [fedavg]}]"), folders.presets)
+
+
+# Sessions
+
+
+def test_a_finished_cell_has_its_numbers_and_is_not_run_again(folders, monkeypatch):
+    chosen = one(folders, "tiny-A-fedavg-s0")
+    assert work(folders, chosen)[0] == (1, 0, False)
+    kept = result(folders, chosen[0])
+    assert kept["status"] == "finished"
+    assert kept["metrics"] == {"ga_pct": pytest.approx(100 * kept["ga_best"], abs=0.01)}
+    assert len(kept["ga"]) == 3
+    assert max(kept["ga"]) == kept["ga_best"]
+    assert kept["command"].startswith("python experiments/run.py --preset=toy/table1 --split=A --method=fedavg ")
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
+    assert work(folders, chosen)[0] == (0, 0, False)
+
+
+def test_an_interrupted_cell_continues_and_ends_with_the_same_numbers(folders, monkeypatch, tmp_path):
+    chosen = one(folders, "tiny-A-fedavg-s0")
+    append, stop = records.RunFolder.append, {"at": 2}
+
+    def interrupted(self, row, name=records.METRICS):
+        append(self, row, name)
+        if row["round"] == stop["at"]:
+            stop["at"] = None
+            raise OutOfTime
+
+    monkeypatch.setattr(records.RunFolder, "append", interrupted)
+    assert work(folders, chosen)[0] == (0, 0, True)
+    assert unfinished(chosen, folders) == chosen
+    assert work(folders, chosen)[0] == (1, 0, False)
+    whole = folders._replace(runs=tmp_path / "other", results=tmp_path / "whole")
+    work(whole, chosen)
+    assert result(folders, chosen[0])["ga"] == result(whole, chosen[0])["ga"]
+
+
+def test_a_diverging_cell_is_failed_and_not_tried_again(folders):
+    text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg], settings: {lr: 1.0e30}}]"
+    chosen = one(folders, "tiny-A-fedavg-s0", text)
+    assert work(folders, chosen)[0] == (1, 0, False)
+    kept = result(folders, chosen[0])
+    assert kept["status"] == "failed"
+    assert "is not finite" in kept["sentence"]
+    assert str(folders.runs) not in kept["sentence"]
+    assert unfinished(chosen, folders) == []
+
+
+def test_a_full_disk_ends_the_session_and_fails_no_cell(folders, monkeypatch):
+    def full(*_, **__):
+        raise UserError("no space left on the disk") from OSError("no space")
+
+    monkeypatch.setattr(runs, "run", full)
+    chosen = one(folders, "tiny-A-fedavg-s0")
+    with pytest.raises(UserError, match="no space left"):
+        work(folders, chosen)
+    assert unfinished(chosen, folders) == chosen
+
+
+def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
+    text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg]}, {table: toy/table3, splits: [A]}]"
+    (folders.presets / "toy/table3.yaml").write_text(PRESET.split("methods:")[0] + "methods: {fedavg: {}}")
+    first, second = planned(folders, text)
+    work(folders, [first])
+    monkeypatch.setattr(runs, "run", lambda *_, **__: pytest.fail("run again"))
+    work(folders, [second])
+    kept = result(folders, second)
+    assert (kept["table"], kept["same_run_as"]) == ("toy/table3", "toy/table1 A")
+    assert kept["ga"] == result(folders, first)["ga"]
+
+
+def test_cells_without_their_data_wait_for_it(folders):
+    text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg, fedprox], settings: {dataset: cifar10}}]"
+    chosen = planned(folders._replace(data=folders.runs), text)
+    outcome, lines = work(folders._replace(data=folders.runs), chosen)
+    assert outcome == (0, 2, False)
+    assert len(lines) == 1
+    assert unfinished(chosen, folders) == list(chosen)
+
+
+def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
+    chosen = [cell for cell in planned(folders) if cell.table == "toy/table2"]
+    work(folders, chosen)
+    assert result(folders, chosen[0])["metrics"]["eigenvalue_variance"] > 0
+
+
+# Time
+
+
+def test_the_deadline_interrupts_and_gives_the_signals_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OutOfTime), deadline(0.05):
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_request_to_end_interrupts_as_the_deadline_does():
+    with pytest.raises(OutOfTime), deadline(None):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("typical", "allowed"), [(None, True), (30.0, True), (50.0, False), (90.0, False), (110.0, True)]
+)
+def test_a_cell_starts_if_it_fits_or_if_no_budget_could_hold_it(typical, allowed):
+    now = iter([0.0, *[60.0] * 5])
+    assert Budget(100.0, clock=lambda: next(now)).allows(typical) is allowed
+
+
+def test_the_typical_time_is_that_of_the_same_method_where_there_is_one(folders):
+    cell = planned(folders)[1]
+    known = [
+        {"scale": "tiny", "table": "toy/table1", "method": method, "seconds": seconds}
+        for method, seconds in (("fedavg", 10.0), ("fedavg", 20.0), ("fedprox", 90.0))
+    ]
+    assert typical_seconds(cell, known) == 90.0
+    assert typical_seconds(cell, known[:2]) == 15.0
+
+
+# Command line
+
+
+def test_the_command_line_lists_runs_and_prints_what_is_left(folders, capsys):
+    flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny"]
+    assert reproduce_main(folders.experiments, [*flags, "--only=toy/table1/tiny-A-fedavg-s0"]) == 0
+    assert "1 cells done, 0 left" in capsys.readouterr().out
+    assert reproduce_main(folders.experiments, [*flags, "--list"]) == 0
+    assert "finished toy/table1 tiny-A-fedavg-s0" in capsys.readouterr().out
+    assert reproduce_main(folders.experiments, [*flags, "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(planned(folders)) - 1
+
+
+@pytest.mark.parametrize("flags", [["--only=fccl"], ["--scale=none"], ["--budget=1"], ["--budget-minutes=soon"]])
+def test_mistakes_are_one_sentence_and_exit_code_2(folders, capsys, flags):
+    assert reproduce_main(folders.experiments, ["--scale=tiny", *flags]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_data_folder_is_no_part_of_a_result(folders):
+    data = folders.runs.parent / "data"
+    data.mkdir()
+    chosen = one(folders, "tiny-A-fedavg-s0")
+    work(folders._replace(data=data), chosen)
+    assert str(folders.runs.parent) not in results.result_path(folders.results, chosen[0]).read_text()
+
+
+def test_compiled_programs_of_a_cell_are_let_go(folders, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(cells_module.jax, "clear_caches", lambda: cleared.append(True))
+    monkeypatch.setattr(runs, "run", lambda *_, **__: (_ for _ in ()).throw(UserError("no.")))
+    work(folders, one(folders, "tiny-A-fedavg-s0"))
+    assert cleared
+
+
+def test_results_older_than_an_option_are_shared_as_if_they_had_its_default(folders):
+    cell = one(folders, "tiny-A-fedavg-s0")[0]
+    options = values(*configured(cell, folders.presets))
+    known = results.failed(cell, options, "no.")
+    del known["decisive"]["train_samples"], known["decisive"]["doubled"]
+    assert results.repeated(cell, options, [known]) is None
+    assert results.repeated(cell, options | {"train_samples": None}, [known]) is not None

@@ -1,0 +1,194 @@
+"""The generated pages: what is computed from results, and that the committed pages are what the results give."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.expected import Expected, read_expected
+from fedjax_pcdd.training.presets import preset_values, read_preset
+from reproduction.ambiguities import effects, read_ambiguities, tags_of
+from reproduction.claims import Claim, counts, findings, read_claims
+from reproduction.columns import columns, with_means
+from reproduction.pages import pages, write_pages
+from reproduction.plan import configured, read_plan
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXPERIMENTS = REPOSITORY / "experiments"
+PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
+    "claims", "ambiguities"
+))  # fmt: skip
+
+
+def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="finished", **over):
+    """A result of the table toy/table1."""
+    name = f"{method}-{split}"
+    return {
+        "status": status, "scale": "cpu", "table": "toy/table1", "split": split, "method": method, "variant": variant,
+        "tag": tag, "seed": seed, "command": f"python experiments/run.py --method={name} --seed={seed}",
+        "over_preset": over, "metrics": {"ga_pct": ga}, "ga_best": ga / 100, "ga_best_round": 3,
+        "ga_last": (ga - 2) / 100, "ga_mean_last10": (ga - 5) / 100, "seconds": 36.0, "machine": {"device": "cpu"},
+        "sentence": "it diverged.",
+    }  # fmt: skip
+
+
+def printed_numbers(**values):
+    """Expected numbers of the split A; the mean of A and B is that of A plus one."""
+    numbers = [Expected("A", name, "", "ga_pct", value, None, "", ()) for name, value in values.items()]
+    means = [Expected("avg", name, "", "ga_pct", value + 1, None, "", ("A", "B")) for name, value in values.items()]
+    return {"toy/table1": [*numbers, *means]}
+
+
+PAPER = printed_numbers(fedavg=60.0, fedmr=70.0, moon=65.0)
+
+
+# Tables
+
+
+def test_rows_stand_in_the_papers_order_and_hold_all_seeds():
+    results = [made_up("moon", 50.0), made_up("fedmr", 40.0, 1), made_up("fedmr", 42.0), made_up("fedavg", 45.0)]
+    (column,) = columns(results, PAPER)
+    assert [row.name for row in column.rows] == ["fedavg", "fedmr", "moon"]
+    assert column.rows[1].values("ga_pct") == {0: 42.0, 1: 40.0}
+
+
+def test_runs_with_other_settings_are_rows_of_their_own():
+    results = [made_up("fedmr", 40.0, lr="1"), made_up("fedmr", 42.0, 1, lr="2"), made_up("fedavg", 1.0, lr="1")]
+    (column,) = columns(results, PAPER)
+    assert [row.label for row in column.rows] == ["fedavg (lr=1)", "fedmr (lr=1)", "fedmr (lr=2)"]
+
+
+def test_failed_runs_are_in_no_row():
+    (column,) = columns([made_up("fedmr", 40.0, status="failed")], PAPER)
+    assert column.rows == ()
+    assert len(column.failed) == 1
+
+
+def test_a_row_is_repeated_by_one_command_for_all_seeds():
+    (column,) = columns([made_up("fedmr", 40.0, seed) for seed in (0, 2)], PAPER)
+    command = column.rows[0].command
+    assert command == "for seed in 0 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
+
+
+def test_printed_means_are_taken_over_seeds_that_all_splits_have():
+    results = [made_up("fedmr", 40.0, 0), made_up("fedmr", 44.0, 1), made_up("fedmr", 60.0, 1, split="B")]
+    average = with_means(columns(results, PAPER), PAPER)[-1]
+    assert average.split == "avg"
+    assert average.rows[0].values("ga_pct") == {1: 52.0}
+
+
+def test_a_mean_without_one_of_its_splits_is_left_out():
+    assert len(with_means(columns([made_up("fedmr", 40.0)], PAPER), PAPER)) == 1
+
+
+# Claims
+
+
+CLAIM = Claim("FedMR is above FedAvg", "toy/table1", "fedmr", "fedavg", "ga_pct", ("A", "B"))
+
+
+def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
+    results = [made_up(name, ga, seed) for seed in (0, 1) for name, ga in (("fedmr", 50.0 + seed), ("fedavg", 40.0))]
+    first, second = findings([CLAIM], columns(results, PAPER), PAPER)
+    assert (first.paper, first.best.mean, first.verdict) == (10.0, 10.5, "held")
+    assert second.verdict == "not tried"
+
+
+def test_a_reading_that_departs_from_the_table_bears_on_no_claim_unless_named():
+    results = [made_up("fedmr", 50.0, tag="other"), made_up("fedavg", 40.0, tag="other")]
+    every = columns(results, PAPER)
+    assert findings([CLAIM], every, PAPER)[0].verdict == "not tried"
+    assert findings([CLAIM._replace(tags=("other",))], every, PAPER)[0].verdict == "one seed, same sign"
+
+
+def test_methods_are_counted_against_fedavg():
+    results = [made_up("fedavg", 50.0), made_up("fedmr", 40.0), made_up("moon", 60.0)]
+    (count,) = counts(columns(results, PAPER), PAPER)
+    assert count.verdicts == Counter({"one seed, opposite sign": 1, "one seed, same sign": 1})
+
+
+def test_the_effect_of_a_reading_is_against_the_default(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "ambiguities: [{paper: P, question: Q, evidence: S, default: D, other: [], "
+        "measured: {table: toy/table1, split: A, rows: [fedmr], tags: [other]}}]"
+    )
+    (one,) = read_ambiguities(tmp_path / "a.yaml")
+    results = [made_up("fedmr", 50.0), made_up("fedmr", 43.0, tag="other")]
+    (effect,) = effects(one.measured, columns(results, PAPER))
+    assert (effect.tag, effect.best.mean) == ("other", -7.0)
+
+
+@pytest.mark.parametrize(("reader", "key"), [(read_claims, "claims"), (read_ambiguities, "ambiguities")])
+def test_a_file_of_prose_with_a_wrong_key_is_refused(tmp_path, reader, key):
+    (tmp_path / "a.yaml").write_text(f"{key}: [{{text: T, colour: red}}]")
+    with pytest.raises(UserError, match=r"1 of .*a\.yaml"):
+        reader(tmp_path / "a.yaml")
+
+
+# Pages
+
+
+def test_the_committed_pages_are_what_the_committed_results_give():
+    for name, text in pages(REPOSITORY / "results", EXPERIMENTS).items():
+        committed = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+        assert committed == text, f"run python experiments/reproduce.py --page: docs/{name} is not what results/ gives"
+
+
+def test_pages_are_written_where_they_are_wanted(tmp_path):
+    written = write_pages(tmp_path / "none", EXPERIMENTS, tmp_path / "docs")
+    assert [path.name for path in written] == ["reproduction.md", "ambiguities.md"]
+    assert "Nothing has been run yet." in written[0].read_text(encoding="utf-8")
+
+
+# The files beside the plans
+
+
+def test_every_claim_is_about_rows_and_splits_of_its_preset():
+    for claim in read_claims(EXPERIMENTS / "reproduction/claims.yaml"):
+        preset = read_preset(claim.table, EXPERIMENTS / "presets")
+        names = {(row.split, row.metric) for row in read_expected(EXPERIMENTS / "expected", claim.table)}
+        for split in claim.splits:
+            assert (claim.printed_on or split, claim.metric) in names, f"{claim.text}: {split}"
+        split = next(split for split in claim.splits if split in preset.splits)
+        for row in (claim.higher, claim.lower):
+            method, _, variant = row.partition(" ")
+            preset_values(preset, method, split, variant or None)
+
+
+def test_every_other_reading_is_a_command_line():
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        for options in one.other:
+            parse(options.split(), EXPERIMENTS / "presets")
+
+
+def test_every_measured_reading_is_in_the_plan_of_the_cpu():
+    planned = {
+        (cell.table, cell.split, cell.tag, cell.method)
+        for cell in read_plan("cpu", EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
+    }
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        for tag in one.measured.tags if one.measured else ():
+            for row in one.measured.rows:
+                assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
+
+
+def test_tags_of_readings_are_no_tags_of_whole_tables():
+    readings = tags_of(read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"))
+    assert "fmnist" not in readings
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_name_only_what_their_presets_have(name):
+    cells = read_plan(name, EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
+    for cell in {(cell.table, cell.method, cell.variant): cell for cell in cells}.values():
+        configured(cell, EXPERIMENTS / "presets")
+
+
+def test_plans_are_valid_yaml_without_data_folders():
+    for name in PLANS:
+        text = (EXPERIMENTS / f"reproduction/{name}.yaml").read_text(encoding="utf-8")
+        assert yaml.safe_load(text)["blocks"]
+        assert "data_dir" not in text

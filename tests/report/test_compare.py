@@ -1,0 +1,81 @@
+"""Paired comparison over made-up run folders."""
+
+import pytest
+from made_up_runs import write_run
+
+from fedjax_pcdd.cli.report import compare_main
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import collect
+from fedjax_pcdd.report.compare import compare
+
+
+def pairs(folder, first, second, **more):
+    """Runs of two methods over seeds 0, 1, ..."""
+    for seed, (a, b) in enumerate(zip(first, second, strict=True)):
+        write_run(folder / f"a{seed}", a, seed=seed, shift=seed)
+        write_run(folder / f"b{seed}", b, seed=seed, shift=seed, method="fedgela", **more)
+    return collect([folder])
+
+
+def test_a_difference_is_the_mean_over_pairs(tmp_path):
+    results, notes = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.31, 0.52, 0.73)))
+    (best,) = [one for one in results if one.metric == "ga_best"]
+    assert (best.first, best.other, best.difference.seeds, notes) == ("fedavg", "fedgela", (0, 1, 2), [])
+    assert best.difference.mean == pytest.approx(2.0)
+
+
+def test_equal_differences_have_an_interval_of_no_width(tmp_path):
+    results, _ = compare(pairs(tmp_path, (0.3, 0.5, 0.7), (0.35, 0.55, 0.75)))
+    assert (results[0].difference.low, results[0].difference.high) == (pytest.approx(5.0), pytest.approx(5.0))
+
+
+def test_of_one_pair_only_the_sign_is_said(tmp_path):
+    results, _ = compare(pairs(tmp_path, (0.3,), (0.5,)))
+    assert (results[0].difference.low, results[0].difference.verdict()) == (None, "one seed, above")
+
+
+def test_two_methods_beside_the_first_are_one_family(tmp_path):
+    first, second = (0.3, 0.4, 0.5), (0.31, 0.42, 0.51)
+    alone = compare(pairs(tmp_path / "runs", first, second))[0][0].difference
+    for seed, ga in enumerate((0.9, 0.1, 0.5)):
+        write_run(tmp_path / f"runs/c{seed}", ga, seed=seed, shift=seed, method="moon")
+    results, _ = compare(collect([tmp_path / "runs"]))
+    both = next(one.difference for one in results if one.other == "fedgela" and one.metric == "ga_best")
+    assert both.p == pytest.approx(2 * alone.p)
+    assert (both.low, both.high) == (alone.low, alone.high)
+
+
+def test_seeds_without_a_partner_are_said(tmp_path):
+    runs = pairs(tmp_path, (0.3, 0.5), (0.4, 0.6))
+    extra = collect([write_run(tmp_path / "c", seed=9)])
+    results, notes = compare([*runs, *extra])
+    assert results[0].difference.seeds == (0, 1)
+    assert notes == ["digits · dirichlet0.1: seed 9 of fedavg has no partner and is left out."]
+
+
+def test_other_partitions_of_the_same_seed_are_not_compared(tmp_path):
+    write_run(tmp_path / "runs/a", shift=1)
+    write_run(tmp_path / "runs/b", shift=2, method="fedgela")
+    with pytest.raises(UserError, match=r"no pair: .* seed 0 of fedavg and fedgela has different partitions"):
+        compare(collect([tmp_path / "runs"]))
+
+
+def test_one_method_alone_cannot_be_compared(tmp_path):
+    with pytest.raises(UserError, match="fedavg alone: nothing to compare"):
+        compare(collect([write_run(tmp_path / "a")]))
+
+
+def test_settings_of_one_method_can_be_compared(tmp_path):
+    write_run(tmp_path / "runs/a", method="fedprox", mu=0.1)
+    write_run(tmp_path / "runs/b", method="fedprox", mu=1.0)
+    results, _ = compare(collect([tmp_path / "runs"]))
+    assert (results[0].first, results[0].other) == ("fedprox (mu=0.1)", "fedprox (mu=1.0)")
+
+
+def test_the_command_prints_a_comparison(tmp_path, capsys):
+    pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
+    assert compare_main([str(tmp_path)]) == 0
+    assert (
+        "| fedgela less fedavg | GA best | 2 | −10.00 | [−10.00, −10.00] | 0.500 | – | not distinguishable |"
+        in capsys.readouterr().out
+    )

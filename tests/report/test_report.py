@@ -1,0 +1,413 @@
+"""Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import in_preset, write_experiments, write_run
+
+from fedjax_pcdd.cli.options import parse
+from fedjax_pcdd.cli.report import command_of, compare_main, report_main
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import collect, read_run
+from fedjax_pcdd.report.contents import own_table, paper_tables
+from fedjax_pcdd.report.expected import read_expected
+from fedjax_pcdd.report.grouping import Cells, Group, group
+from fedjax_pcdd.report.plots import band
+from fedjax_pcdd.report.tables import Cell, aside, shown
+from fedjax_pcdd.report.targets import BEST, LAST, reached
+from fedjax_pcdd.training.config import dump
+
+
+@pytest.fixture
+def experiments(tmp_path):
+    return write_experiments(tmp_path / "experiments")
+
+
+@pytest.fixture
+def cells(experiments):
+    return Cells(experiments / "presets")
+
+
+def papers(runs, cells, experiments, preset=None):
+    """The tables of accuracies and of rounds to the target."""
+    return paper_tables("toy/table1", group(runs, cells, preset), read_expected(experiments / "expected", "toy/table1"))
+
+
+def row(table, label):
+    (line,) = [one for one in table.rows if one.label == label]
+    return dict(zip((column.heading for column in table.columns), line.cells, strict=True))
+
+
+def test_runs_below_a_folder_are_found_once(tmp_path):
+    write_run(tmp_path / "runs/deep/a")
+    write_run(tmp_path / "runs/b", seed=1)
+    assert [run.path.name for run in collect([tmp_path / "runs/b", tmp_path / "runs"])] == ["b", "a"]
+
+
+def test_a_folder_without_a_run_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match=r"holds no run .*: name the folder of a run\.$"):
+        collect([tmp_path])
+
+
+def test_a_configuration_of_something_else_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("theme: dark\n")
+    with pytest.raises(UserError, match=r"is not the configuration of a run: leave .* out\.$"):
+        collect([tmp_path])
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        collect([tmp_path / "nothing"])
+
+
+def test_a_broken_summary_is_a_user_error(tmp_path):
+    write_run(tmp_path / "a")
+    (tmp_path / "a/summary.json").write_text("{")
+    with pytest.raises(UserError, match="has files that cannot be read"):
+        collect([tmp_path])
+
+
+def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"momentum: .*\n", "", text))
+    assert read_run(folder).config["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--method=fedprox", "--mu=0.5", "--no-retry", "--cohort=2", "--grad-clip=none", "--rounds=3"],
+        ["--method=fccl", "--task=digits_domains", "--local-epochs=2"],
+    ],
+)
+def test_a_command_that_was_not_recorded_is_made_from_the_options(tmp_path, argv):
+    (tmp_path / "config.yaml").write_text(dump(*parse(argv)))
+    command = command_of(read_run(tmp_path)).split()
+    assert dump(*parse(command[2:])) == dump(*parse(argv))
+
+
+def test_mean_and_sample_deviation_are_over_seeds(tmp_path, cells):
+    for seed, ga in enumerate((0.5, 0.6, 0.7)):
+        write_run(tmp_path / f"runs/{seed}", ga, seed=seed)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    cell = row(own_table(one), "fedavg")["GA best"]
+    assert (cell.mean, cell.std, cell.n) == (pytest.approx(60.0), pytest.approx(10.0), 3)
+
+
+def test_one_seed_has_no_deviation(tmp_path, cells):
+    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
+    assert row(own_table(one), "fedavg")["GA best"].std is None
+
+
+def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
+    for method, ga in {"fedavg": 0.5, "fedprox": 0.7, "fedrs": 0.6, "fedlc": 0.6}.items():
+        write_run(tmp_path / f"runs/{method}", ga, method=method)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    ranks = {entry.label: entry.cells[0].rank for entry in own_table(one).rows}
+    assert ranks == {"fedavg": 0, "fedprox": 1, "fedrs": 2, "fedlc": 2}
+
+
+def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
+    (one,) = group(collect([write_run(tmp_path / "a")]), cells)
+    assert {cell.rank for cell in own_table(one).rows[0].cells} == {0}
+
+
+def test_seconds_are_not_ranked(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="fedprox")
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    table = own_table(one)
+    assert {entry.cells[table.headings.index("s a round") - 1].rank for entry in table.rows} == {0}
+
+
+def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
+    write_run(tmp_path / "runs/a", method="fedprox", mu=0.1)
+    write_run(tmp_path / "runs/b", method="fedprox", mu=1.0, seed=1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [entry.label for entry in one.entries] == ["fedprox (mu=0.1)", "fedprox (mu=1.0)"]
+
+
+def test_methods_that_ran_with_other_rounds_are_labelled_so(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="moon", rounds=5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [entry.label for entry in one.entries] == ["fedavg (rounds=3)", "moon (rounds=5)"]
+
+
+def test_options_that_change_no_result_do_not_split_an_experiment(tmp_path, cells):
+    write_run(tmp_path / "runs/a", lanes=2, keep=5)
+    write_run(tmp_path / "runs/b", seed=1, device="cpu", track_every=2)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert [run.seed for run in one.entries[0].runs] == [0, 1]
+
+
+def test_runs_without_a_preset_are_grouped_by_data_partition_and_model(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", partition="pcdd")
+    write_run(tmp_path / "runs/c", model="mcmahan_cnn")
+    titles = [one.title for one in group(collect([tmp_path / "runs"]), cells)]
+    parts = ["dirichlet0.1 · default model", "P10C2 · default model", "dirichlet0.1 · mcmahan_cnn"]
+    assert titles == [f"digits · {part}" for part in parts]
+
+
+def test_a_repeated_seed_counts_once(tmp_path, cells):
+    write_run(tmp_path / "runs/a", 0.5)
+    write_run(tmp_path / "runs/b", 0.5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert (len(one.entries[0].runs), len(one.entries[0].repeated)) == (1, 1)
+
+
+def test_a_cell_of_the_paper_is_joined_and_the_difference_taken(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", ga=0.52)
+    in_preset(tmp_path / "runs/b", "A", ga=0.54, seed=1)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
+    cell = row(table, "fedavg")["A"]
+    assert (cell.mean, cell.beside.mean, cell.beside.std) == (pytest.approx(53.0), 50.0, 0.5)
+    assert cell.difference == pytest.approx(3.0)
+
+
+def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, experiments):
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    cell = row(table, "moon")["A"]
+    assert (cell.mean, cell.beside.mean, cell.difference) == (None, 55.0, None)
+
+
+def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
+    assert table.headings == ["method", "A"]
+
+
+def test_a_variant_is_joined_by_its_name(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", "fedrs", "weak", ga=0.72)
+    in_preset(tmp_path / "runs/b", "A", "fedrs", "strong", ga=0.3)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
+    assert row(table, "fedrs weak")["A"].difference == pytest.approx(2.0)
+    assert row(table, "fedrs strong")["A"].beside is None
+
+
+def test_a_smaller_run_says_what_differs_from_the_preset(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", rounds=2)
+    in_preset(tmp_path / "runs/b", "A")
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
+    assert row(table, "fedavg (rounds=2)")["A"].beside == row(table, "fedavg")["A"].beside == Cell(50.0, 0.5)
+
+
+def test_what_differs_in_all_runs_is_said_once(tmp_path, cells, experiments):
+    table, _ = papers(collect([in_preset(tmp_path / "a", "A", rounds=2)]), cells, experiments)
+    assert "fedavg" in [one.label for one in table.rows]
+    assert table.remarks.startswith("Not as the preset in all runs: rounds=2. ")
+
+
+def test_a_mean_over_splits_takes_the_seeds_that_all_of_them_have(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A", ga=0.5)
+    in_preset(tmp_path / "runs/a1", "A", ga=0.9, seed=1)
+    in_preset(tmp_path / "runs/b", "B", ga=0.4)
+    table, _ = papers(collect([tmp_path / "runs"]), cells, experiments)
+    cell = row(table, "fedavg")["avg"]
+    assert (cell.mean, cell.n, cell.difference) == (pytest.approx(45.0), 1, pytest.approx(1.0))
+
+
+def accuracies(folder, *shares):
+    """Give a made-up run these GAs."""
+    rows = [{"round": r, "ga": ga} for r, ga in enumerate(shares, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_rounds_to_fedavgs_best_accuracy_and_the_speed_up_are_pairs_of_one_seed(tmp_path, cells, experiments):
+    for seed, best in enumerate((0.5, 0.8)):
+        accuracies(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), best, 0.1, best)
+        accuracies(in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed), *(best - 0.1, best, 0.9)[seed:])
+    _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
+    cell = row(table, "fedprox")
+    assert (cell["A rounds"].mean, cell["A rounds"].n) == (1.5, 2)
+    assert cell["A speed-up"].mean == (3 / 2 + 3 / 1) / 2
+
+
+def test_fedavg_itself_counts_all_its_rounds(tmp_path, cells, experiments):
+    in_preset(tmp_path / "runs/a", "A")
+    _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
+    cell = row(table, "fedavg")
+    assert (cell["A rounds"].mean, cell["A rounds"].beside.mean, cell["A speed-up"].mean) == (3.0, 2.0, 1.0)
+
+
+def test_a_target_that_one_seed_missed_has_no_mean(tmp_path, cells):
+    for seed, last in enumerate((0.6, 0.4)):
+        accuracies(write_run(tmp_path / f"runs/a{seed}", seed=seed), 0.1, 0.2, 0.5)
+        accuracies(write_run(tmp_path / f"runs/b{seed}", seed=seed, method="moon"), 0.1, 0.2, last)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    cell = row(own_table(one), "moon")["rounds to target"]
+    assert (cell.mean, cell.n, cell.note) == (None, 2, "not reached by 1 of them")
+    assert shown(cell) == "/"
+
+
+def test_a_run_without_a_fedavg_of_its_seed_has_no_rounds_to_a_target(tmp_path, cells):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="moon", seed=1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert shown(row(own_table(one), "moon")["rounds to target"]) == "–"
+
+
+def test_the_fewest_rounds_are_the_best(tmp_path, cells):
+    accuracies(write_run(tmp_path / "runs/a"), 0.1, 0.2, 0.5)
+    accuracies(write_run(tmp_path / "runs/b", method="moon"), 0.5, 0.5, 0.5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert row(own_table(one), "moon")["rounds to target"].rank == 1
+
+
+@pytest.mark.parametrize(("rule", "rounds"), [(BEST, 2), (LAST, 3)])
+def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, rule, rounds):
+    accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.6)
+    accuracies(write_run(tmp_path / "b", method="moon", shift=1), 0.3, 0.6, 0.7)
+    reference, run = collect([tmp_path])
+    assert reached(run, [reference], rule) == (rounds, 3 / rounds)
+
+
+def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
+    folder = Path(__file__).parents[2] / "experiments/expected"
+    (table,) = paper_tables(
+        "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
+    )
+    assert aside(row(table, "scaffold")["cifar10-dir0.5 rounds"]) == "/"
+    assert aside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
+
+
+def spectra(folder, *variances):
+    """Give a made-up run a track.jsonl, from its first round on."""
+    rows = [{"round": r, "spectrum": {"global": {"variance": v}, "local": None}} for r, v in enumerate(variances, 1)]
+    (folder / "track.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+@pytest.fixture
+def eigenvalues(tmp_path, cells, experiments):
+    """The column of eigenvalues beside the paper's."""
+    with open(experiments / "expected/toy_table1.csv", "a") as file:
+        file.write("A,fedavg,,eigenvalue_variance,1201,,\n")
+
+    def column():
+        table = papers(collect([tmp_path / "runs"]), cells, experiments)[-1]
+        assert [column.metric for column in table.columns] == ["eigenvalue_variance"]
+        return {line.label: line.cells[0] for line in table.rows}
+
+    return column
+
+
+def test_eigenvalues_are_those_tracked_after_the_last_round(tmp_path, eigenvalues):
+    for seed, last in enumerate((10.0, 14.0)):
+        spectra(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), 99.0, 50.0, last)
+    cell = eigenvalues()["fedavg"]
+    assert (cell.mean, cell.n, cell.beside.mean) == (12.0, 2, 1201.0)
+
+
+def test_the_least_spread_eigenvalues_are_the_best(tmp_path, eigenvalues):
+    spectra(in_preset(tmp_path / "runs/a", "A"), 1.0, 2.0, 10.0)
+    spectra(in_preset(tmp_path / "runs/b", "A", "fedprox"), 3.0, 2.0, 5.0)
+    assert (eigenvalues()["fedprox"].rank, eigenvalues()["fedavg"].rank) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        None,
+        {"round": 2, "spectrum": {"global": {"variance": 5.0}, "local": None}},
+        {"round": 3, "angles": {"global": {"existing": 5.0}, "local": None}},
+        {"round": 3, "spectrum": {"global": None, "local": {"variance": 5.0}}},
+    ],
+    ids=["untracked", "before-the-last-round", "something-else", "no-global-model"],
+)
+def test_a_run_whose_last_global_spectrum_is_not_known_has_no_eigenvalues(tmp_path, eigenvalues, line):
+    folder = in_preset(tmp_path / "runs/a", "A")
+    if line is not None:
+        (folder / "track.jsonl").write_text(json.dumps(line) + "\n")
+    assert eigenvalues()["fedavg"].mean is None
+
+
+def test_a_damaged_track_is_one_sentence(tmp_path, eigenvalues):
+    folder = in_preset(tmp_path / "runs/a", "A")
+    (folder / "track.jsonl").write_text("{]\n")
+    with pytest.raises(UserError, match="has files that cannot be read: repair the run or leave it out"):
+        eigenvalues()
+
+
+def test_files_beside_the_folders_are_passed_over(tmp_path):
+    write_run(tmp_path / "runs/a")
+    (tmp_path / "runs/summary.csv").write_text("")
+    assert len(collect(sorted((tmp_path / "runs").iterdir()))) == 1
+    with pytest.raises(UserError, match="is a file: name the folder of a run"):
+        collect([tmp_path / "runs/summary.csv"])
+
+
+def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cells, experiments):
+    folder = tmp_path / "runs/a"
+    in_preset(folder, "B", "fedprox")
+    (folder / "resolved.json").unlink()
+    write_run(tmp_path / "runs/other", beta=0.7)
+    (one,) = group(collect([tmp_path / "runs"]), cells, "toy/table1")
+    assert (one.split, [entry.label for entry in one.entries]) == ("B", ["fedprox"])
+
+
+def test_the_expected_tables_of_the_papers_can_all_be_read():
+    folder = Path(__file__).parents[2] / "experiments/expected"
+    presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv")]
+    assert all(read_expected(folder, preset) for preset in presets)
+
+
+def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
+    runs = [read_run(write_run(tmp_path / "a", 0.3)), read_run(write_run(tmp_path / "b", 0.6, rounds=6))]
+    rounds, mean, deviation = band(runs, "ga")
+    assert rounds.tolist() == [1, 2, 3]
+    np.testing.assert_allclose(mean, [0.1, 0.2, 0.3])
+    assert deviation is not None
+    np.testing.assert_allclose(deviation, 0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ([], "name at least one folder of runs, as runs/."),
+        (["x", "--outptu=y"], "there is no option --outptu: did you mean '--output'?"),
+        (["nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
+        (["RUNS", "--preset=toy/table2"], "there is no preset 'toy/table2': did you mean 'toy/table1'?"),
+        (["RUNS", "--preset=toy/table1"], "none of the 1 runs is a finished one of toy/table1: leave --preset out"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys, argv, sentence):
+    runs = str(write_run(tmp_path / "runs/a", beta=0.7))
+    assert report_main(experiments, [runs if word == "RUNS" else word for word in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, capsys):
+    (tmp_path / "file").write_text("")
+    assert report_main(experiments, [str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"]) == 2
+    assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
+
+
+def test_a_value_that_does_not_fit_is_one_sentence(capsys):
+    assert compare_main(["runs", "--confidence=x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("main", [compare_main, lambda argv: report_main(Path(), argv)])
+def test_help_lists_the_options(capsys, main):
+    assert main(["--help"]) == 0
+    assert "folders of runs" in capsys.readouterr().out
+
+
+def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
+    from fedjax_pcdd.api import runs
+    from fedjax_pcdd.cli.run import main
+
+    recorded = {}
+    monkeypatch.setattr(runs, "run", lambda config, method, origin, **_: recorded.update(origin) or {})
+    assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
+    assert recorded == {
+        "preset": None, "split": None, "variant": None,
+        "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",
+    }  # fmt: skip

@@ -1,0 +1,87 @@
+"""What is said of a few seeds: Student's interval, rank test, Holm's adjustment, and the sign of one seed."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedjax_pcdd.report.statistics import (
+    LEAST_WILCOXON,
+    VERDICTS,
+    Difference,
+    family,
+    paired,
+    rank_correlation,
+)
+
+
+def of(*values):
+    """The difference of these values to zeros."""
+    return paired(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+
+
+def test_differences_are_paired_by_seed():
+    result = paired({0: 52.0, 1: 64.0, 2: 1.0}, {1: 60.0, 0: 50.0, 5: 99.0})
+    assert (result.mean, result.error, result.seeds) == (3.0, pytest.approx(1.0), (0, 1))
+
+
+def test_experiments_without_a_common_seed_have_no_difference():
+    assert paired({0: 1.0}, {1: 1.0}) is None
+
+
+def test_the_interval_and_p_are_students():
+    values = np.random.default_rng(1).normal(1.0, 2.0, 5)
+    result, half = of(*values), stats.t.ppf(0.975, 4) * stats.sem(values)
+    assert (result.low, result.high) == (pytest.approx(values.mean() - half), pytest.approx(values.mean() + half))
+    assert result.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+
+
+def test_an_interval_covers_the_truth_as_often_as_it_says():
+    draws = np.random.default_rng(0).normal(3.0, 1.0, (2000, 3))
+    covered = np.mean([one.low <= 3.0 <= one.high for one in (of(*values) for values in draws)])
+    assert covered == pytest.approx(0.95, abs=0.015)
+
+
+def test_the_rank_test_needs_pairs_enough_to_say_something():
+    few, many = of(*range(1, LEAST_WILCOXON)), of(*range(1, LEAST_WILCOXON + 1))
+    assert few.rank_p is None
+    assert many.rank_p == pytest.approx(2 / 2**LEAST_WILCOXON)
+
+
+@pytest.mark.parametrize(("n", "p"), [(2, 0.5), (6, 1 / 32)])
+def test_equal_differences_are_judged_by_their_sign_alone(n, p):
+    assert (of(*[0.5] * n).error, of(*[0.5] * n).p) == (0.0, pytest.approx(p))
+    assert of(*[0.0] * n).p == 1.0
+
+
+def test_holms_adjustment_rises_with_the_number_of_comparisons():
+    one = of(1.0, 2.0, 3.0)
+    other = of(1.0, 1.1, 1.2)
+    adjusted = family([one, None, other, of(1.0)])
+    assert adjusted[2].p == pytest.approx(2 * other.p)
+    assert adjusted[0].p == pytest.approx(one.p)
+    assert (adjusted[1], adjusted[3].p) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("mean", "p", "claimed", "verdict"),
+    [
+        (2.0, 0.04, 5.0, "held"), (-2.0, 0.04, -5.0, "held"), (-2.0, 0.04, 5.0, "did not hold"),
+        (2.0, 0.06, 5.0, "not distinguishable"), (0.0, 1.0, 5.0, "not distinguishable"),
+        (9.0, None, 5.0, "one seed, same sign"), (-9.0, None, 5.0, "one seed, opposite sign"),
+        (0.0, None, 5.0, "one seed, no sign"),
+    ],
+)  # fmt: skip
+def test_a_claim_holds_where_the_test_says_so(mean, p, claimed, verdict):
+    difference = Difference(mean, None if p is None else 1.0, (0,) if p is None else (0, 1, 2), p=p)
+    assert difference.against(claimed) == verdict
+    assert verdict in VERDICTS
+
+
+def test_the_rank_correlation_is_spearmans_also_with_ties():
+    ours, paper = np.random.default_rng(0).integers(0, 6, (2, 12))
+    assert rank_correlation(list(ours), list(paper)) == pytest.approx(stats.spearmanr(ours, paper).statistic)
+
+
+@pytest.mark.parametrize("ours", [[1.0, 2.0], [3.0, 3.0, 3.0]])
+def test_few_or_equal_values_have_no_order(ours):
+    assert rank_correlation(ours, list(range(len(ours)))) is None

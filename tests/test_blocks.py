@@ -1,0 +1,198 @@
+"""Blocks: what is chosen for a device that launches kernels, and which loops are left in its program."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend import core
+
+from fedjax_pcdd import models
+from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine.blocks import PADDING, WAITING, Blocks, Pass, block_size, choose_blocks, choose_quantum
+from fedjax_pcdd.engine.blocks import client_pass as pass_of
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.schedule import layout
+from fedjax_pcdd.methods import METHODS
+
+some_steps = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What chooses by backend chooses as for a GPU; nothing is run."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def dirichlet(clients, alpha=0.1, samples=10_000, classes=10):
+    """Samples of each client."""
+    rng = np.random.default_rng(0)
+    return sum(rng.multinomial(samples // classes, rng.dirichlet(np.full(clients, alpha))) for _ in range(classes))
+
+
+def simulated(sizes, lanes, *, name="fedavg", cohort=None, tests=None):
+    """A small perceptron on clients of these sizes, in batches of 20."""
+    tests = -(-np.asarray(sizes) // 5) if tests is None else np.asarray(tests)
+    rng = np.random.default_rng(0)
+
+    def split(sizes):
+        total = int(sizes.sum())
+        lists = tuple(np.split(np.arange(total), np.cumsum(sizes)[:-1]))
+        return rng.integers(0, 256, (total, 2, 2, 1), np.uint8), rng.integers(0, 10, total), lists
+
+    x, y, train = split(np.asarray(sizes))
+    x_test, y_test, test = split(tests)
+    parts = Federation(Dataset("random", x, y, x_test, y_test, 10), Partition(train, test))
+    method = METHODS[name]()
+    plain = models.build("mlp", num_classes=10, image_shape=(2, 2, 1))
+    local = Local(1, 20, "drop", "sgd", 0.01, 0.9, 0.0)
+    return Simulation(
+        method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort or len(sizes),
+        lanes=lanes,
+    )  # fmt: skip
+
+
+def loops(simulation):
+    """Depths of the loops of unknown length in a round's program: [1, 2] is one inside another."""
+    plan, jobs = simulation.plan(0)
+    state = simulation.fetch(simulation.start(), (plan, jobs))
+    args = simulation.methods, simulation.hyper_at(0), simulation.data, simulation.keys, state, plan, jobs, 0
+    return list(_loops(jax.make_jaxpr(simulation.round)(*args).jaxpr, 1))
+
+
+def _loops(jaxpr, depth):
+    for equation in jaxpr.eqns:
+        unknown = equation.primitive.name == "while"
+        if unknown:
+            yield depth
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if isinstance(inner, core.ClosedJaxpr | core.Jaxpr):
+                    yield from _loops(getattr(inner, "jaxpr", inner), depth + unknown)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmr"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_equal_clients_in_as_many_lanes_are_a_round_without_a_loop_of_unknown_length(gpu, name, steps):
+    assert loops(simulated([20 * steps] * 6, 6, name=name)) == []
+
+
+def test_ten_times_as_many_clients_turn_no_loop_more_often(gpu):
+    assert loops(simulated([20] * 60, 60)) == loops(simulated([20] * 6, 6)) == []
+
+
+def test_equal_clients_in_fewer_lanes_turn_one_loop_once_a_block(gpu):
+    simulation = simulated([40] * 12, 5)
+    assert loops(simulation) == [1]
+    assert simulation.plan(0)[0].num_segments == 3
+
+
+@pytest.mark.parametrize("cohort", [100, 40])
+def test_unequal_clients_in_as_many_lanes_begin_and_end_together(gpu, cohort):
+    simulation = simulated(dirichlet(100), 100, cohort=cohort)
+    plan, jobs = simulation.plan(0)
+    longest, how = jobs.steps.max(), simulation.program.test_pass
+    turns = longest + -(-simulation.experiments[0].federation.test_sizes.max() // how.batch)
+    assert turns <= 1.2 * longest + 40
+    assert (plan.num_segments, plan.step_stop.max()) == (1, longest)
+    # The steps, where the round's longest job may be any, and the batches of the tests.
+    assert loops(simulation) == [1] * (1 if cohort == 100 else 2)
+
+
+def test_a_single_lane_has_the_blocks_of_a_cpu_everywhere(gpu):
+    assert choose_blocks(np.array([3, 5]), 2, 1, everybody=True) == Blocks(together=True)
+
+
+def test_a_cpu_takes_one_job_after_another():
+    assert choose_blocks(np.array([3, 5]), 2, 2, everybody=True) == Blocks()
+
+
+@settings(deadline=None, max_examples=60)
+@given(some_steps, st.integers(2, 12))
+def test_waiting_and_padding_are_bounded(steps, lanes):
+    quantum = choose_quantum(steps, lanes)
+    length = layout(steps, lanes, quantum).edges[-1]
+    assert length <= WAITING * layout(steps, lanes, 1).edges[-1]
+    jobs, _ = layout(steps, lanes, quantum)
+    ends, size = np.unique(jobs[:, 1], return_counts=True)[1], block_size(steps, lanes, quantum)
+    assert size <= 8 or (-(-ends // size) * size).sum() <= PADDING * len(steps)
+
+
+@pytest.mark.parametrize("lanes", [10, 32])
+def test_no_loop_turns_once_a_client_where_unequal_clients_outnumber_lanes(gpu, lanes):
+    plan, size = simulated(dirichlet(100), lanes).plan(0)[0], simulated(dirichlet(100), lanes).program.blocks.size
+    segments = int(plan.num_segments)
+    ends = np.diff(plan.finish_stop[: segments + 1])
+    assert segments + (-(-ends // size)).sum() < 70
+
+
+@settings(deadline=None, max_examples=60)
+@given(some_steps, st.integers(0, 40))
+def test_jobs_that_all_have_lanes_end_together(steps, more):
+    assert choose_quantum(steps, len(steps) + more) == max(steps)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "expected"),
+    [
+        ([30, 30, 0], 3, Pass(30, 1)),  # everybody's fit in one batch
+        ([30, 10, 0], 3, Pass(30, 1)),
+        ([90, 90], 10, Pass(10, 9)),  # all need as many
+        ([90, 10], 10, Pass(10)),
+        ([90, 90], 1, Pass(90)),  # on a CPU a client without samples costs nothing
+        ([900, 900], 1, Pass(100)),
+    ],
+)
+def test_samples_of_a_pass_times_its_models_are_bounded(sizes, size, expected):
+    assert pass_of(np.array(sizes), 100, size) == expected
+
+
+def test_a_pass_over_a_block_takes_no_more_samples_than_a_step_of_all_lanes(gpu):
+    program = simulated([400] * 50, 50).program
+    assert program.train_pass.batch * program.blocks.size <= 50 * 20
+
+
+def test_what_a_sample_draws_in_a_pass_depends_on_no_batch():
+    def prototypes(size):
+        simulation = toy.simulation(
+            "fedmr", prototype_inputs="augmented", pipeline=Pipeline(flip=True), eval_batch=size, cohort=5
+        )
+        return toy.train(simulation, (0,))[0].servers.prototypes
+
+    np.testing.assert_allclose(prototypes(4), prototypes(500), 1e-5, 1e-5)
+    plain = toy.train(toy.simulation("fedmr", pipeline=Pipeline(flip=True), cohort=5), (0,))[0].servers.prototypes
+    assert np.abs(plain - prototypes(500)).max() > 1e-3
+
+
+def look(data, server, variables, row):
+    return variables["params"]["head"]["kernel"] + row
+
+
+@pytest.mark.parametrize("block", [2, 3])
+def test_models_are_looked_at_in_blocks_as_one_after_another(block):
+    def seen(**options):
+        simulation = toy.simulation("fedrep", **options)
+        state, (plan, jobs) = toy.train(simulation, (0,))[0], simulation.plan(1)
+        args = simulation.methods, simulation.hyper_at(1), simulation.data, simulation.keys, state, plan, jobs, 1
+        after = jax.jit(look_after_training, static_argnums=(0, 1))(simulation.program, look, *args)
+        between = jax.jit(look_between_rounds, static_argnums=(0, 1))
+        return after, between(simulation.program, look, simulation.methods, simulation.data, state, np.arange(5))
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), seen(lanes=3, block=block), seen())
+
+
+@pytest.mark.parametrize("block", [2, 3])
+def test_fine_tuning_in_blocks_is_that_of_one_lane(block):
+    def tuned(**options):
+        simulation = toy.simulation(**options)
+        given = toy.train(simulation, (0,))[0].servers.variables
+        tuner = simulation.tuner(2)
+        assert tuner.program.blocks.size == simulation.program.blocks.size
+        state, report = tuner.step(tuner.start(given), 0)
+        return state.servers, report
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), tuned(lanes=3, block=block), tuned())

@@ -1,0 +1,85 @@
+"""A mistake in a method of one's own is told in one sentence with the method's name, when it is traced."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Message, Method
+
+
+@struct.dataclass
+class Long(Method):
+    def penalty(self, variables, outputs, batch, context):
+        return outputs.features.mean(1)
+
+
+@struct.dataclass
+class LongTerm(Method):
+    def regulariser(self, params, context):
+        return jnp.ones(3)
+
+
+@struct.dataclass
+class Forgetful(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"count": jnp.zeros(())}
+
+    def upload(self, variables, summary, context):
+        return {}, Message(mean=variables)
+
+
+@struct.dataclass
+class Headless(Method):
+    def aggregate(self, server, message, weights, context):
+        params = {"backbone": message.mean["params"]["backbone"]}
+        return server._replace(variables={"params": params})
+
+
+@struct.dataclass
+class Partial(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, state, gradients = evaluate(variables)
+        return loss, state, step({"head": gradients["head"]})
+
+
+@struct.dataclass
+class Growing(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, state, gradients = evaluate(variables)
+        return loss, {**state, "seen": jnp.ones(2)}, step(gradients)
+
+
+@struct.dataclass
+class Wide(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        return loss, state, taken._replace(updates=jax.tree.map(lambda x: x[None], taken.updates))
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Long, r"Long\.penalty must return a scalar, not an array of shape \[8\]: sum or average it\."),
+        (LongTerm, r"LongTerm\.regulariser must return a scalar, not an array of shape \[3\]"),
+        (Forgetful, r"Forgetful\.upload must return .* as init_client made it; \['count'\] is missing\."),
+        (Headless, r"Headless\.aggregate must return .* as init_server made it; variables\['params'\]\['head'\]"),
+        (Partial, r"Partial\.local_update must return the gradients of a step as the parameters are; \['backbone'\]"),
+        (Growing, r"Growing\.local_update must return the variables as download gave them; \['seen'\] is too much"),
+        (Wide, r"Wide\.local_update must return the updates .* has the shape \[1, .*\], not \["),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_hook_of_the_wrong_shape_is_named(method, sentence):
+    simulated = toy.simulation(method=method())
+    with pytest.raises(UserError, match=sentence) as caught:
+        simulated.round.lower(*arguments(simulated))
+    assert "\n" not in str(caught.value)
+
+
+def arguments(simulated):
+    plan, jobs = simulated.plan(0)
+    fixed = simulated.methods, simulated.hyper, simulated.data, simulated.keys
+    return *fixed, simulated.start(), plan, jobs, 0

@@ -1,0 +1,319 @@
+"""What fails below JAX: a sentence each, fewer lanes where memory does not suffice, and a run folder that goes on."""
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+
+import jax
+import pytest
+import toy
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.engine import device_errors, devices
+from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import build
+
+SMALL = {
+    "rounds": 2, "local_epochs": 1, "clients": 4, "train_samples": 80, "test_samples": 30, "batch_size": 8,
+    "fine_tune_epochs": 0, "quiet": True, "min_samples": 1, "checkpoint_every": 1,
+}  # fmt: skip
+EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3221225472 bytes.\n  more about it"
+FAILED = "INTERNAL: ptxas exited with non-zero error code 255"
+OLD_DRIVER = (
+    "Unable to initialize backend 'cuda': INTERNAL: CUDA driver version is insufficient for CUDA runtime version "
+    "(you may need to uninstall the failing plugin package, or set JAX_PLATFORMS=cpu to skip this backend.)"
+)
+
+
+def is_a_sentence(text) -> bool:
+    return "\n" not in text and text.endswith(".")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A device whose rounds fail: set `when(simulation, round)` and `message`; `seen` has the lanes of each attempt."""
+
+    class Device:
+        seen: list[int] = []  # noqa: RUF012
+        message = EXHAUSTED
+
+        @staticmethod
+        def when(simulation, round):
+            return simulation.program.lanes > 1
+
+    device, launch = Device(), Simulation.launch
+
+    def launched(self, state, round, plan=None):
+        device.seen.append(self.program.lanes)
+        if device.when(self, round):
+            raise jax.errors.JaxRuntimeError(device.message)
+        return launch(self, state, round, plan)
+
+    device.seen = []
+    monkeypatch.setattr(Simulation, "launch", launched)
+    return device
+
+
+def asked(path, **options):
+    return runs.Asked(*build({"method": "fedavg", "run_dir": path, **SMALL, **options}))
+
+
+def run(one, say=lambda _: None):
+    return runs.run(one.config, one.method, say=say)
+
+
+def rows(path):
+    """The lines of a run's metrics without what the clock says."""
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines]
+
+
+def noted_lanes(path):
+    return json.loads((path / "resolved.json").read_text())["lanes"]
+
+
+def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
+    said = []
+    run(asked(tmp_path / "four", lanes=4), said.append)
+    assert failing.seen == [4, 2, 1, 1]
+    assert noted_lanes(tmp_path / "four") == 1
+    assert [sentence.rsplit("with ")[-1] for sentence in said] == ["2 of 4 lanes.", "1 of 2 lanes."]
+    assert all(map(is_a_sentence, said))
+    run(asked(tmp_path / "one", lanes=1), said.append)
+    assert rows(tmp_path / "four") == rows(tmp_path / "one")
+
+
+def test_it_goes_on_from_its_newest_checkpoint(failing, tmp_path):
+    failing.when = lambda simulation, round: round == 1 and simulation.program.lanes == 2
+    run(asked(tmp_path, lanes=2))
+    assert failing.seen == [2, 2, 1]  # round 0 is not repeated
+    assert [row["round"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_experiments_of_one_program_go_on_together(failing, tmp_path):
+    several = [asked(tmp_path / str(seed), lanes=2, seed=seed) for seed in range(2)]
+    results = runs.run_together(several, lambda _: None)
+    assert [noted_lanes(tmp_path / str(seed)) for seed in range(2)] == [1, 1]
+    assert all(isinstance(result, dict) for result in results)
+
+
+def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=4)
+    stopping = fp.EarlyStopping("ga", patience=1)
+    with pytest.warns(UserWarning, match="with 1 of 2 lanes"):
+        history = fp.simulate(
+            federation, rounds=1, local_epochs=1, lanes=2, fine_tune_epochs=0, callbacks=[stopping]
+        )  # fmt: skip
+    assert len(history.ga) == 1
+
+
+def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
+    failing.when = lambda simulation, round: round == 1
+    with pytest.raises(OutOfMemory) as error:
+        run(asked(tmp_path, lanes=1))
+    assert is_a_sentence(str(error.value))
+    assert "batch_size" in str(error.value)
+    failing.when = lambda simulation, round: False
+    fp.resume(tmp_path)
+    assert [row["round"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path):
+    failing.message = FAILED
+    with pytest.raises(UserError) as error:
+        run(asked(tmp_path, lanes=2))
+    assert is_a_sentence(str(error.value))
+    assert "ptxas exited" in str(error.value)
+    failing.when = lambda simulation, round: False
+    fp.resume(tmp_path)
+    assert [row["round"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_a_compiler_that_fails_beforehand_is_named(monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError(FAILED)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    simulated = toy.simulation()
+    with pytest.raises(UserError, match="failed when compiling a round"):
+        simulated.compile(simulated.start())
+
+
+def test_a_compiled_round_is_the_one_that_is_run():
+    simulated = toy.simulation(seed=17)
+    state = simulated.start()
+    simulated.compile(state)
+    clock = devices.CompileClock()
+    simulated.step(state, 0)
+    assert simulated.compilations == 1
+    assert clock.count == 0
+
+
+def test_errors_of_other_kinds_pass():
+    with pytest.raises(ZeroDivisionError), in_sentences("training"):
+        _ = 1 / 0
+
+
+def taken(simulated):
+    memory = simulated.compile(simulated.start()).memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def lanes_chosen(monkeypatch, free):
+    """Lanes of the toy federation that are chosen of 1, 2 and 3 where more are always faster."""
+    base = toy.simulation(lanes=1)
+    monkeypatch.setattr(devices, "candidates", lambda jobs, devices: [1, 2, 3])
+    monkeypatch.setattr(devices, "free_memory", lambda: free)
+    times = iter([1.0, 0.5, 0.25])
+    monkeypatch.setattr(devices, "_probe", lambda simulation, state: (0.0, next(times)))
+    return devices.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), base.start(), 3, 10**6).program.lanes
+
+
+def test_lanes_are_the_fastest_whose_compiled_round_fits_into_memory(monkeypatch):
+    needed = {lanes: taken(toy.simulation(lanes=lanes)) for lanes in (1, 2, 3)}
+    assert needed[2] < needed[3]
+    assert lanes_chosen(monkeypatch, needed[3]) == 3
+    assert lanes_chosen(monkeypatch, needed[3] - 1) == 2
+    assert lanes_chosen(monkeypatch, 0) == 1
+
+
+def test_a_probe_out_of_memory_ends_the_search_for_lanes(monkeypatch):
+    def exhausted(simulation, state):
+        if simulation.program.lanes > 1:
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+        return 0.0, 1.0
+
+    monkeypatch.setattr(devices, "candidates", lambda jobs, devices: [1, 2, 3])
+    monkeypatch.setattr(devices, "_timed_step", exhausted)
+    made = []
+    chosen = devices.choose_lanes(
+        lambda lanes: made.append(lanes) or toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6
+    )
+    assert chosen.program.lanes == 1
+    assert 3 not in made
+
+
+def test_free_memory_is_that_of_the_fullest_device(monkeypatch):
+    class Device:
+        def __init__(self, used):
+            self.used = used
+
+        def memory_stats(self):
+            return {"bytes_limit": 100, "bytes_in_use": self.used}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10), Device(70)])
+    assert devices.free_memory() == 30
+
+
+def test_a_driver_that_is_too_old_is_a_sentence(monkeypatch):
+    def old():
+        raise RuntimeError(OLD_DRIVER)
+
+    monkeypatch.setattr(jax, "devices", old)
+    with pytest.raises(UserError) as error:
+        device_errors.started_platforms("gpu")
+    assert is_a_sentence(str(error.value))
+    assert "driver version is insufficient" in str(error.value)
+
+
+def complaining():
+    """`jax.devices` where the plugin for GPUs finds no driver: a traceback is logged, and the CPU remains."""
+    real = jax.devices
+
+    def listed():
+        try:
+            raise RuntimeError("operation cuInit(0) failed: CUDA_ERROR_NO_DEVICE\nlong\nmore")
+        except RuntimeError:
+            logging.getLogger("jax._src.xla_bridge").exception("Jax plugin configuration error")
+        return real()
+
+    return listed
+
+
+def test_a_missing_driver_is_a_sentence_where_a_gpu_is_asked_for(monkeypatch, capfd):
+    monkeypatch.setattr(jax, "devices", complaining())
+    with pytest.raises(UserError) as error:
+        device_errors.started_platforms("gpu")
+    assert is_a_sentence(str(error.value))
+    assert "cuInit(0) failed" in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_missing_driver_is_a_warning_where_the_cpu_will_do(monkeypatch, capfd):
+    monkeypatch.setattr(jax, "devices", complaining())
+    assert device_errors.started_platforms("auto") == {"cpu"}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert "cuInit(0) failed" in line
+
+
+def test_a_cache_of_programs_that_cannot_be_written_is_a_warning_and_is_not_used(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    folder, enabled = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "new" / "folder"))
+        device_errors.check_compilation_cache()
+        assert capsys.readouterr().err == ""
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "folder"))
+        device_errors.check_compilation_cache()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot be written" in line
+        assert not jax.config.jax_enable_compilation_cache
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+def process(code, *options, **given):
+    """What a new process that runs some code with command-line options did."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | given).items()]
+    command = [sys.executable, "-c", textwrap.dedent(code), *flags, *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+ABORTING = """
+    import os, sys, jax
+    from fedjax_pcdd.cli.run import main
+    from fedjax_pcdd.engine.round import Simulation
+    jax.default_backend = lambda: "gpu"
+    Simulation.launch = lambda *_: os.abort()
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_compiler_that_ends_the_process_leaves_a_sentence_and_a_folder_that_goes_on(tmp_path):
+    died = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
+    assert died.returncode < 0
+    assert f"--resume={tmp_path / 'run'}" in died.stderr.splitlines()[-1]
+    fp.resume(tmp_path / "run")
+    assert [row["round"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+EXHAUSTED_DEVICES = """
+    import sys, jax
+    from fedjax_pcdd.cli.run import main
+    from fedjax_pcdd.engine.round import Simulation
+    launch = Simulation.launch
+    def launched(self, *arguments):
+        if self.program.lanes > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.")
+        assert self.program.devices == 2
+        return launch(self, *arguments)
+    Simulation.launch = launched
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_path):
+    done = process(
+        EXHAUSTED_DEVICES, "--device=cpu", "--no-quiet", lanes=2, devices=2, rounds=1, run_dir=tmp_path / "run"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "with 1 of 2 lanes" in done.stderr
+    assert noted_lanes(tmp_path / "run") == 1

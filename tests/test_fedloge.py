@@ -1,0 +1,146 @@
+"""FedLoGe: a sparse ETF for the body, two heads beside it, and their realignment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from linear_model import context, dense
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.fedloge import FedLoGe, Server
+from fedjax_pcdd.methods.method import Batch, Facts, Setting
+
+golden = pytest.mark.parametrize("g", cases("fedloge"))
+
+
+def heads(g):
+    return {"head": dense(g["in_Wg"], g["in_bg"]), "personal": dense(g["in_Wl"], g["in_bl"])}
+
+
+def server_of(g):
+    head = {"head": heads(g)["head"]}
+    return Server({"params": head}, jnp.asarray(g["out_sparse_200"]))
+
+
+def logits(g, variables, *, scope="generic"):
+    counts = jnp.asarray(g["in_counts"])
+    facts = Facts(jnp.zeros((), int), counts, counts.sum(), counts[None])
+    method = FedLoGe()
+    model = context(method, g["in_counts"], features=g["in_f"].shape[1]).model
+    return method.logits(model, variables, jnp.asarray(g["in_f"]), server_of(g), (), facts, scope=scope)
+
+
+@pytest.mark.usefixtures("x64")
+@golden
+def test_losses_and_gradients_agree_with_the_vectors(g):
+    method, server = FedLoGe(), server_of(g)
+    known = context(method, g["in_counts"], features=g["in_f"].shape[1])._replace(server=server)
+
+    def loss(layers, features):
+        batch = Batch(features, jnp.asarray(g["in_y"]), jnp.ones(len(g["in_y"])))
+        return method.loss({"params": layers}, batch, known)[0]
+
+    value, (gradient, features) = jax.value_and_grad(loss, argnums=(0, 1))(heads(g), jnp.asarray(g["in_f"]))
+    np.testing.assert_allclose(value, g["out_loss_backbone"] + g["out_loss_global"] + g["out_loss_local"], 1e-9)
+    np.testing.assert_allclose(features, g["out_grad_f"], 1e-9, 1e-12)
+    for part, letter in (("head", "g"), ("personal", "l")):
+        np.testing.assert_allclose(gradient[part]["kernel"].T, g[f"out_grad_W{letter}"], 1e-9, 1e-12)
+        np.testing.assert_allclose(gradient[part]["bias"], g[f"out_grad_b{letter}"], 1e-9, 1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@golden
+def test_generic_model_agrees_with_the_vectors(g):
+    variables = FedLoGe(head_norm=float(g["par_target"])).generic_variables(server_of(g))
+    np.testing.assert_allclose(variables["params"]["head"]["kernel"].T, g["out_Wg_realigned"], 1e-9)
+    found = logits(g, variables)
+    np.testing.assert_allclose(found, g["out_logits_generic"], 1e-9)
+    np.testing.assert_array_equal(jnp.argmax(found, axis=1), g["out_prediction_generic"])
+
+
+@pytest.mark.usefixtures("x64")
+@golden
+def test_models_beside_the_generic_one_are_the_sparse_etf_and_the_plain_head(g):
+    models = FedLoGe().further_models(server_of(g))
+    np.testing.assert_allclose(logits(g, models["ssec"]), g["out_logits_ssec"], 1e-9)
+    np.testing.assert_allclose(logits(g, models["aux"]), g["in_f"] @ g["in_Wg"].T + g["in_bg"], 1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("biases", "name"), [("script", "personal"), ("readme", "personal_readme")])
+@golden
+def test_personal_logits_agree_with_the_vectors(g, biases, name):
+    variables = FedLoGe(biases=biases).personal_variables(server_of(g), heads(g)["personal"])
+    found = logits(g, variables, scope="personal")
+    np.testing.assert_allclose(found, g[f"out_logits_{name}"], 1e-9)
+    if biases == "script":
+        np.testing.assert_array_equal(jnp.argmax(found, axis=1), g["out_prediction_personal"])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("rows", "name"), [("raw", "Wl_realigned"), ("unit", "Wl_realigned_unit")])
+@golden
+def test_common_rows_take_the_personal_norms(g, rows, name):
+    personal = heads(g)["personal"]
+    both = FedLoGe(rows=rows).personal_variables(server_of(g), personal)["params"]["head"]["kernel"]
+    np.testing.assert_allclose((both - personal["kernel"]).T, g[f"out_{name}"], 1e-9)
+
+
+def realigned(method, common, personal):
+    """Rows of the generic head, and of the common part of the personal one, from rows [C, D]."""
+    zeros = np.zeros(len(common), np.float32)
+    server = Server({"params": {"head": dense(np.float32(common), zeros)}}, jnp.zeros(()))
+    client = dense(np.float32(personal), zeros)
+    both = method.personal_variables(server, client)["params"]["head"]["kernel"]
+    return method.generic_variables(server)["params"]["head"]["kernel"].T, (both - client["kernel"]).T
+
+
+def test_realignment_has_the_sheets_values():
+    common, personal = [[3, 4], [0, 1]], [[2, 0], [0, 0.5]]
+    generic, raw = realigned(FedLoGe(), common, personal)
+    np.testing.assert_allclose(generic, [[1.02, 1.36], [0, 1.7]], rtol=1e-6)
+    np.testing.assert_allclose(raw, [[6, 8], [0, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(realigned(FedLoGe(rows="unit"), common, personal)[1], [[1.2, 1.6], [0, 0.5]], rtol=1e-6)
+
+
+def test_a_row_of_zeros_stays_one():
+    generic, raw = realigned(FedLoGe(rows="unit"), [[0, 0], [0, 1]], [[0, 0], [1, 0]])
+    np.testing.assert_array_equal(generic[0], 0)
+    np.testing.assert_array_equal(raw[0], 0)
+
+
+def test_heads_do_not_move_the_body_nor_the_model_of_the_sparse_etf():
+    bodies = []
+    for method in (FedLoGe(), Deaf()):
+        state, _ = toy.train(toy.simulation("fedloge", method=method, momentum=0.0))
+        bodies.append(state.servers.variables["params"]["backbone"])
+    jax.tree.map(np.testing.assert_array_equal, *bodies)
+
+
+class Deaf(FedLoGe):
+    """Whose heads learn nothing."""
+
+    def penalty(self, variables, outputs, batch, context):
+        return 0.0
+
+
+jax.tree_util.register_dataclass(Deaf, ["head_norm"], ["sparsity", "ssec_norm", "rows", "biases"])
+
+
+def test_a_client_with_one_class_is_right_on_all_of_its_samples():
+    simulated = toy.simulation("fedloge")
+    state, _ = toy.train(simulated)
+    correct = np.array(simulated.evaluate(state, personal=True).personal).sum(1)
+    assert correct[0] == simulated.experiments[0].federation.test_sizes[0]  # the client that has class 2 alone
+
+
+def test_accuracy_of_three_global_models_is_measured():
+    simulated = toy.simulation("fedloge")
+    assert set(simulated.evaluate(simulated.start()).further) == {"ssec", "aux"}
+
+
+def test_fewer_features_than_classes_are_refused():
+    with pytest.raises(UserError, match="FedLoGe has no ETF of 10 classes in 4 features"):
+        FedLoGe().configure(Setting(10, 4, 5, 1, 1, 4, False), None)

@@ -1,0 +1,92 @@
+"""FedUV: predictions that vary, features that spread."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linear_model import dense, loss
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
+from fedjax_pcdd.methods.feduv import FedUV
+from fedjax_pcdd.methods.method import Setting
+
+FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
+SURE = 50.0
+LABELS, COUNTS = np.array([0, 1, 2, 0, 1, 2, 0]), [3, 2, 2]
+
+
+def test_uniformity_has_the_sheets_value():
+    np.testing.assert_allclose(uniformity(jnp.asarray([[0.0], [1.0], [3.0]])), 0.417360, rtol=1e-5)
+
+
+def test_prediction_variance_has_the_sheets_values():
+    np.testing.assert_allclose(prediction_variance(SURE * jnp.eye(2)), 0, atol=1e-6)
+    np.testing.assert_allclose(prediction_variance(jnp.ones((2, 2))), 0.70711, rtol=1e-5)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+def test_balanced_certain_batches_lack_nothing_up_to_as_many_samples_as_classes(repeats):
+    classes, size = 3, 3 * repeats
+    value = prediction_variance(SURE * jnp.tile(jnp.eye(classes), (repeats, 1)))
+    spread = np.sqrt((1 / classes) * (1 - 1 / classes) * size / (size - 1))
+    np.testing.assert_allclose(value, max(1 / np.sqrt(classes) - spread, 0), atol=1e-6)
+
+
+def test_constant_predictions_are_at_the_upper_end():
+    value, gradient = jax.value_and_grad(prediction_variance)(jnp.tile(FEATURES[:1], (5, 1)))
+    np.testing.assert_allclose(value, 0.5, rtol=1e-6)
+    assert np.all(np.isfinite(gradient))
+
+
+def test_uniformity_depends_on_the_shape_of_the_cloud_alone():
+    moved = -3 * FEATURES + jnp.asarray([1.0, 2.0, 0.0, -1.0])
+    np.testing.assert_allclose(uniformity(moved), uniformity(FEATURES), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "radial"), [("median", False), ("constant", True)])
+def test_only_a_constant_width_pushes_the_cloud_apart_as_a_whole(width, radial):
+    gradient = jax.grad(lambda z: uniformity(z, width=width))(FEATURES)
+    assert (abs(jnp.vdot(gradient, FEATURES)) > 1e-3) == radial
+
+
+@pytest.mark.parametrize("width", ["median", "constant"])
+def test_two_samples_have_the_median_pair_alone(width):
+    np.testing.assert_allclose(uniformity(FEATURES[:2], width=width), np.exp(-1), rtol=1e-6)
+
+
+def test_equal_rows_count_in_the_mean_and_not_in_the_median():
+    z = jnp.asarray([[0.3, 0.1], [0.3, 0.1], [1.3, 0.1]])  # distances 0, 1, 1
+    np.testing.assert_allclose(uniformity(z), (1 + 2 * np.exp(-1)) / 3, rtol=1e-6)
+
+
+def test_gradient_of_uniformity_is_that_of_its_value(x64):
+    z = np.asarray(FEATURES, np.float64)
+    gradient, step = jax.grad(uniformity)(jnp.asarray(z)), 1e-6
+    numeric = np.zeros_like(z)
+    for index in np.ndindex(z.shape):
+        up, down = z.copy(), z.copy()
+        up[index], down[index] = z[index] + step, z[index] - step
+        numeric[index] = (uniformity(jnp.asarray(up)) - uniformity(jnp.asarray(down))) / (2 * step)
+    np.testing.assert_allclose(gradient, numeric, 1e-5, 1e-8)
+
+
+def test_unknown_width_is_refused():
+    with pytest.raises(UserError, match="Unknown width 'mean'"):
+        uniformity(FEATURES, width="mean")
+
+
+def test_a_batch_of_one_sample_is_advised_against():
+    setting = Setting(5, 4, 1, 1, 1, 1, False)
+    assert "it is FedAvg" in FedUV().configure(setting, None)[1][0]
+    assert FedUV().configure(setting._replace(batch_size=2), None)[1] == []
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_features_are_of_unit_length_only_where_asked(normalise):
+    layers = {"head": dense(np.eye(3, 4, dtype=np.float32), np.zeros(3, np.float32))}
+    stretched = np.asarray(FEATURES) * np.arange(1, 8, dtype=np.float32)[:, None]
+    values = [loss(FedUV(lam=0.0, normalise=normalise), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
+    plain = [loss(FedUV(lam=0.0, mu=0.0), layers, z, LABELS, COUNTS) for z in (FEATURES, stretched)]
+    spread = [value - other for value, other in zip(values, plain, strict=True)]
+    assert np.isclose(*spread, rtol=1e-4) == normalise

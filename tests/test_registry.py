@@ -1,0 +1,251 @@
+"""Parts from outside: by decorator, entry point and import path; recorded, and the same when a run is continued."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+import fedjax_pcdd as fp
+from fedjax_pcdd import methods, models, registry
+from fedjax_pcdd.cli import options
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.data import lists, sources
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry, load_object
+from fedjax_pcdd.training.config import build, run_folder
+from fedjax_pcdd.training.presets import read_run
+
+METHOD = '''
+import optax
+from flax import struct
+from fedjax_pcdd.methods.method import Message, Method, Server, hyperparameter
+
+@struct.dataclass
+class FedStep(Method):
+    """A client that counts its rounds, and a server with a rate."""
+
+    eta: float = hyperparameter(0.5, symbol="eta", help="rate of the server", low=0.0)
+    loud: bool = hyperparameter(False, help="a switch", static=True)
+
+    def init_client(self, setting, server, facts, key):
+        return facts.num_samples * 0
+
+    def upload(self, variables, summary, context):
+        return context.client + 1, Message(mean=optax.tree.sub(variables["params"], context.start["params"]))
+
+    def aggregate(self, server, message, weights, context):
+        params = optax.tree.add_scale(server.variables["params"], self.eta, message.mean)
+        return server._replace(variables={**server.variables, "params": params})
+'''
+PARTS = """
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import fedjax_pcdd as fp
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.relu(nn.Dense(8)(x.reshape(x.shape[0], -1)))
+
+def by_hand(y_train, clients, seed):
+    return np.array_split(np.random.default_rng(seed).permutation(len(y_train)), clients)
+
+def norm_of(num_classes):
+    return num_classes
+
+def asks(y_train, wards):
+    return []
+
+def half_black(image, key):
+    return image.at[:, :4].set(0)
+
+class Log(fp.Callback):
+    def __init__(self, folder, config):
+        self.file = folder / "own.log"
+
+    def on_round(self, run, report):
+        self.file.write_text(str(run.round))
+
+def _norm(view):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(view.variables["params"]))
+
+norm = fp.Quantity(
+    "squared norm of the parameters", _norm, lambda view, probe: _norm(view),
+    lambda seen: {"norm": np.asarray(seen, float)},
+    lambda seen, counts, labels, classes: {"norm": float(seen)},
+)
+"""
+SMALL = ["--rounds=2", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--quiet", "--train-samples=200"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a method, other parts and index lists in files."""
+    (tmp_path / "own.py").write_text(METHOD)
+    (tmp_path / "parts.py").write_text(PARTS)
+    order = np.random.default_rng(0).permutation(200)
+    np.savez(tmp_path / "lists.npz", **{f"train_{k}": order[k::3] for k in range(3)})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(sentence, function, *arguments):
+    with pytest.raises(UserError, match=sentence) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_of_parts_from_outside_is_recorded_and_resumes_to_the_same_bits(folder, monkeypatch):
+    arguments = [*SMALL, "--method=own.py:FedStep", "--eta=0.7", "--partition=lists.npz"]
+    assert main([*arguments, "--run-dir=straight"]) == 0
+    assert main([*arguments, "--run-dir=runs/cut"]) == 0
+    recorded = yaml.safe_load((folder / "straight/config.yaml").read_text())["from_outside"]
+    assert set(recorded) == {"own.py:FedStep", "lists.npz"}
+    assert recorded["own.py:FedStep"]["object"] == "FedStep"
+    cut = folder / "runs/cut"
+    for path in (cut / "summary.json", *(cut / "checkpoints/2").rglob("*")):
+        if path.is_file():
+            path.unlink()
+    monkeypatch.chdir(folder / "runs")  # the paths as they were written lead nowhere from here
+    assert main(["--resume=cut", "--quiet"]) == 0
+    rows = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (folder / "straight", cut)]
+    assert rows[0]["ga_per_class"] == rows[1]["ga_per_class"]
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert fp.load_run(cut).label == "own.py:FedStep"
+
+
+def test_a_run_is_not_continued_with_another_content(folder):
+    main([*SMALL, "--method=own.py:FedStep", "--partition=lists.npz", "--run-dir=run"])
+    (folder / "own.py").write_text(METHOD + "# another line\n")
+    refused("own.py has changed since this run began: put it back", read_run, folder / "run")
+    (folder / "own.py").unlink()
+    refused("own.py:FedStep of this run was in .*, which is gone", read_run, folder / "run")
+
+
+def test_all_kinds_of_parts_take_an_import_path(folder):
+    named = ["--model=parts.py:Net", "--partition=parts.py:by_hand", "--augmentation=parts.py:half_black"]
+    followed = ["--track=parts.py:norm", "--loggers=parts.py:Log"]
+    assert main([*SMALL, *named, *followed, "--clients=2", "--run-dir=run"]) == 0
+    run = folder / "run"
+    assert (run / "own.log").read_text() == "2"
+    assert (run / "track_norm.png").exists()
+    assert json.loads((run / "track.jsonl").read_text().splitlines()[-1])["parts.py:norm"]["global"]["norm"] > 0
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["from_outside"]
+    assert {name.removeprefix("parts.py:") for name in recorded} == {"Net", "by_hand", "half_black", "norm", "Log"}
+
+
+def test_options_of_a_method_from_outside_are_known(folder, capsys):
+    config, method = options.parse(["--method=own.py:FedStep", "--eta=0.25", "--loud"])
+    assert (method.eta, method.loud) == (0.25, True)
+    assert run_folder(config).name.startswith("FedStep-digits-")
+    assert main(["--method=own.py:FedStep", "--help"]) == 0
+    assert "rate of the server" in capsys.readouterr().out
+
+
+def test_wrappers_go_around_a_method_from_outside(folder):
+    _, method = build({"method": "own.py:FedStep+prototypes", "prototype_mu": 0.1})
+    assert method.traits().summary is not None
+
+
+def test_mistakes_in_an_import_path_are_one_sentence(folder):
+    refused("own.py defines no 'FedStop': did you mean 'FedStep'", methods.get, "own.py:FedStop")
+    refused("there is no file nowhere.py: check the path", methods.get, "nowhere.py:FedStep")
+    refused("nowhere:Net cannot be imported: ModuleNotFoundError", load_object, "nowhere:Net")
+    refused("parts.py:Net is no method: derive a dataclass from fp.Method", methods.get, "parts.py:Net")
+    (folder / "broken.py").write_text("1 / 0")
+    refused("broken.py:X cannot be imported: ZeroDivisionError: division by zero", load_object, "broken.py:X")
+    shape = {"num_classes": 3, "image_shape": (8, 8, 1)}
+    refused("must be a Flax module or a function", lambda: models.build("parts.py:norm_of", **shape))
+    refused("must be a function that returns a Dataset", sources.load, "builtins:dict")
+
+
+def test_a_decorator_adds_a_name_and_the_same_definition_again():
+    own = Registry("method", "methods", {"fedavg": 1})
+    assert own.register("mine")(Registry) is Registry
+    own.register("mine")(Registry)  # a cell of a notebook that is run again
+    refused("there is a method 'mine' already", own.register("mine"), EntryPoint)
+    refused("cannot be the name of a method", own.register, "a:b")
+    assert (own.find("mine"), list(own)) == (Registry, ["fedavg", "mine"])
+
+
+def test_entry_points_are_found_when_a_name_is_looked_up(monkeypatch):
+    points = [EntryPoint("theirs", "fractions:Fraction", "x"), EntryPoint("broken", "nowhere:X", "x")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "fedjax_pcdd.methods" else [])
+    own = Registry("method", "methods", {"fedavg": 1})
+    assert list(own) == ["fedavg", "theirs", "broken"]
+    assert own.find("theirs").__name__ == "Fraction"
+    refused("method 'broken' .nowhere:X. cannot be imported: ModuleNotFoundError", own.find, "broken")
+    refused("there is no method 'their': did you mean 'theirs'", own.find, "their")
+
+
+def test_methods_of_this_package_have_no_origin(folder):
+    assert all(registry.origin_of(cls) is None for cls in methods.METHODS.values())
+    assert registry.origin_of(methods.get("own.py:FedStep")).path == str(folder / "own.py")
+
+
+LABELS = np.repeat([0, 1], 10)
+
+
+def test_test_samples_follow_the_training_samples_class_by_class():
+    train = (np.arange(0, 5), np.arange(5, 20))
+    test = lists.following(train, LABELS, np.repeat([0, 1], 4))
+    assert [x.tolist() for x in test] == [[0, 1], [2, 3, 4, 5, 6, 7]]
+
+
+def test_the_partition_of_any_run_is_a_partition(folder):
+    digits = fp.load_dataset("digits")
+    federation = fp.partition(digits, "dirichlet", clients=3, seed=1)
+    federation.save(folder / "kept.npz")
+    again = fp.partition(digits, "kept.npz")
+    jax.tree.map(np.testing.assert_array_equal, tuple(again.partition), tuple(federation.partition))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"train_0": np.arange(3), "train_2": np.arange(3)}, "holds no partition: it needs train_0, train_1"),
+        ({"train_0": np.array([0, 99])}, "the training list of client 0 names samples outside of .0, 20."),
+        ({"train_0": np.array([0.5])}, "must be integers .n., not float64 .1."),
+        ({"train_0": np.arange(3), "train_1": np.arange(3), "test_0": np.arange(3)}, "as many test lists or none"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    refused(sentence, lambda: lists.partition(str(tmp_path / "bad.npz"), LABELS, LABELS))
+
+
+def test_a_partition_function_gets_what_it_asks_for_and_no_more(folder):
+    known = {"clients": 4, "seed": 0, "num_classes": 2, "groups": None}
+    parts = lists.partition("parts.py:by_hand", LABELS, LABELS, **known)
+    assert [len(x) for x in parts.train] == [5, 5, 5, 5]
+    refused(
+        "asks asks for wards, which there is not", lambda: lists.partition("parts.py:asks", LABELS, LABELS, **known)
+    )
+
+
+def test_lists_have_their_own_number_of_clients(folder):
+    refused(
+        "lists.npz has 3 clients, not 4: drop", lambda: fp.partition(fp.load_dataset("digits"), "lists.npz", clients=4)
+    )
+
+
+def test_an_npz_file_is_a_data_set_by_its_path(folder):
+    x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 3
+    np.savez(folder / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert (sources.load("mine.npz").name, sources.load("mine.npz").num_classes) == ("mine", 3)
+    refused("there is no file|cannot be used|no readable npz", sources.load, "none.npz")
+
+
+def test_an_augmentation_of_ones_own_is_applied_to_training_images_alone(folder):
+    from fedjax_pcdd.data.augment import pipeline, prepare
+
+    own = pipeline("digits", True, (8, 8, 1), own="parts.py:half_black")
+    images = jnp.full((2, 8, 8, 1), 255, jnp.uint8)
+    trained, tested = (prepare(own, images, jax.random.key(0), train=train) for train in (True, False))
+    assert (float(trained.mean()), float(tested.mean())) == (0.5, 1.0)

@@ -1,0 +1,54 @@
+"""`check_method`: passes for what fulfils the contract, and names the claim that a method breaks."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS, Message, Method
+from fedjax_pcdd.testing import check_method
+
+
+@struct.dataclass
+class Dividing(Method):
+    """Divides by class counts, of which some are 0."""
+
+    def penalty(self, variables, outputs, batch, context):
+        return 1e-3 * jnp.sum(outputs.logits.mean(0) / context.facts.class_counts)
+
+
+@struct.dataclass
+class Forgetting(Method):
+    """Counts rounds outside of its state."""
+
+    rounds: tuple = struct.field(pytree_node=False, default=(0,))
+
+    def init_client(self, setting, server, facts, key):
+        return jnp.zeros(())
+
+    def upload(self, variables, summary, context):
+        return context.client + context.facts.client, Message(mean=jax.tree.map(lambda x: x * 1.01, variables))
+
+
+def test_a_method_that_fulfils_the_contract_passes():
+    check_method(METHODS["scaffold"])
+
+
+def test_a_method_that_reduces_to_fedavg_passes():
+    check_method(METHODS["fedprox"], as_fedavg={"mu": 0.0}, mu=0.1)
+
+
+def test_nans_are_named():
+    with pytest.raises(AssertionError, match=r"Dividing: (?:a ragged federation gives no nan|lanes do not change)"):
+        check_method(Dividing)
+
+
+def test_another_result_than_fedavgs_is_named():
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_method(Forgetting, as_fedavg={})
+
+
+def test_methods_that_exchange_are_refused():
+    with pytest.raises(UserError, match="FCCL exchanges logits"):
+        check_method(METHODS["fccl"])

@@ -1,0 +1,244 @@
+"""Forms of convolutions that are timed on the device: which they are, which is chosen, where they are kept and used."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.engine import tuning as timing
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.models import convolution_choices as choices
+from fedjax_pcdd.models.classifier import Classifier, forward
+from fedjax_pcdd.models.cnn import mcmahan_cnn
+from fedjax_pcdd.models.convolution_choices import Choices, as_json, from_json
+from fedjax_pcdd.models.convolution_table import Rule
+from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.training import folder as records
+from fedjax_pcdd.training import tuning
+from fedjax_pcdd.training.config import build
+
+SHAPE, BATCH = (8, 8, 3), 4
+RULE = Rule("gemm", "grouped")
+SMALL = {
+    "model": "mcmahan_cnn", "rounds": 2, "local_epochs": 1, "clients": 3, "train_samples": 60, "test_samples": 30,
+    "batch_size": 8, "fine_tune_epochs": 0, "quiet": True, "lanes": 2, "min_samples": 1,
+}  # fmt: skip
+
+
+def small_resnet() -> Classifier:
+    return Classifier(ResNet((1, 1), width=4, norm="batch"), 3)
+
+
+def listed(model, lanes=2):
+    return timing.operations(model, SHAPE, BATCH, lanes, jnp.float32)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch, tmp_path):
+    """A device that the packaged table does not know, and an empty cache folder."""
+    monkeypatch.setattr(tuning, "table", dict)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fedjax_pcdd" / "convolutions"
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What was asked to be timed, all of which then has one rule; the list may be cleared."""
+    asked = []
+
+    def time_forms(operations, deadline):
+        asked.extend(operations)
+        return Choices(tuple((operation, RULE) for operation in operations))
+
+    monkeypatch.setattr(tuning, "time_forms", time_forms)
+    return asked
+
+
+def chosen(noted=None, said=None, **options):
+    config, _ = build({"method": "fedavg", **SMALL, **options})
+    simulated = toy.simulation(model="mcmahan_cnn", lanes=1)
+    say = said.append if said is not None else pytest.fail
+    return tuning.convolutions_of(config, simulated, simulated.start(), noted, say)
+
+
+def test_each_distinct_convolution_of_a_training_step_is_listed_once():
+    operations = listed(small_resnet())
+    assert len(set(operations)) == len(operations)
+    layers = {(one.window.kernel, one.window.strides, one.inputs, one.outputs) for one in operations}
+    assert layers == {((3, 3), (1, 1), 3, 4), ((3, 3), (1, 1), 4, 4), ((3, 3), (2, 2), 4, 8), ((3, 3), (1, 1), 8, 8)}
+    assert {(one.batch, one.lanes, one.dtype) for one in operations} == {(BATCH, 2, "float32")}
+    # All three operations of each layer, but the images need no gradient.
+    assert sorted((one.name, one.inputs) for one in operations if one.inputs == 3) == [
+        ("forward", 3), ("weight_gradient", 3),
+    ]  # fmt: skip
+    assert len(operations) == 3 * len(layers) - 1
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_short_measurement_gives_a_rule_to_every_operation(lanes):
+    operations = listed(small_resnet(), lanes)[:2]
+    found = timing.time_forms(operations, time.perf_counter() + 60)
+    assert [operation for operation, _ in found.timed] == operations
+    assert from_json(json.loads(json.dumps(as_json(found)))) == found
+
+
+def test_a_form_takes_the_place_of_the_default_where_it_is_faster_by_a_tenth(monkeypatch):
+    times = {"direct": 1.0, "gemm": 0.95, "rows": 2.0}
+    monkeypatch.setattr(timing, "_compiled", lambda name, operands: name)
+    monkeypatch.setattr(timing, "_seconds", lambda name, operands, deadline: times[name])
+    names = {name: name for name in times}
+    assert timing._fastest(names, (), "direct", 0.0) == "direct"
+    times["gemm"] = 0.9
+    assert timing._fastest(names, (), "direct", 0.0) == "gemm"
+
+
+def test_a_form_that_the_compiler_refuses_is_no_candidate(monkeypatch):
+    operation = listed(small_resnet(), lanes=1)[0]
+    compute = timing._compute
+
+    def refuse(operation, form, a, b):
+        if form != "gemm":
+            raise jax.errors.JaxRuntimeError("INTERNAL: this cannot be compiled")
+        return compute(operation, form, a, b)
+
+    monkeypatch.setattr(timing, "_compute", refuse)
+    assert timing._fastest_rule(operation, time.perf_counter() + 60).single == "gemm"
+
+
+def test_nothing_is_timed_after_the_deadline():
+    assert timing.time_forms(listed(small_resnet()), time.perf_counter() - 1) == Choices()
+
+
+@pytest.mark.parametrize("rule", [Rule("gemm", "loop"), Rule("direct", "gemm")])
+def test_a_model_computes_the_same_by_any_choice(rule):
+    plain = small_resnet()
+    listing = tuple((operation, rule) for operation in listed(plain))
+    keys, images = jax.random.split(jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, BATCH, *SHAPE))
+    variables = jax.vmap(lambda key: plain.init(key, images[0], train=False))(keys)
+
+    def gradient(model):
+        def loss(variables, x):
+            return jnp.sum(forward(model, variables, x, train=True)[0].logits ** 2)
+
+        return jax.jit(jax.vmap(jax.grad(loss)))(variables, images)
+
+    taken = []
+    original = Choices.rule
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Choices, "rule", lambda self, asked: taken.append(original(self, asked)) or taken[-1])
+        own = gradient(plain.clone(convolutions=Choices(listing)))
+    assert rule in taken
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), own, gradient(plain))
+
+
+def test_an_operation_takes_the_rule_timed_with_the_nearest_lanes():
+    few, many = (listed(small_resnet(), lanes)[0] for lanes in (2, 16))
+    known = Choices(((few, Rule("gemm", "loop")), (many, Rule("gemm", "gemm"))))
+    assert known.rule(few._replace(lanes=4)).lanes == "loop"
+    assert known.rule(few._replace(lanes=40, batch=7)).lanes == "gemm"
+    assert known.rule(few._replace(dtype="bfloat16")) == few._replace(dtype="bfloat16").default
+
+
+def test_what_is_timed_once_is_kept_for_the_next_run(unmeasured, timed):
+    first = chosen()
+    assert {operation.name for operation in timed} == {"forward", "input_gradient", "weight_gradient"}
+    assert first.timed == tuple((operation, RULE) for operation in timed)
+    (path,) = unmeasured.iterdir()
+    assert jax.__version__ in path.name
+    timed.clear()
+    assert chosen() == first
+    assert not timed
+    chosen(lanes=1)  # of other operations nothing is known
+    assert {operation.lanes for operation in timed} == {1}
+    timed.clear()
+    assert chosen() == first
+    assert not timed
+
+
+def test_nothing_is_timed_where_the_table_knows_the_device_or_the_options_say_so(unmeasured, timed, monkeypatch):
+    assert chosen(tune="off") is None
+    monkeypatch.setattr(tuning, "table", lambda: {"cpu": {"shapes": [{}]}})
+    assert chosen() is None
+    assert not timed
+
+
+def test_a_damaged_cache_is_said_in_a_sentence_and_written_anew(unmeasured, timed):
+    first = chosen()
+    (path,) = unmeasured.iterdir()
+    entries = as_json(first)
+    for text in ("{", "[1]", json.dumps([entries[0] | {"rule": ["sideways", "loop"]}]), "\0"):
+        path.write_text(text)
+        said = []
+        assert chosen(said=said) == first
+        assert all("cannot be read" in sentence and "\n" not in sentence for sentence in said)
+        assert said
+        assert from_json(json.loads(path.read_text())) == first
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_a_sentence(unmeasured, timed, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    said = []
+    assert chosen(said=said).timed
+    assert any("cannot be written" in sentence for sentence in said)
+
+
+def rows(path):
+    """The lines of a run's metrics without what the clock says."""
+    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in lines]
+
+
+def run(path, **options):
+    config, method = build({"method": "fedavg", "run_dir": path, **SMALL, **options})
+    return runs.run(config, method, say=pytest.fail)
+
+
+def test_a_resumed_run_computes_by_the_forms_that_it_noted(unmeasured, timed, tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run(whole)
+    noted = json.loads((whole / "resolved.json").read_text())
+    assert from_json(noted["convolutions"]).timed == tuple((operation, RULE) for operation in timed)
+    append = records.RunFolder.append
+
+    def interrupted(self, row, name=records.METRICS):
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+        append(self, row, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.RunFolder, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(cut, checkpoint_every=1)
+    timed.clear()
+    (path,) = unmeasured.iterdir()
+    path.write_text("[]")  # now the cache knows nothing, and a new run would time again
+    taken = []
+    original = Choices.rule
+    monkeypatch.setattr(Choices, "rule", lambda self, asked: taken.append(original(self, asked)) or taken[-1])
+    run(cut, checkpoint_every=1, resume=cut)
+    assert not timed
+    assert RULE in taken
+    assert rows(cut) == rows(whole)
+
+
+def test_damaged_notes_are_refused_in_a_sentence():
+    with pytest.raises(UserError, match="start a new run"):
+        chosen({"lanes": 1, "convolutions": [{"name": "forward"}]})
+
+
+def test_models_without_notes_take_the_packaged_table():
+    assert chosen({"lanes": 1}) is None
+    assert choices.in_use() == Choices()
+
+
+def test_participants_of_several_architectures_are_timed_together(unmeasured, timed):
+    config, _ = build({"method": "fedmd", "quiet": True})
+    groups = toy.groups()
+    assert tuning.convolutions_of(config, groups, groups.start(), None, pytest.fail) is None  # an mlp has none
+    model = Classifier(mcmahan_cnn(), 4)
+    assert len(timing.operations(model, (5, 5, 1), 8, 1, jnp.float32)) == 5
