@@ -37,7 +37,7 @@ TASK_DEFAULTS = {
 OUTSIDE = "from_outside"  # the key of config.yaml that names parts that are not of this package
 
 # Where a run lies is not what it computes.
-PLACE = ("run_dir", "resume")
+FOLDERS = ("run_dir", "resume")
 
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
