@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ KEYS = {
     "forms": ("ok", "temp_mb"),
 }
 USER_ERROR = 2  # exit code
-TIMEOUT = 1800  # seconds of one compilation
+TIMEOUT = 1800.0  # seconds of one compilation
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--only", default="", help="cases whose names contain this")
     whole.add_argument("--workers", type=int, default=2, help="compilations at once")
     whole.add_argument("--out", type=Path, help="path of the results without its ending")
+    made.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds; what takes longer does not compile")
     made.add_argument("--layer", help=argparse.SUPPRESS)
     made.add_argument("--form", help=argparse.SUPPRESS)
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -156,9 +158,9 @@ def case_of(args: argparse.Namespace, program: str) -> Case:
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """The record of the one view that a command line asks for."""
     if args.view != "model":
-        return measure(case_of(args, args.program or "round"), args.target)
+        return measure(case_of(args, args.program or "round"), args.target, args.timeout)
     parts = [args.program] if args.program else PARTS
-    records = {part: measure(case_of(args, part), args.target) for part in parts}
+    records = {part: measure(case_of(args, part), args.target, args.timeout) for part in parts}
     main = records.get("gradient") or records[parts[0]]
     reasons = [f"{part}: {r['reason']}" for part, r in records.items() if not r["ok"]]
     together = {"ok": not reasons, "temp_mb": main.get("temp_mb"), "parts": records}
@@ -187,7 +189,8 @@ def go_through(args: argparse.Namespace) -> int:
     committed = survey.read(args.out or survey.RESULTS).get(args.target, {})
     kept = survey.Survey(None if args.check else args.out or survey.RESULTS)
     complaints = []
-    done = survey.run(kept, args.target, measure, quick=args.quick, only=args.only, workers=args.workers)
+    timed = partial(measure, timeout=args.timeout)
+    done = survey.run(kept, args.target, timed, quick=args.quick, only=args.only, workers=args.workers)
     for section, name, record in done:
         print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "source"), flush=True)
         known = committed.get(section, {}).get(name) if args.check else {"ok": True}

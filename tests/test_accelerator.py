@@ -215,7 +215,7 @@ def all_of_two(monkeypatch, tmp_path):
     """`accelerator all` of two programs that are not compiled; the list has the names of those that were measured."""
     measured = []
 
-    def measure(case, target):
+    def measure(case, target, timeout):
         measured.append(case.workload)
         return {"ok": True, "turns": 10, "kernels": 100, "temp_mb": 50.0}
 
@@ -263,7 +263,7 @@ def test_check_fails_where_a_count_grew_by_more_than_a_tenth(all_of_two, count, 
 def test_check_fails_where_something_no_longer_compiles_or_was_never_committed(all_of_two, monkeypatch, capsys):
     run, _, _ = all_of_two
     run("--only=w1")
-    monkeypatch.setattr(accelerator, "measure", lambda case, target: {"ok": False, "reason": "aborted"})
+    monkeypatch.setattr(accelerator, "measure", lambda case, target, timeout: {"ok": False, "reason": "aborted"})
     assert run("--check") == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "rounds, w1: aborted.",

@@ -125,7 +125,7 @@ def test_values_get_their_types(argument, field, value):
         ("--rounds=1e3", "--rounds takes an integer, not '1e3'."),
         ("--rounds=", "--rounds takes an integer, not ''."),
         ("--lr=fast", "--lr takes a number, not 'fast'."),
-        ("--partition=dirichle", "--partition takes dirichlet, pcdd, iid or natural, not 'dirichle'."),
+        ("--partition=dirichle", "unknown partition 'dirichle': did you mean 'dirichlet'?"),
         ("--lanes=some", "--lanes takes auto or an integer, not 'some'."),
         ("--grad-clip=all", "--grad-clip takes method, none or a number, not 'all'."),
         ("--quiet=maybe", "--quiet takes true or false, not 'maybe'."),

@@ -63,6 +63,10 @@ def asked(path, **options):
     return runs.Asked(*build({"method": "fedavg", "run_dir": path, **SMALL, **options}))
 
 
+def run(one, say=lambda _: None):
+    return runs.run(one.config, one.method, say=say)
+
+
 def rows(path):
     """The lines of a run's metrics without what the clock says."""
     lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
@@ -75,18 +79,18 @@ def noted_lanes(path):
 
 def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
     said = []
-    runs.run(asked(tmp_path / "four", lanes=4), said.append)
+    run(asked(tmp_path / "four", lanes=4), said.append)
     assert failing.seen == [4, 2, 1, 1]
     assert noted_lanes(tmp_path / "four") == 1
     assert [sentence.rsplit("with ")[-1] for sentence in said] == ["2 of 4 lanes.", "1 of 2 lanes."]
     assert all(map(is_a_sentence, said))
-    runs.run(asked(tmp_path / "one", lanes=1), said.append)
+    run(asked(tmp_path / "one", lanes=1), said.append)
     assert rows(tmp_path / "four") == rows(tmp_path / "one")
 
 
 def test_it_goes_on_from_its_newest_checkpoint(failing, tmp_path):
     failing.when = lambda simulation, round: round == 1 and simulation.program.lanes == 2
-    runs.run(asked(tmp_path, lanes=2), lambda _: None)
+    run(asked(tmp_path, lanes=2))
     assert failing.seen == [2, 2, 1]  # round 0 is not repeated
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
@@ -111,7 +115,7 @@ def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
 def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
     failing.when = lambda simulation, round: round == 1
     with pytest.raises(OutOfMemory) as error:
-        runs.run(asked(tmp_path, lanes=1), lambda _: None)
+        run(asked(tmp_path, lanes=1))
     assert is_a_sentence(str(error.value))
     assert "batch_size" in str(error.value)
     failing.when = lambda simulation, round: False
@@ -122,7 +126,7 @@ def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failin
 def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path):
     failing.message = FAILED
     with pytest.raises(UserError) as error:
-        runs.run(asked(tmp_path, lanes=2), lambda _: None)
+        run(asked(tmp_path, lanes=2))
     assert is_a_sentence(str(error.value))
     assert "ptxas exited" in str(error.value)
     failing.when = lambda simulation, round: False

@@ -23,6 +23,7 @@ from fedjax_pcdd.cli import sweep
 from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.registry import origin_of_file, recall
 from fedjax_pcdd.training.config import run_folder
 from fedjax_pcdd.training.fields import options_of
 
@@ -62,8 +63,11 @@ def example():
 
 
 @pytest.fixture
-def registered(monkeypatch, example):
+def registered(monkeypatch, tmp_path, example):
+    """The example under its name, and as the file that commands of the documentation speak of."""
     monkeypatch.setitem(METHODS, "fedkeep", example)
+    (tmp_path / "fedkeep.py").write_text(EXAMPLE)
+    recall({"fedkeep.py:FedKeep": origin_of_file(tmp_path / "fedkeep.py", "FedKeep")})
 
 
 def models(method, lanes):

@@ -79,6 +79,16 @@ def test_a_client_without_samples_has_finite_losses(form):
         assert np.all(gradient == 0)
 
 
+@FORMS
+def test_permuting_classes_permutes_the_gradients(form):
+    order = jnp.asarray([3, 1, 4, 0, 2])
+    labels = jnp.argsort(order)[LABELS]
+    for loss in (calibrated_cross_entropy, logit_suppression):
+        expected = jax.grad(loss)(LOGITS, LABELS, COUNTS, form=form)
+        permuted = jax.grad(loss)(LOGITS[:, order], labels, COUNTS[order], form=form)
+        np.testing.assert_allclose(permuted, expected[:, order], 1e-5, 1e-7)
+
+
 def test_unknown_forms_are_refused():
     for loss in (calibrated_cross_entropy, logit_suppression):
         with pytest.raises(UserError, match="Unknown form 'printed'"):

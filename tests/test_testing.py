@@ -40,9 +40,7 @@ def test_a_method_that_reduces_to_fedavg_passes():
 
 
 def test_nans_are_named():
-    with pytest.raises(
-        AssertionError, match="Dividing: a ragged federation gives no nan|Dividing: lanes do not change"
-    ):
+    with pytest.raises(AssertionError, match=r"Dividing: (?:a ragged federation gives no nan|lanes do not change)"):
         check_method(Dividing)
 
 

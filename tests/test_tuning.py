@@ -195,7 +195,7 @@ def rows(path):
 
 def run(path, **options):
     config, method = build({"method": "fedavg", "run_dir": path, **SMALL, **options})
-    return runs.run(runs.Asked(config, method), pytest.fail)
+    return runs.run(config, method, say=pytest.fail)
 
 
 def test_a_resumed_run_computes_by_the_forms_that_it_noted(unmeasured, timed, tmp_path, monkeypatch):

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.gpu import training
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
@@ -47,11 +45,10 @@ def groups(split: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, A
 
 
 def _preset(name: str, split: str, method: str) -> dict[str, Any]:
-    """Options of a cell of a table, in the order in which presets say that later ones win."""
-    top = yaml.safe_load((EXPERIMENTS / "presets" / f"{name}.yaml").read_text())
-    own = dict(top["methods"][method])
-    special = own.pop("splits", {}).get(split, {})
-    return {**top["run"], **top["splits"][split], **own, **special, "method": method, "seed": 0}
+    """Options of a cell of a table."""
+    from fedjax_pcdd.training.presets import preset_values, read_preset
+
+    return {**preset_values(read_preset(name, EXPERIMENTS / "presets"), method, split), "method": method, "seed": 0}
 
 
 def printed(split: str, method: str) -> float | None:
@@ -66,7 +63,11 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
     """The steps of part 3, most valuable first; each is a run up to a round."""
     ten, five = groups("P10C2"), groups("P5C2")
     order = [ten[0], five[0], ten[1], ten[2], five[1], five[2]]
-    common: dict[str, Any] = {"data_dir": str(data) if data else None, "lanes": best_lanes(results)}
+    common: dict[str, Any] = {
+        "precision": "tf32",
+        "data_dir": str(data) if data else None,
+        "lanes": best_lanes(results),
+    }
     stages: tuple[int, ...] = STAGES
     if rehearse:
         order = [dict(list(ten[0].items())[:2])]
@@ -84,9 +85,9 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
 
 def best_lanes(results: Sequence[Mapping[str, Any]]) -> int:
     """The lanes that were fastest for ResNet18 in part 2; one, the safe choice, before that was measured."""
-    measured = [r for r in results if r["status"] == "ok" and r.get("workload") == "w3" and "precision" in r]
-    usual = [r for r in measured if r["precision"] == "tf32" and not r["form"] and r["method"] == "fedavg"]
-    return min(usual, key=lambda r: r["median_s"])["lanes"] if usual else 1
+    usual = {"status": "ok", "workload": "w3", "method": "fedavg", "precision": "tf32"}
+    measured = [r for r in results if usual.items() <= r.items() and r["form"] in (None, "timed")]
+    return min(measured, key=lambda r: r["median_s"])["lanes"] if measured else 1
 
 
 def train(run: str, options: dict[str, Any], runs: str, upto: int, seconds: float) -> dict[str, Any]:

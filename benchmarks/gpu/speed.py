@@ -16,6 +16,7 @@ from benchmarks.gpu.works import TINY, device
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROUNDS = 5
+DIGITS = replace(TINY, model="mcmahan_cnn")
 PRECISIONS = ("tf32", "bfloat16", "float32")
 LANES = {"w1": (10, 1), "w2": (10, 1), "w3": (10, 2, 1), "w4": (500, 50)}  # several first
 FORMS = ("grouped", "gemm", "loop")
@@ -55,6 +56,7 @@ def items(rehearse: bool) -> list[Item]:
         return _rehearsal()
     made = [ours("w4", 500), ours("w1", 10), ours("w3", 1), ours("w3", 10), ours("w2", 10)]
     made += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
+    made += [ours(workload, 10, form="timed") for workload in ("w1", "w3", "w2")]
     made += [_resnet(barrier) for barrier in (True, False)]
     made += [_turns("dynamic"), _turns("static"), _turns("dynamic", graphs=True)]
     made += [_launches(workload, LANES[workload][0]) for workload in ("w4", "w1")]
@@ -75,14 +77,23 @@ def items(rehearse: bool) -> list[Item]:
 
 def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
-    made = [ours("tiny", 2), ours("tiny", 2, "bfloat16", "grouped"), *(_torch("tiny", kind) for kind in TORCH)]
+    made = [
+        ours("tiny", 2),
+        ours("tiny", 2, "bfloat16", "grouped"),
+        ours("digits", 2, form="timed"),
+        *(_torch("tiny", kind) for kind in TORCH),
+    ]
     made += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
     made += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=2, model="mlp")]
     return made + [_printed("PFLlib", "fedavg", 2, tiny=True)]
 
 
 def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = None, method: str = "fedavg") -> Item:
-    """Our engine's round; form: how lanes of convolutions run, None for what the models choose."""
+    """Our engine's round.
+
+    Args:
+      form: how lanes of convolutions run, "timed" for what is fastest on this device, None for the packaged table's.
+    """
     options = {"workload": workload, "lanes": lanes, "precision": precision, "form": form, "method": method}
     other = [word for word in (form, method) if word not in (None, "fedavg")]
     name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *map(str, other)])
@@ -130,24 +141,40 @@ def _printed(name: str, method: str, lanes: int, *, tiny: bool = False) -> Item:
 
 
 def _workload(name: str) -> Workload:
-    return PRINTED[name]["workload"] if name in PRINTED else {"tiny": TINY, **WORKLOADS}[name]
+    return PRINTED[name]["workload"] if name in PRINTED else {"tiny": TINY, "digits": DIGITS, **WORKLOADS}[name]
 
 
 def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None, **options: Any) -> dict[str, Any]:
     """Seconds a round, and memory."""
     import jax
 
-    from benchmarks import workloads
+    from benchmarks import round_time, workloads
     from benchmarks.round_time import device_peak_mb, prepare, time_rounds
     from fedjax_pcdd.models import convolution_choices
     from fedjax_pcdd.models.convolution_table import Rule
 
+    chosen = _timed_forms(workload, lanes, options["precision"]) if form == "timed" else None
     with ExitStack() as stack:
-        if form:
+        if chosen:
+            model = round_time.build(workload, options["precision"]).clone(convolutions=chosen)
+            stack.enter_context(mock.patch.object(round_time, "build", return_value=model))
+        elif form:
             stack.enter_context(mock.patch.object(convolution_choices, "rule_for", return_value=Rule("direct", form)))
         simulated = prepare(workload, str(lanes), 1, rounds, **options)
         timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
-    return timed | {"lanes": simulated.program.lanes, "device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
+    timed |= {"lanes": simulated.program.lanes, "device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
+    return timed | ({"rules": convolution_choices.as_json(chosen)} if chosen else {})
+
+
+def _timed_forms(workload: Workload, lanes: int, precision: str) -> Any:
+    """The forms of a workload's convolutions that are fastest on this device, as a run times them at its start."""
+    from benchmarks.round_time import build
+    from fedjax_pcdd.engine.precision import TYPES
+    from fedjax_pcdd.engine.tuning import operations, time_forms
+    from fedjax_pcdd.training.tuning import SECONDS
+
+    asked = operations(build(workload, precision), workload.shape, workload.batch, lanes, TYPES[precision])
+    return time_forms(asked, time.perf_counter() + SECONDS)
 
 
 def ours_once(workload: str, lanes: int, precision: str, form: str | None, method: str) -> dict[str, Any]:
@@ -195,7 +222,7 @@ def launches(workload: str, lanes: int) -> dict[str, Any]:
 
     from benchmarks.round_time import prepare
 
-    simulated = prepare(_workload(workload), str(lanes), 1, 1)
+    simulated = prepare(_workload(workload), str(lanes), 1, 1, precision="tf32")
     state, _ = jax.block_until_ready(simulated.step(simulated.start(), 0))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -238,7 +265,7 @@ def resnet_step(barrier: bool, tiny: bool) -> dict[str, Any]:
     with ExitStack() as stack:
         if not barrier:
             stack.enter_context(mock.patch("jax.lax.optimization_barrier", lambda operand: operand))
-        seconds, operations = bare_step(build(workload), workload, repeats=2 if tiny else 20)
+        seconds, operations = bare_step(build(workload, "tf32"), workload, repeats=2 if tiny else 20)
     rate = operations / seconds / 1e12
     return {"step_s": seconds, "tflop_s": rate, "compiling_and_all_s": time.perf_counter() - begun} | device()
 
@@ -291,6 +318,6 @@ def printed(name: str, method: str, lanes: int, tiny: bool) -> dict[str, Any]:
     """Our round of a workload for which others printed a number, with that number and where it stands."""
     case = PRINTED[name]
     workload = replace(case["workload"], model="mlp", clients=2, per_client=20) if tiny else case["workload"]
-    record = _timed(workload, lanes, 3, method=method)
+    record = _timed(workload, lanes, 3, method=method, precision="tf32")
     number = case["numbers"].get(method)
     return {"workload": name, "method": method, "printed_s": number, "source": case["source"]} | record | device()

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.report.expected import Expected
-from fedjax_pcdd.report.statistics import Difference, mean, paired, rank_correlation
+from fedjax_pcdd.report.statistics import Difference, paired, rank_correlation
+from fedjax_pcdd.report.tables import over_seeds
 
 BASELINE = "fedavg"
 # Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.
@@ -88,8 +89,8 @@ class Column(NamedTuple):
 
     def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int]:
         """Rank correlation of our means with the printed numbers, and over how many rows."""
-        means = [(row.name, mean(row.values(metric).values())) for row in self.rows]
-        pairs = [(one.mean, printed[name]) for name, one in means if one and name in printed]
+        means = [(row.name, over_seeds(row.values(metric).values()).mean) for row in self.rows]
+        pairs = [(ours, printed[name]) for name, ours in means if ours is not None and name in printed]
         return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs)
 
 

@@ -1,11 +1,14 @@
 """The command line of experiments/reproduce.py."""
 
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pcdd.cli.arguments import command
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.fields import run_option
 from reproduction.plan import Cell, check, read_plan
 
 
@@ -16,27 +19,27 @@ class Options:
     The same command goes on where it was interrupted, until every cell has its result.
     """
 
-    scale: str = "cpu"
-    """the plan: cpu (small), full (the papers' settings for the small networks), gpu (those, most wanted first), paper
-    (every cell of every preset), or a YAML file"""
-    only: str | None = None
-    """only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"""
-    budget_minutes: float | None = None
-    """stop after this time; a cell in the making continues with the next call"""
-    data_dir: Path | None = None
-    """folder of the data sets, as of run.py"""
-    runs_dir: Path = Path("runs/reproduce")
-    """folder of the run folders, with their checkpoints"""
-    results_dir: Path = Path("results")
-    """folder of the results"""
-    list: bool = False
-    """list the cells and what is done"""
-    dry_run: bool = False
-    """print the commands of the unfinished cells"""
-    page: bool = False
-    """write docs/reproduction.md and docs/ambiguities.md from the results, and run nothing"""
-    docs_dir: Path = Path("docs")
-    """folder of the pages"""
+    scale: str = run_option(
+        "cpu",
+        "",
+        "the plan: cpu (small), full (the papers' settings for the small networks), gpu (those, most wanted first), "
+        "paper (every cell of every preset), or a YAML file",
+    )
+    only: str | None = run_option(
+        None, "", "only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"
+    )
+    budget_minutes: float | None = run_option(
+        None, "", "stop after this time; a cell in the making continues with the next call"
+    )
+    data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
+    runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")
+    results_dir: Path = run_option(Path("results"), "", "folder of the results")
+    list: bool = run_option(False, "", "list the cells and what is done")
+    dry_run: bool = run_option(False, "", "print the commands of the unfinished cells")
+    page: bool = run_option(
+        False, "", "write docs/reproduction.md and docs/ambiguities.md from the results, and run nothing"
+    )
+    docs_dir: Path = run_option(Path("docs"), "", "folder of the pages")
 
 
 def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
-from fedjax_pcdd.training.config import PLACE, RUN, RunConfig
+from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
@@ -28,7 +28,7 @@ from fedjax_pcdd.training.tasks import has_participants
 # training, and who owns which sample.
 FREE = {
     *("seed", "lr", "momentum", "weight_decay", "grad_clip"),
-    *("partition", "beta", "classes_per_client", "min_samples", "retry", "doubled", *PLACE),
+    *("partition", "beta", "classes_per_client", "min_samples", "retry", "doubled", *FOLDERS),
 }
 
 MOST = 16  # more gain little
@@ -133,7 +133,14 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     profiled, what writes to something that a process has but once, and servers that train on public images: hundreds of
     steps of Adam make another order of summation more than rounding.
     """
-    single = config.client_state == "host" or config.wandb or config.track or config.profile or method.traits().public
+    single = (
+        config.client_state == "host"
+        or config.wandb
+        or config.loggers
+        or config.track
+        or config.profile
+        or method.traits().public
+    )
     if single or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)

@@ -27,14 +27,18 @@ from fedjax_pcdd.analysis.bilateral import bilateral, draw_bilateral
 from fedjax_pcdd.analysis.communication import COLUMNS, as_printed, upload
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES
+from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
 from fedjax_pcdd.cli.options import configure, flag, guarded, scan
-from fedjax_pcdd.data.federation import heat_map
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.federation import heat_map, load_partition
 from fedjax_pcdd.errors import UserError, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.expected import read_expected
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
-from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.build import build_model, default_model
+from fedjax_pcdd.training.config import RUN, parse_config
+from fedjax_pcdd.training.folder import TRACK, RunFolder
 
 Options = dict[str, str]
 TABLE3 = "fedmr/table3"
@@ -109,9 +113,7 @@ def _tracked(name: str) -> Command:
     """The table and the picture of a quantity."""
 
     def work(records: list[RunRecord], given: Options, experiments: Path) -> str:
-        from fedjax_pcdd.cli.looking import rows_of  # only this one restores checkpoints
-
-        rows = {label: rows_of(record, name) for label, record in zip(_labels(records), records, strict=True)}
+        rows = {label: _rows_of(record, name) for label, record in zip(_labels(records), records, strict=True)}
         if "output" in given:
             draw(name, rows if len(rows) > 1 else {"": next(iter(rows.values()))}, given["output"])
         heads = ["run", "round", *(head for head, _, _ in COLUMNS_OF[name])]
@@ -128,6 +130,39 @@ def _tracked(name: str) -> Command:
     return Command(work, ("output",))
 
 
+def _rows_of(record: RunRecord, name: str) -> list[dict[str, Any]]:
+    """Lines of track.jsonl that have a quantity; where there are none, one of the run's last checkpoint."""
+    tracked = [row for row in RunFolder(record.path).rows(TRACK) if name in row]
+    return tracked or [_last(record, name)]
+
+
+def _last(record: RunRecord, name: str) -> dict[str, Any]:
+    from fedjax_pcdd.api.runs import load_run  # only these analyses restore checkpoints
+    from fedjax_pcdd.training.tracking import Tracker
+
+    history = load_run(record.path)
+    round, simulation = len(history.rows), history.simulation
+    tracker, plan = Tracker([name], simulation, history.config.seed), simulation.plan(round)
+    return {"round": round, **tracker.entry(history.state, plan[1], tracker.before(round, history.state, plan))}
+
+
+def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
+    """What a run's method sends, keeps and holds, in numbers and in words, and how many clients a round has.
+
+    Raises:
+      UserError: it is a run over the domains of a task, or its data set is not at hand.
+    """
+    config, method = parse_config(record.text, str(record.path / "config.yaml"))
+    if config.task is not None:
+        raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
+    dataset = sources.load(config.dataset, config.data_dir)
+    name = (config.models or config.model or default_model(dataset)).split(",")[0]
+    counts = traffic(method, build_model(config, name, dataset), dataset.x_train.shape[1:])
+    names = ("up", "down", "client", "held")
+    cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
+    return counts, {one: in_words(getattr(counts, one), counts, dataset.num_classes) for one in names}, cohort
+
+
 def _labels(records: list[RunRecord]) -> list[str]:
     """Names of the folders, or their whole paths where two have the same name."""
     names = [record.path.name for record in records]
@@ -139,14 +174,11 @@ def _traffic(records: list[RunRecord], given: Options, experiments: Path) -> str
         raise UserError(f"uploads are printed in {TABLE3} alone: leave `preset` out, or name runs.")
     if not records:
         return _table3(experiments)
-    from fedjax_pcdd.cli.looking import counted
-
     lines = []
     for label, record in zip(_labels(records), records, strict=True):
-        found = counted(record)
-        megabytes = 4e-6 * (found.up + found.down) * found.cohort
-        words = [found.down_words, found.up_words]
-        lines.append([label, *words, f"{megabytes:.2f}", f"{megabytes * record.rounds_done:.1f}"])
+        counts, words, cohort = _counted(record)
+        megabytes = 4e-6 * (counts.up + counts.down) * cohort
+        lines.append([label, words["down"], words["up"], f"{megabytes:.2f}", f"{megabytes * record.rounds_done:.1f}"])
     return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
 
 
@@ -156,10 +188,10 @@ def _table3(experiments: Path) -> str:
     names = [("fedavg", "upload_millions"), ("fedmr", "upload_millions"), ("fedmr", "extra_upload_pct")]
     lines = []
     for split, column in COLUMNS.items():
-        found = upload(column)
-        numbers = (found.without_prototypes / 1e6, found.with_prototypes / 1e6)
-        exact = [f"{value:.6f}" for value in numbers] + [f"{100 * found.prototypes / found.without_prototypes:.4f}"]
-        printed = as_printed(found)
+        sent = upload(column)
+        numbers = (sent.without_prototypes / 1e6, sent.with_prototypes / 1e6)
+        exact = [f"{value:.6f}" for value in numbers] + [f"{100 * sent.prototypes / sent.without_prototypes:.4f}"]
+        printed = as_printed(sent)
         paper = [expected[(split, *name)] or 0.0 for name in names]
         lines.append([split, *exact, " / ".join(f"{x:.3f}" for x in printed), " / ".join(f"{x:.3f}" for x in paper)])
     heads = ["", "without (millions)", "with prototypes", "additional %", "rounded as the paper does", "paper"]
@@ -176,8 +208,8 @@ def _rounds(records: list[RunRecord], given: Options, experiments: Path) -> str:
         raise UserError("the target is FedAvg's accuracy: name the folder of a run of fedavg too.")
     lines = []
     for label, record in zip(_labels(records), records, strict=True):
-        found = reached(record, references, rule)
-        texts = ["-", "-"] if found is None else ["never" if x is None else _number(x) for x in found]
+        result = reached(record, references, rule)
+        texts = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
         paper = [_number(_paper(record, metric, experiments)) for metric in ("rounds_to_target", "speedup")]
         lines.append([label, *texts, *paper])
     text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)
@@ -185,18 +217,16 @@ def _rounds(records: list[RunRecord], given: Options, experiments: Path) -> str:
 
 
 def _burden(records: list[RunRecord], given: Options, experiments: Path) -> str:
-    from fedjax_pcdd.cli.looking import counted
-
     lines = []
     for label, record in zip(_labels(records), records, strict=True):
-        found, summary = counted(record), record.summary or {}
+        (counts, words, _), summary = _counted(record), record.summary or {}
         reference = _reference(record, records)
         seconds = summary.get("seconds_per_round")
         ratio = seconds / reference.summary["seconds_per_round"] if reference and reference.summary else None
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
-        cells = [f"{4e-6 * found.held:.2f}", found.kept_words, *map(_number, (seconds, ratio))]
+        cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
         paper = [_paper(record, "seconds_per_round", experiments, method) for method in (record.method, REFERENCE)]
-        lines.append([label, found.held_words, *cells, _ratio(*paper), _number(memory)])
+        lines.append([label, words["held"], *cells, _ratio(*paper), _number(memory)])
     heads = ["run", "held in training", "MB", "kept between rounds", "s a round", "times FedAvg", "paper", "peak MB"]
     return table(heads, lines)
 

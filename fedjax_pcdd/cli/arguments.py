@@ -1,16 +1,15 @@
-"""Command lines that are one dataclass: a mistake is one sentence and exit code 2."""
+"""Command lines that are one dataclass of `run_option` fields: read, refused and explained as the options of a run."""
 
-import contextlib
-import dataclasses
-import io
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-import tyro
-
-from fedjax_pcdd.cli.options import guarded
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.cli.help import entries
+from fedjax_pcdd.cli.options import guarded, no_option, scan
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.fields import convert, options_of
 
 
 def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, program: str) -> int:
@@ -28,7 +27,7 @@ def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, p
     """
 
     def whole() -> None:
-        options = _parse(form, list(sys.argv[1:] if argv is None else argv), program)
+        options = _parsed(form, list(sys.argv[1:] if argv is None else argv), program)
         try:
             if options is not None:
                 work(options)
@@ -38,18 +37,18 @@ def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, p
     return guarded(whole)
 
 
-def _parse(form: Any, argv: list[str], program: str) -> Any:
+def _parsed(form: Any, argv: list[str], program: str) -> Any:
     """The options; None after the help."""
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(form) if field.name != "runs"]
-    known = [*(f"--{name}" for name in names), "--help"]
-    for token in argv:
-        flag = token.partition("=")[0]
-        if flag.startswith("-") and flag not in [*known, "-h"]:
-            raise UserError(f"there is no option {flag}: {nearest(flag, known)}")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return tyro.cli(form, prog=program, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if stop.code:
-            raise UserError(f"{program} does not understand '{' '.join(argv)}': --help shows its options.") from None
-    return None
+    options = dict(options_of(form))
+    runs = options.pop("runs", None)
+    words: list[str] | None = None if runs is None else []
+    given = scan(argv, {name for name, option in options.items() if option.kind is bool} | {"help"}, words)
+    if "help" in given:
+        usage = f"usage: {program} [--NAME=VALUE ...]" + (f" RUN...\n\nRUN: {runs.help}" if runs else "")
+        print("\n\n".join([usage, inspect.cleandoc(form.__doc__), entries(options.values())]))
+        return None
+    for name in given:
+        if name not in options:
+            raise UserError(no_option(name, [*options, "help"]))
+    values: dict[str, Any] = {name: convert(options[name], text) for name, text in given.items()}
+    return form(**values) if words is None else form(runs=tuple(map(Path, words)), **values)

@@ -86,10 +86,8 @@ def help_text(method: str) -> str:
     if own:
         paper = cls().traits().paper
         groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
-    width = max(60, min(120, shutil.get_terminal_size().columns))
-    parts = ["usage: run.py [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width)]
-    for group, text, options in groups:
-        parts.append("\n".join([f"{group} options: {text}", *(_entry(option, width) for option in options)]))
+    parts = ["usage: run.py [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), _width())]
+    parts += [f"{group} options: {text}\n{entries(options)}" for group, text, options in groups]
     return "\n\n".join(parts)
 
 
@@ -101,6 +99,15 @@ def _description(method: str, has_own: bool) -> str:
         f"{own}; --method=NAME --help shows those of {others}. "
         "NAME+prototypes is a method that averages models with a contrast to class prototypes."
     )
+
+
+def entries(options: Iterable[Option]) -> str:
+    """The options, each on lines of its own."""
+    return "\n".join(_entry(option, _width()) for option in options)
+
+
+def _width() -> int:
+    return max(60, min(120, shutil.get_terminal_size().columns))
 
 
 def _entry(option: Option, width: int) -> str:
@@ -119,6 +126,7 @@ def _entry(option: Option, width: int) -> str:
 def _form(option: Option) -> str:
     """How an option is written.
 
+    >>> from typing import Literal
     >>> _form(Option("retry", bool, False, True)), _form(Option("lanes", Literal["auto"] | int, False, "auto"))
     ('--retry, --no-retry', '--lanes auto|INT')
     """

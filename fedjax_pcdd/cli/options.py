@@ -14,8 +14,8 @@ from fedjax_pcdd.errors import UserError, nearest, spelled
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import (
+    FOLDERS,
     MAY_CHANGE,
-    PLACE,
     RESERVED,
     RUN,
     TASK_DEFAULTS,
@@ -63,18 +63,25 @@ def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Meth
     return configure(scan(argv), presets)
 
 
-def scan(argv: Sequence[str]) -> dict[str, str]:
+def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
     """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+
+    Args:
+      switches: options that take no value; None for those of runs.
+      words: takes what is no option; None where there may be no such words.
 
     Raises:
       UserError: something that is no option, or an option without its value.
     """
     given, rest = {}, list(argv)
-    switches = _switches(_named_method(argv))
+    switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
         if token == "-h":
             token = "--help"
+        if words is not None and not token.startswith("-"):
+            words.append(token)
+            continue
         if not token.startswith("--") or token == "--":
             raise UserError(f"unexpected '{token}': options are written --name=value.")
         word, equals, text = token.partition("=")
@@ -94,11 +101,12 @@ def scan(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _named_method(argv: Sequence[str]) -> list[type[Method]]:
-    """The class of a method from outside that arguments name, whose options are not known before."""
+    """The classes of methods from outside that arguments name (a sweep several), whose options are not known before."""
     words = [word.partition("=") for word in argv]
     pairs = pairwise([*words, ("", "", "")])
     names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
-    return [methods.get(name) for name in names[-1:] if is_import_path(methods.plain_name(name))]
+    several = [name for listed in names[-1:] for name in listed.split(",")]
+    return [methods.get(name) for name in several if is_import_path(methods.plain_name(name))]
 
 
 def _switches(named: Sequence[type[Method]]) -> set[str]:
@@ -110,10 +118,11 @@ def _switches(named: Sequence[type[Method]]) -> set[str]:
 
 def _without_value(name: str) -> str:
     known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
-    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else _no_option(name, known)
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else no_option(name, known)
 
 
-def _no_option(name: str, known: Sequence[str] | set[str]) -> str:
+def no_option(name: str, known: Sequence[str] | set[str]) -> str:
+    """A sentence about an option that there is not, with the nearest that there is."""
     advice = nearest(name, known)
     close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
     return f"there is no option {flag(name)}: {close}"
@@ -162,7 +171,7 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
     if wrappers and not owners:
         owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
-        return _no_option(name, known)
+        return no_option(name, known)
     several = ", ".join(owners)
     return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`."
 
@@ -182,7 +191,7 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
         raise UserError(_changed({"method": given["method"]}, old))
     new = old | _own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
     pair = build(new)
-    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in PLACE]
+    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in FOLDERS]
     if fields:
         raise UserError(_changed({name: new[name] for name in fields}, old))
     return pair

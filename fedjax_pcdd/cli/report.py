@@ -1,11 +1,11 @@
 """The command lines of experiments/report.py and experiments/compare.py."""
 
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
 import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-
-import tyro
 
 from fedjax_pcdd.cli.arguments import command
 from fedjax_pcdd.errors import UserError
@@ -17,6 +17,7 @@ from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
 from fedjax_pcdd.report.plots import LABELS, curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
+from fedjax_pcdd.training.fields import run_option
 from fedjax_pcdd.training.folder import CONFIG
 
 LEGEND = (
@@ -29,22 +30,23 @@ LEGEND = (
 class ReportOptions:
     """Tables, curves and one HTML page over the folders of runs."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """folders of runs, or folders that hold such folders"""
-    preset: str | None = None
-    """only the runs of this published table, as fedmr/table1; by default every run where it was recorded"""
-    output: Path = Path("report")
-    """folder for report.html, report.md, report.csv, report.tex and the curves"""
+    runs: tuple[Path, ...] = run_option((), "", "folders of runs, or folders that hold such folders")
+    preset: str | None = run_option(
+        None, "", "only the runs of this published table, as fedmr/table1; by default every run where it was recorded"
+    )
+    output: Path = run_option(
+        Path("report"), "", "folder for report.html, report.md, report.csv, report.tex and the curves"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
     """Paired comparison with the first run's method, over the same seeds and partitions."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """folders of runs, or folders that hold such folders; the first one is what the others are compared with"""
-    confidence: float = 0.95
-    """of the intervals; one less it is the level of the verdicts"""
+    runs: tuple[Path, ...] = run_option(
+        (), "", "folders of runs, or folders that hold such folders; the first is what the others are compared with"
+    )
+    confidence: float = run_option(0.95, "", "of the intervals; one less it is the level of the verdicts")
 
 
 def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from fedjax_pcdd.data.partition import Partition, class_counts
 from fedjax_pcdd.errors import UserError
@@ -234,6 +231,8 @@ def heat_map(federation: Federation, path: str | Path):
       federation: K clients, C classes; counts are written into the cells where there are few.
       path: picture to write; its suffix sets the format (.png, .pdf, .svg).
     """
+    from matplotlib.figure import Figure  # whose start takes longer than that of a run's help
+
     figure = Figure(figsize=_map_size(federation), dpi=150, layout="constrained")
     _draw_map(federation, figure.add_subplot())
     figure.savefig(path)
@@ -248,6 +247,8 @@ def _map_size(federation: Federation) -> tuple[float, float]:
 def _draw_map(federation: Federation, axes):
     counts = federation.class_counts
     clients, classes = counts.shape
+    from matplotlib.colors import PowerNorm
+
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     shown = np.ma.masked_equal(counts.T, 0)
     image = axes.imshow(shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm)
@@ -260,6 +261,8 @@ def _draw_map(federation: Federation, axes):
 
 
 def _set_ticks(axes, federation: Federation):
+    from matplotlib.ticker import MaxNLocator
+
     axes.xaxis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
     names = federation.dataset.class_names
     if names is not None and len(names) <= 30:

@@ -14,8 +14,7 @@ def clip_by_norm(limit) -> optax.GradientTransformation:
     """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's."""
 
     def update(updates, state, params=None):
-        factor = jnp.minimum(1.0, limit / (optax.tree.norm(updates) + 1e-6))
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+        return _shortened(updates, limit), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -46,14 +45,16 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
 def clip_apart(limit, parts: tuple[str, ...]) -> optax.GradientTransformation:
     """`clip_by_norm` of each of these parts of the parameters by itself, and of all others together."""
 
-    def update(updates, state, params=None):
-        groups = [[name for name in updates if name not in parts], *([part] for part in parts)]
-        clipped = dict(updates)
-        for group in groups:
-            clipped |= clip_by_norm(limit).update({name: updates[name] for name in group}, state)[0]
-        return clipped, state
+    def update(updates: Any, state, params=None):
+        clipped = _shortened({name: tree for name, tree in updates.items() if name not in parts}, limit)
+        return clipped | {part: _shortened(updates[part], limit) for part in parts}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _shortened(tree: Any, limit) -> Any:
+    factor = jnp.minimum(1.0, limit / (optax.tree.norm(tree) + 1e-6))
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), tree)
 
 
 def make_optimiser(

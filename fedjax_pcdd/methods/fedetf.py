@@ -45,9 +45,15 @@ class FedETF(Method):
         "one", help="classes a client lacks: count as one sample, or leave the softmax", static=True
     )
     projection: int | None = hyperparameter(
-        None, symbol="p", help="width of the projection; by default C, 64 in the published small CNN", static=True
+        None,
+        symbol="p",
+        help="width of the projection; by default C, 64 in the published small CNN",
+        low=1,
+        static=True,
     )
-    start_beta: float = hyperparameter(1.0, symbol="beta_0", help="first inverse temperature; 10 with width 64")
+    start_beta: float = hyperparameter(
+        1.0, symbol="beta_0", help="first inverse temperature; 10 with width 64", above=0.0
+    )
     tuning_cycles: int = hyperparameter(20, help="times that a client tunes ETF and projection", low=0, static=True)
     tuning_epochs: int = hyperparameter(3, help="epochs of each of the two at a time", low=1, static=True)
     etf_lr: float = hyperparameter(0.1, help="learning rate of the ETF in the tuning", low=0.0)

@@ -66,6 +66,7 @@ class FedProto(Selective):
         outputs, _ = forward(model, variables, images, train=False)
         if self.predict == "classifier":
             return outputs.logits
-        own = scope == "personal" and facts is not None
-        allowed = server.valid & (facts.class_counts > 0) if own else server.valid
+        allowed = server.valid
+        if scope == "personal" and facts is not None:
+            allowed = allowed & (facts.class_counts > 0)
         return nearest_prototype_scores(outputs.features, server.prototypes, allowed)

@@ -44,7 +44,7 @@ def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[C
       UserError: nothing to compare, or no pair.
     """
     if not 0 < confidence < 1:
-        raise UserError(f"confidence must be above 0 and below 1, not {confidence:g}.")
+        raise UserError(f"must be above 0 and below 1, not {confidence:g}.", field="confidence")
     notes = [f"{run.path} is unfinished and left out." for run in runs if run.summary is None]
     problems: dict[tuple[str, str], list[RunRecord]] = {}
     for run in runs:

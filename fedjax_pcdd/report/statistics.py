@@ -1,4 +1,4 @@
-"""What can be said of a few seeds: means, paired differences, and whether two orders agree.
+"""What can be said of a few seeds: paired differences, and whether two orders agree.
 
 Two experiments are compared pair by pair of the same seed, so that what the seed decides (partition, initial weights,
 batches) drops out. The interval is Student's, which is as wide as few pairs ask for; of one pair only the sign is said.
@@ -6,7 +6,7 @@ Where several comparisons are one question, their p-values are adjusted by Holm 
 multiple test procedure", Scandinavian Journal of Statistics, 1979).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,26 +14,6 @@ import numpy as np
 ALPHA = 0.05
 LEAST_RANKED = 3  # methods that an order is about
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
-
-
-class Mean(NamedTuple):
-    """Mean, and sample standard deviation (n - 1) where there are two values or more."""
-
-    mean: float
-    std: float | None
-    n: int
-
-
-def mean(values: Iterable[float | None]) -> Mean | None:
-    """Of the values that are there; None where none is.
-
-    >>> mean([1.0, None, 3.0])
-    Mean(mean=2.0, std=1.4142135623730951, n=2)
-    """
-    known = np.array([value for value in values if value is not None], float)
-    if not len(known):
-        return None
-    return Mean(float(known.mean()), float(known.std(ddof=1)) if len(known) > 1 else None, len(known))
 
 
 class Difference(NamedTuple):

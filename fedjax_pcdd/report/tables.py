@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 from rich.table import Table as RichTable
 from rich.text import Text
-
-from fedjax_pcdd.report.statistics import mean
 
 CSV_COLUMNS = (
     *("table", "method", "variant", "settings", "column", "metric", "mean", "std", "seeds"),
@@ -111,13 +110,16 @@ class Table:
 
 
 def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = ()) -> Cell:
-    """Mean and deviation of the values that are there.
+    """Mean and sample deviation of the values that are there.
 
     >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
-    known = mean(values)
-    return Cell(*known, rounds=frozenset(rounds)) if known else Cell()
+    known = np.array([value for value in values if value is not None], float)
+    if not len(known):
+        return Cell()
+    std = float(known.std(ddof=1)) if len(known) > 1 else None
+    return Cell(float(known.mean()), std, len(known), rounds=frozenset(rounds))
 
 
 def texts(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pcdd.analysis.convergence import rounds_to, speed_up
+from fedjax_pcdd.analysis.curves import series
 from fedjax_pcdd.report.collect import RunRecord
 
 REFERENCE = "fedavg"
@@ -50,9 +51,7 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
 
 def _accuracies(run: RunRecord | None) -> np.ndarray:
     """GA of each round [T], NaN where it was not measured."""
-    rows = run.rows if run else []
-    accuracies = np.full(rows[-1]["round"] if rows else 0, np.nan)
-    for row in rows:
-        if row.get("ga") is not None:
-            accuracies[row["round"] - 1] = row["ga"]
+    accuracies = np.full(run.rounds_done if run else 0, np.nan)
+    rounds, values = series(run.rows if run else [], "ga")
+    accuracies[rounds - 1] = values
     return accuracies

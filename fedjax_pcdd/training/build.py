@@ -33,6 +33,7 @@ from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
 
+
 def load(config: RunConfig) -> Dataset:
     """The data set, cut down to what the run uses of it."""
     dataset = sources.load(config.dataset, config.data_dir)

@@ -15,7 +15,6 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert_all, load_mapping, options_of, run_option
-from fedjax_pcdd.training.outside import OUTSIDE, origins_of, recorded_origins
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -35,8 +34,10 @@ TASK_DEFAULTS = {
     "weight_decay": 0.0, "fine_tune_epochs": 0,
 }  # fmt: skip
 
+OUTSIDE = "from_outside"  # the key of config.yaml that names parts that are not of this package
+
 # Where a run lies is not what it computes.
-PLACE = ("run_dir", "resume")
+FOLDERS = ("run_dir", "resume")
 
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
@@ -50,177 +51,120 @@ MAY_CHANGE = {
 class RunConfig:
     """A run but for its method's hyper-parameters; UserError for a value out of its bounds."""
 
+    # fmt: off
     method: str = run_option("fedavg", "", "method, see `list_methods`")
 
     dataset: str = run_option("digits", "data", "data set, see `list_datasets`; docs/data.md for your own")
-    data_dir: Path | None = run_option(
-        None,
-        "data",
-        "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them",
-    )
-    partition: Literal["dirichlet", "pcdd", "iid", "natural"] | str = run_option(
-        "dirichlet",
-        "data",
+    data_dir: Path | None = run_option(None, "data",
+        "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them")
+    partition: Literal["dirichlet", "pcdd", "iid", "natural"] | str = run_option("dirichlet", "data",
         "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}; or lists (lists.npz), or a "
-        "function (split.py:by_hospital)",
-    )
+        "function (split.py:by_hospital)")
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
-    clients: int | None = run_option(
-        None,
-        "data",
+    clients: int | None = run_option(None, "data",
         "number of clients K; by default 10, for natural and lists all there are, else those with the most samples",
-        low=1,
-    )
+        low=1)
     classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
     min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with `retry`", low=0)
     retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has `min_samples`")
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
-    train_samples: int | None = run_option(
-        None, "data", "training samples used, drawn class by class from the seed; by default all", low=1
-    )
+    train_samples: int | None = run_option(None, "data",
+        "training samples used, drawn class by class from the seed; by default all", low=1)
     test_samples: int | None = run_option(None, "data", "test samples used, drawn likewise; by default all", low=1)
 
-    model: str | None = run_option(
-        None, "model", "architecture, see `list_models`; by default lstm for text, mlp for digits, else simple_cnn"
-    )
-    neck: Literal[0, 1, 2] = run_option(
-        0, "model", "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)"
-    )
-    bn: Literal["average", "local", "group"] = run_option(
-        "average", "model", "batch norm: statistics averaged, kept by each client, or group norm in its place"
-    )
-    precision: Literal["float32", "tf32", "bfloat16"] = run_option(
-        "float32",
-        "model",
+    model: str | None = run_option(None, "model",
+        "architecture, see `list_models`; by default lstm for text, mlp for digits, else simple_cnn")
+    neck: Literal[0, 1, 2] = run_option(0, "model",
+        "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
+    bn: Literal["average", "local", "group"] = run_option("average", "model",
+        "batch norm: statistics averaged, kept by each client, or group norm in its place")
+    precision: Literal["float32", "tf32", "bfloat16"] = run_option("float32", "model",
         "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
-        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md",
-    )
+        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
 
-    task: str | None = run_option(
-        None, "task", "domains as participants in place of data set and partition, see `list_tasks`"
-    )
-    task_split: Literal["held_out", "code"] = run_option(
-        "held_out", "task", "tests of office_home: 30 % of each class, or as the published code"
-    )
-    models: str | None = run_option(
-        None, "task", "architectures of the participants, as resnet10,resnet12; fewer than participants are repeated"
-    )
-    public: str | None = run_option(
-        None, "task", "data set of the unlabelled public images; by default the task's, digits_public for digits"
-    )
+    task: str | None = run_option(None, "task",
+        "domains as participants in place of data set and partition, see `list_tasks`")
+    task_split: Literal["held_out", "code"] = run_option("held_out", "task",
+        "tests of office_home: 30 % of each class, or as the published code")
+    models: str | None = run_option(None, "task",
+        "architectures of the participants, as resnet10,resnet12; fewer than participants are repeated")
+    public: str | None = run_option(None, "task",
+        "data set of the unlabelled public images; by default the task's, digits_public for digits")
     public_samples: int | None = run_option(None, "task", "how many of them; by default the task's, else 5000", low=1)
     public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none", low=1)
-    pretrain_epochs: int | None = run_option(
-        None, "task", "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0
-    )
+    pretrain_epochs: int | None = run_option(None, "task",
+        "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0)
     pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1)
 
     rounds: int = run_option(50, "training", "communication rounds T", low=1)
-    local_epochs: int | None = run_option(
-        10, "training", "epochs E of local training in a round; by default in a task each domain's own", low=1
-    )
+    local_epochs: int | None = run_option(10, "training",
+        "epochs E of local training in a round; by default in a task each domain's own", low=1)
     batch_size: int = run_option(100, "training", "mini-batch size B", low=1)
-    last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option(
-        "drop",
-        "training",
-        "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less "
-        "than one batch trains on what it has, but for strict, which drops that too, as the published code",
-    )
+    last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option("drop", "training",
+        "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less than "
+        "one batch trains on what it has, but for strict, which drops that too, as the published code")
     optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser")
-    optimizer_state: Literal["fresh", "kept"] = run_option(
-        "fresh", "training", "momentum or moments: anew each round, or kept by each client (FedGen's and FML's codes)"
-    )
+    optimizer_state: Literal["fresh", "kept"] = run_option("fresh", "training",
+        "momentum or moments: anew each round, or kept by each client (FedGen's and FML's codes)")
     lr: float = run_option(0.01, "training", "learning rate eta", above=0)
     lr_steps: str = run_option("", "training", "rounds after which the learning rate falls, as 40,80; by default never")
     lr_decay: float = run_option(0.1, "training", "factor by which it falls", above=0, high=1)
     momentum: float = run_option(0.9, "training", "momentum rho of sgd", low=0, below=1)
     weight_decay: float = run_option(1e-4, "training", "weight decay, added to the gradient", low=0)
     shuffle: bool = run_option(True, "training", "a new order of the samples each epoch, else the stored one")
-    grad_clip: Literal["method", "none"] | float = run_option(
-        "method",
-        "training",
-        "largest global gradient norm; method: what the method's code has (FedGELA 20)",
-        above=0,
-    )
-    weights: Literal["method", "uniform", "batches"] = run_option(
-        "method",
-        "training",
-        "aggregation weights p_k: the method's (mostly n_k), equal, or full batches of a client",
-    )
+    grad_clip: Literal["method", "none"] | float = run_option("method", "training",
+        "largest global gradient norm; method: what the method's code has (FedGELA 20)", above=0)
+    weights: Literal["method", "uniform", "batches"] = run_option("method", "training",
+        "aggregation weights p_k: the method's (mostly n_k), equal, or full batches of a client")
     augment: bool = run_option(True, "training", "augment training images as is customary for the data set")
-    augmentation: str | None = run_option(
-        None, "training", "in place of that a function of one image and a key, as mine.py:cutout"
-    )
+    augmentation: str | None = run_option(None, "training",
+        "in place of that a function of one image and a key, as mine.py:cutout")
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
     lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
-    tune: Literal["auto", "off"] = run_option(
-        "auto",
-        "run",
-        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule",
-    )
-    client_state: Literal["device", "host"] = run_option(
-        "device",
-        "run",
-        "where clients keep their state between rounds; host, where clients times parameters outgrow the device",
-    )
+    tune: Literal["auto", "off"] = run_option("auto", "run",
+        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule")
+    client_state: Literal["device", "host"] = run_option("device", "run",
+        "where clients keep their state between rounds; host, where clients times parameters outgrow the device")
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
-    devices: Literal["auto"] | int = run_option(
-        "auto",
-        "run",
-        "devices of this process that divide a round's clients, with `lanes` each; auto: all GPUs or TPUs, or one CPU",
-        low=1,
-    )
-    coordinator: str | None = run_option(
-        None,
-        "run",
-        "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU tells",
-    )
+    devices: Literal["auto"] | int = run_option("auto", "run",
+        "devices of this process that divide a round's clients, with `lanes` each; auto: all GPUs or TPUs, or "
+        "one CPU", low=1)
+    coordinator: str | None = run_option(None, "run",
+        "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU tells")
     processes: int | None = run_option(None, "run", "how many these are", low=1)
     process: int | None = run_option(None, "run", "which of them this is, from 0", low=0)
-    patience: int = run_option(
-        100, "run", "seconds that these wait for each other's start, and for signs of life", low=5
-    )
+    patience: int = run_option(100, "run",
+        "seconds that these wait for each other's start, and for signs of life", low=5)
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
-    fine_tune_epochs: int = run_option(
-        10, "evaluation", "epochs of fine-tuning for PA, for methods without a personal model", low=0
-    )
-    eval_batch: int | None = run_option(
-        None, "evaluation", "batch size of evaluation; by default 100 on a CPU, else 500", low=1
-    )
-    track: str | None = run_option(
-        None, "evaluation", "what to follow beside accuracy, as angles,features,spectrum,intra; docs/analyses.md"
-    )
+    fine_tune_epochs: int = run_option(10, "evaluation",
+        "epochs of fine-tuning for PA, for methods without a personal model", low=0)
+    eval_batch: int | None = run_option(None, "evaluation",
+        "batch size of evaluation; by default 100 on a CPU, else 500", low=1)
+    track: str | None = run_option(None, "evaluation",
+        "what to follow beside accuracy, as angles,features,spectrum,intra; docs/analyses.md")
     track_every: int = run_option(1, "evaluation", "rounds between two looks at what is tracked", low=1)
-    track_local: bool = run_option(
-        True,
-        "evaluation",
-        "track the clients' models too, right after local training, which is done twice for it; always where there "
-        "is no global model",
-    )
+    track_local: bool = run_option(True, "evaluation",
+        "track the clients' models too, right after local training, which is done twice for it; always where "
+        "there is no global model")
 
-    run_dir: Path | None = run_option(
-        None,
-        "run",
-        "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, numbered where taken",
-    )
+    run_dir: Path | None = run_option(None, "run",
+        "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, numbered where taken")
     resume: Path | None = run_option(None, "run", "folder of a run to continue, with the options it was started with")
     checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
-    checkpoint_clients_every: int = run_option(
-        1, "run", "only every n-th checkpoint holds the client states; a resume goes back to such a one", low=1
-    )
+    checkpoint_clients_every: int = run_option(1, "run",
+        "only every n-th checkpoint holds the client states; a resume goes back to such a one", low=1)
     keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
-    profile: bool = run_option(
-        False, "run", "trace the second and the third round into the run folder's profile/, for xprof or Perfetto"
-    )
+    profile: bool = run_option(False, "run",
+        "trace the second and the third round into the run folder's profile/, for xprof or Perfetto")
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
-    loggers: str | None = run_option(
-        None, "run", "further loggers, as mine.py:Logger; callbacks made from the run's folder and its options"
-    )
+    loggers: str | None = run_option(None, "run",
+        "further loggers, as mine.py:Logger; callbacks made from the run's folder and its options")
+    # fmt: on
 
     def __post_init__(self):
         for option in options_of(type(self)).values():
@@ -273,6 +217,8 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
 
 def dump(config: RunConfig, method: Method) -> str:
     """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
+    from fedjax_pcdd.training.outside import origins_of  # which knows loggers and the like; the help does not need them
+
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
     plain |= {OUTSIDE: origins} if origins else {}
@@ -289,6 +235,8 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     Raises:
       UserError: no YAML, an unknown key, or a value that does not fit.
     """
+    from fedjax_pcdd.training.outside import recorded_origins
+
     flat = load_mapping(text, source)
     recall(recorded_origins(flat.pop(OUTSIDE, None), source))
     cls = methods.get(str(flat.get("method", RUN["method"].default)))

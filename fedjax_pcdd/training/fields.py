@@ -19,7 +19,7 @@ from fedjax_pcdd.errors import UserError, nearest
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
-    """A field of `RunConfig`.
+    """A field of `RunConfig`, or of another dataclass of options.
 
     Args:
       default: used where nothing is given.

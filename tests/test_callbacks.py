@@ -1,0 +1,176 @@
+"""Callbacks: what they see, how they end a run, and that what they keep is part of a checkpoint."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.training.config import build
+
+SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
+RUN = SMALL | {"method": "fedavg", "clients": 4, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
+
+
+class StopAt(fp.Callback):
+    """Ends a run after a round, and remembers which it has seen."""
+
+    def __init__(self, round):
+        self.last, self.seen = round, []
+
+    def on_round(self, run, report):
+        self.seen.append(run.round)
+        return run.round == self.last
+
+    def state(self):
+        return self.seen
+
+    def restore(self, state):
+        self.seen = state
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_callback_ends_a_run(federation):
+    history = fp.simulate(federation, callbacks=[StopAt(2)], **SMALL)
+    assert len(history) == history.summary["rounds"] == 2
+
+
+def test_a_run_without_a_stop_has_the_same_bits(federation):
+    plain, told = (fp.simulate(federation, callbacks=own, **SMALL) for own in ([], [StopAt(9)]))
+    np.testing.assert_array_equal(plain.ga, told.ga)
+
+
+def test_callbacks_are_called_in_order_and_end_in_the_opposite_one(federation):
+    calls = []
+
+    class Note(fp.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_start(self, run):
+            calls.append((self.name, "start", run.round))
+
+        def on_round(self, run, report):
+            calls.append((self.name, run.round, len(run.history.rows)))
+
+        def on_end(self, run):
+            calls.append((self.name, "end", run.error))
+
+    fp.simulate(federation, callbacks=[Note("a"), Note("b")], **SMALL | {"rounds": 1})
+    assert calls == [
+        ("a", "start", 0), ("b", "start", 0), ("a", 1, 1), ("b", 1, 1), ("b", "end", None), ("a", "end", None),
+    ]  # fmt: skip
+
+
+def test_a_callback_sees_models_and_reports(federation):
+    found = {}
+
+    def look(run, report):
+        found.update(clients=report.jobs.row.tolist(), seconds=report.seconds, own=run.client_variables(1))
+        found["global"] = jax.tree.map(np.array, run.variables)
+
+    history = fp.simulate(federation, callbacks=[look], **SMALL | {"rounds": 1})
+    assert found["clients"] == [0, 1, 2, 3]
+    assert found["seconds"] == history.rows[0]["seconds"]
+    jax.tree.map(np.testing.assert_array_equal, found["global"], history.variables)
+
+
+def test_an_error_is_told_at_the_end(federation):
+    ended = []
+
+    class Fail(fp.Callback):
+        def on_round(self, run, report):
+            raise RuntimeError("mine")
+
+        def on_end(self, run):
+            ended.append(str(run.error))
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fp.simulate(federation, callbacks=[Fail()], **SMALL)
+    assert ended == ["mine"]
+
+
+def test_early_stopping_waits_for_as_many_evaluations_as_it_is_told(federation):
+    history = fp.simulate(federation, callbacks=[fp.EarlyStopping("ga", patience=2, least=1.0)], **SMALL)
+    assert len(history) == 3  # the first is a rise from nothing
+    with pytest.raises(fp.UserError, match="knows no 'gaa'"):
+        fp.simulate(federation, callbacks=[fp.EarlyStopping("gaa")], **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"callbacks": [3]}, "callbacks takes fp.Callback objects and functions of a run and a report, not 3"),
+        ({"callbacks": [StopAt]}, "callbacks takes"),
+        ({"callbacks": StopAt(1)}, "callbacks takes a list"),
+        ({"callback": 3}, "callback takes a function of the history, not 3"),
+        ({"model": 42}, "model takes a name, as 'mlp', or a module of fp.build_model, not 42"),
+        ({"pipeline": "grey"}, "pipeline takes an fp.Pipeline, not 'grey'"),
+    ],
+)
+def test_objects_that_are_not_understood_are_refused(federation, given, sentence):
+    with pytest.raises(fp.UserError) as caught:
+        fp.simulate(federation, **SMALL | given)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that a callback ended after two of four rounds."""
+    folder = tmp_path_factory.mktemp("callbacks") / "run"
+    runs.run(*build(RUN | {"run_dir": folder}), callbacks=[StopAt(2), fp.EarlyStopping(patience=9)])
+    return folder
+
+
+def test_what_callbacks_keep_is_restored(stopped):
+    again, patient = StopAt(9), fp.EarlyStopping(patience=9)
+    history = fp.resume(stopped, callbacks=[again, patient])
+    assert again.seen == [1, 2]
+    assert patient.best == np.max(history.ga)
+
+
+def test_a_run_that_was_ended_stays_ended(stopped):
+    before = rows_of(stopped)
+    history = fp.resume(stopped)
+    assert rows_of(stopped) == before
+    assert (len(history), history.summary["rounds"]) == (2, 2)
+
+
+def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
+    runs.run(*build(RUN | {"run_dir": tmp_path / "run", "beta": 0.3, "seed": 3}))
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
+    expected, loaded = fp.simulate(federation, seed=3, **SMALL), fp.load_run(tmp_path / "run")
+    for name in ("ga", "pa", "loss", "ga_per_class", "pa_per_client"):
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(expected, name))
+    images = federation.dataset.x_test
+    np.testing.assert_array_equal(loaded.outputs(images).logits, expected.outputs(images).logits)
+    assert loaded.summary["ga_best"] == expected.summary["ga_best"]
+
+
+def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tmp_path):
+    with pytest.raises(fp.UserError, match="there is no folder"):
+        fp.load_run(tmp_path / "nothing")
+    (tmp_path / "config.yaml").write_text((stopped / "config.yaml").read_text())
+    with pytest.raises(fp.UserError, match="has no checkpoint left"):
+        fp.load_run(tmp_path)
+
+
+def test_one_of_a_sweep_may_stop_and_the_others_go_on(tmp_path):
+    pairs = [build(RUN | {"run_dir": tmp_path / str(seed), "seed": seed}) for seed in (0, 1)]
+    told = runs.run_together([runs.Asked(*pairs[0], callbacks=[StopAt(2)]), runs.Asked(*pairs[1])])
+    assert [one["rounds"] for one in told] == [2, 4]
+    assert [len(rows_of(tmp_path / name)) for name in "01"] == [2, 4]
+    early = fp.load_run(tmp_path / "0")
+    assert early.ga[-1] == pytest.approx(
+        np.mean(np.argmax(early.outputs(early.federation.dataset.x_test).logits, 1) == early.federation.dataset.y_test)
+    )
