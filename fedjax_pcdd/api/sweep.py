@@ -133,7 +133,14 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     profiled, what writes to something that a process has but once, and servers that train on public images: hundreds of
     steps of Adam make another order of summation more than rounding.
     """
-    single = config.client_state == "host" or config.wandb or config.track or config.profile or method.traits().public
+    single = (
+        config.client_state == "host"
+        or config.wandb
+        or config.loggers
+        or config.track
+        or config.profile
+        or method.traits().public
+    )
     if single or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)

@@ -101,11 +101,12 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
 
 
 def _named_method(argv: Sequence[str]) -> list[type[Method]]:
-    """The class of a method from outside that arguments name, whose options are not known before."""
+    """The classes of methods from outside that arguments name (a sweep several), whose options are not known before."""
     words = [word.partition("=") for word in argv]
     pairs = pairwise([*words, ("", "", "")])
     names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
-    return [methods.get(name) for name in names[-1:] if is_import_path(methods.plain_name(name))]
+    several = [name for listed in names[-1:] for name in listed.split(",")]
+    return [methods.get(name) for name in several if is_import_path(methods.plain_name(name))]
 
 
 def _switches(named: Sequence[type[Method]]) -> set[str]:

@@ -24,6 +24,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.cli.options import PRESETS, configure, flag, guarded, scan, sentence
 from fedjax_pcdd.cli.run import origin
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, terminal
 from fedjax_pcdd.training.fields import Option, convert, options_of
 
@@ -71,6 +72,8 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
     """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
     listed = {name: values_of(name, text) for name, text in given.items()}
     names = listed.pop("method", ["fedavg"])
+    short = {method: short_name(method) for method in names}
+    short = short if len(set(short.values())) == len(short) else {method: method for method in names}
     owned = {method: set(options_of(methods.get(method))) for method in names}
     some = set().union(*owned.values())
     experiments = []
@@ -80,7 +83,7 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
             options = dict(zip(own, point, strict=True))
             varied = [name for name in own if len(own[name]) > 1]
             label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
-            group = "-".join([method, *label]).replace("/", "_")
+            group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
             experiments.append(Experiment(name, group, {"method": method, **options}))
     return experiments
