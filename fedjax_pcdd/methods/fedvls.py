@@ -48,7 +48,7 @@ class FedVLS(Taught):
             advice.append(f"FedVLS with `form=paper` is unbounded below and runs away at `omega={omega:g}`: lower it.")
         if setting.one_class_clients and self.calibrated and (self.lam == 0 or setting.num_classes == 2):
             few = f"{setting.one_class_clients} clients have one class, where only FedVLS's distillation has a gradient"
-            remedy = "set `lam` above 0" if self.lam == 0 else "two classes leave it nothing: use `calibrated=no`"
+            remedy = "set `lam` above 0" if self.lam == 0 else "two classes leave it nothing: use `calibrated=false`"
             advice.append(f"{few}: {remedy}.")
         return dataclasses.replace(self, omega=omega), advice
 
