@@ -17,7 +17,7 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import is_import_path
-from fedjax_pcdd.training.config import FOLDERS, OUTSIDE, RUN, RunConfig, parse_config
+from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, parse_config
 from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
 
 SECTIONS = ("run", "splits", "methods", "variants")
@@ -177,7 +177,7 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     file = folder / "config.yaml"
     if not os.path.isfile(file):
         raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")
-    from fedjax_pcdd.training.outside import check_unchanged
+    from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 
     text = read_text(file)
     check_unchanged(load_mapping(text, str(file)).get(OUTSIDE), str(file))
