@@ -39,6 +39,11 @@ REDUCES = {
     "feduv": {"lam": 0.0, "mu": 0.0},
     "fedetf": None,  # another classifier
     "fedloge": None,  # the body never learns from a head
+    "fedavgm": {"server_momentum": 0.0},
+    "fedadam": None,  # a step of its own length, see its tests
+    "fedyogi": None,
+    "fedadagrad": None,
+    "fedexp": {"epsilon": 1e30},
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},
