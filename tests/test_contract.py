@@ -44,6 +44,12 @@ REDUCES = {
     "fedyogi": None,
     "fedadagrad": None,
     "fedexp": {"epsilon": 1e30},
+    "fedsam": {"rho": 0.0},
+    "mofedsam": {"rho": 0.0, "beta": 1.0},
+    "fedlesam": {"rho": 0.0},
+    "fedsmoo": None,  # uniform weights, see its tests
+    "fedgf": {"rho": 0.0, "threshold": float("inf")},
+    "fedcm": {"alpha": 1.0},
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},

@@ -4,6 +4,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
+from fedjax_pcdd.methods.fedcm import FedCM
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddecorr import FedDecorr
 from fedjax_pcdd.methods.feddf import FedDF
@@ -12,7 +13,9 @@ from fedjax_pcdd.methods.fedetf import FedETF
 from fedjax_pcdd.methods.fedexp import FedExP
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedgen import FedGen
+from fedjax_pcdd.methods.fedgf import FedGF
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.fedlesam import FedLESAM
 from fedjax_pcdd.methods.fedlmd import FedLMD
 from fedjax_pcdd.methods.fedloge import FedLoGe
 from fedjax_pcdd.methods.fedmatch import FedMatch
@@ -27,10 +30,13 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.fedsam import FedSAM
+from fedjax_pcdd.methods.fedsmoo import FedSMOO
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
+from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
@@ -68,6 +74,12 @@ _OWN: dict[str, type[Method]] = {
     "fedyogi": FedYogi,
     "fedadagrad": FedAdagrad,
     "fedexp": FedExP,
+    "fedsam": FedSAM,
+    "mofedsam": MoFedSAM,
+    "fedlesam": FedLESAM,
+    "fedsmoo": FedSMOO,
+    "fedgf": FedGF,
+    "fedcm": FedCM,
     "fedgen": FedGen,
     "fedrl": FedRL,
     "fedrep": FedRep,
