@@ -39,6 +39,9 @@ class TwoLayers(nn.Module):
 
 def sizes(g):
     """H, inputs, D, C, batch size and epochs; a file that does not list them has them in its arrays."""
+    if "par_sizes" in g:
+        inputs, hidden, *others = (int(v) for v in g["par_sizes"])
+        return [hidden, inputs, *others]
     if "par_shapes" in g:
         return [int(v) for v in g["par_shapes"]]
     inputs, (dim, classes) = g["in_x0"].shape[1], g["in_ssec"].shape
@@ -85,11 +88,12 @@ class Problem:
         parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
         return np.concatenate(parts)
 
-    def simulation(self, method, *, lanes, momentum=None, decay=None):
-        lr, rho, wd = (float(v) for v in self.g["par_lr_rho_wd"])
+    def simulation(self, method, *, lanes, momentum=None, decay=None, clip=None):
+        constants = self.g["par_lr_rho_wd"] if "par_lr_rho_wd" in self.g else np.insert(self.g["par_lr_wd"], 1, 0)
+        lr, rho, wd = (float(v) for v in constants)
         momentum, decay = rho if momentum is None else momentum, wd if decay is None else decay
         model = method.build(Classifier(TwoLayers(self.hidden, self.dim), self.classes, param_dtype=jnp.float64))
-        local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, None)
+        local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, clip)
         experiment = Experiment(self.federation, method, local, seed=0)
         simulation = Simulation(
             model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
@@ -114,10 +118,10 @@ class Problem:
 
 
 @functools.cache
-def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, **hyper):
+def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=None, **hyper):
     """The problem, and the states after each round as numpy, to be left as they are."""
     problem = Problem(g)
-    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay)
+    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay, clip=clip)
     model, params = simulation.program.model, problem.unflatten(g["in_p0"])
     if model.neck:
         params["neck"] = {"fc1": params.pop("head")}
