@@ -53,6 +53,10 @@ REDUCES = {
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},
+    "fedper": None,  # the last layers are never shared, see its tests
+    "lgfedavg": None,  # the body is never shared, see its tests
+    "ditto": {},  # its global model, whatever the own ones do
+    "apfl": {},
     "fml": None,  # private models stay, see its tests
 }
 BUILT = {"fml": {"meme": "mlp"}}  # whose defaults are too large for a test

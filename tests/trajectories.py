@@ -49,6 +49,14 @@ def sizes(g):
     return hidden, inputs, dim, classes, math.gcd(*g["in_n"].astype(int)), g["in_perm0"].shape[1]
 
 
+def rates(g):
+    """Learning rate, momentum and weight decay."""
+    if "par_lr_rho_wd" in g:
+        return [float(v) for v in g["par_lr_rho_wd"]]
+    lr, decay = (float(v) for v in g["par_lr_wd"])
+    return [lr, float(g["par_momentum"]) if "par_momentum" in g else 0.0, decay]
+
+
 class Problem:
     """The federation of one golden file, its model and its fixed batches."""
 
@@ -88,16 +96,15 @@ class Problem:
         parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
         return np.concatenate(parts)
 
-    def simulation(self, method, *, lanes, momentum=None, decay=None, clip=None):
-        constants = self.g["par_lr_rho_wd"] if "par_lr_rho_wd" in self.g else np.insert(self.g["par_lr_wd"], 1, 0)
-        lr, rho, wd = (float(v) for v in constants)
+    def simulation(self, method, *, lanes, momentum=None, decay=None, clip=None, weights="method"):
+        lr, rho, wd = rates(self.g)
         momentum, decay = rho if momentum is None else momentum, wd if decay is None else decay
         model = method.build(Classifier(TwoLayers(self.hidden, self.dim), self.classes, param_dtype=jnp.float64))
         local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, clip)
         experiment = Experiment(self.federation, method, local, seed=0)
         simulation = Simulation(
             model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
-            param_dtype=jnp.float64,
+            param_dtype=jnp.float64, weights=weights,
         )  # fmt: skip
         images = jnp.asarray(self.x[:, None, None, :] * 255)
         simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
@@ -118,10 +125,11 @@ class Problem:
 
 
 @functools.cache
-def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=None, **hyper):
+def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=None, weights="method", **hyper):
     """The problem, and the states after each round as numpy, to be left as they are."""
     problem = Problem(g)
-    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, momentum=momentum, decay=decay, clip=clip)
+    options = {"momentum": momentum, "decay": decay, "clip": clip, "weights": weights}
+    simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, **options)
     model, params = simulation.program.model, problem.unflatten(g["in_p0"])
     if model.neck:
         params["neck"] = {"fc1": params.pop("head")}

@@ -1,6 +1,8 @@
 """The registry of methods: name -> class. A new method of this package is one file and one line here."""
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.apfl import APFL
+from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
@@ -23,6 +25,7 @@ from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.methods.fednova import FedNova
 from fedjax_pcdd.methods.fedntd import FedNTD
+from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.fedproc import FedProc
 from fedjax_pcdd.methods.fedproto import FedProto
 from fedjax_pcdd.methods.fedprox import FedProx
@@ -35,6 +38,7 @@ from fedjax_pcdd.methods.fedsmoo import FedSMOO
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
+from fedjax_pcdd.methods.lgfedavg import LGFedAvg
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
 from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.moon import MOON
@@ -85,6 +89,10 @@ _OWN: dict[str, type[Method]] = {
     "fedrep": FedRep,
     "fedbabu": FedBABU,
     "fedrod": FedRoD,
+    "fedper": FedPer,
+    "lgfedavg": LGFedAvg,
+    "ditto": Ditto,
+    "apfl": APFL,
     "fccl": FCCL,
     "fedmd": FedMD,
     "fml": FML,

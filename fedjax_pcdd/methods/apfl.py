@@ -1,0 +1,136 @@
+"""APFL: a client answers with a mixture of its own model and the global one; the mixing weight may be learnt.
+
+Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020, algorithm 1.
+Sent: as FedAvg. A client keeps its own model v with its running statistics, and alpha.
+Follows the paper: parameters are mixed, and all gradients are taken before the step. `--mix=logits` is the published
+code, which mixes logits, steps w first, and moves alpha after both steps, with 0.02 alpha added to its slope. Alpha is
+fixed unless `adapt` says otherwise, as there. Running statistics are mixed as parameters are; v's are those of the
+mixture's batches. PA is that of the mixture with the w just trained. The recorded loss is that of w plus the mixture's.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Message, Step, Traits, hyperparameter, objective, train_forward
+from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, with_copy, without_copy
+from fedjax_pcdd.models.classifier import forward
+
+ALPHA = "alpha"  # a part of the parameters, which the optimiser does not move
+
+
+class Client(NamedTuple):
+    """The own model v, and the mixing weight, a scalar."""
+
+    model: Any
+    alpha: jax.Array
+
+
+@struct.dataclass
+class APFL(PersonalCopy):
+    """CE(w) for the global model; CE(alpha v + (1 - alpha) w) for v and alpha, with w constant."""
+
+    alpha: float = hyperparameter(0.5, symbol="alpha", help="share of the own model, at first", low=0.0, high=1.0)
+    adapt: Literal["never", "round", "step"] = hyperparameter(
+        "never", help="when alpha moves: never, after the first step of a round, after every step", static=True
+    )
+    alpha_lr: float | None = hyperparameter(
+        None, symbol="eta_alpha", help="learning rate of alpha; by default that of the models", low=0.0
+    )
+    mix: Literal["parameters", "logits"] = hyperparameter(
+        "parameters", help="what is mixed: parameters as in the paper, or logits as in its code", static=True
+    )
+    pa_model: Literal["local", "server"] = hyperparameter(
+        "local", help="PA of the mixture with the w just trained, or with the aggregated one", static=True
+    )
+
+    def traits(self):
+        """PA is that of the mixtures; each model is clipped by itself."""
+        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
+        return Traits("Deng et al., 2020", apart=(PERSONAL,), **kinds)
+
+    def configure(self, setting, hyper):
+        """A mixture that stays at one of its ends is none."""
+        alone = {0.0: "the global model alone", 1.0: "models that learn alone"}.get(float(self.alpha))
+        if alone is None or self.adapt != "never":
+            return self, []
+        return self, [f"APFL with `alpha={self.alpha:g}` answers with {alone}: choose another, or `adapt=step`."]
+
+    def init_client(self, setting, server, facts, key):
+        """v is the common initial model."""
+        return Client(server.variables, jnp.asarray(self.alpha, jnp.result_type(float)))
+
+    def download(self, server, client):
+        """The global model, v and alpha beside it."""
+        return joined(with_copy(server.variables, client.model), ALPHA, client.alpha)
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """One step of w on its own loss, one of v on the mixture's, and perhaps one of alpha."""
+        loss, state, gradients = evaluate(variables)
+        v, w, alpha = _split(variables["params"])
+        if self.mix == "logits":
+            w = optax.apply_updates(w, _split(step(gradients).updates)[1])
+
+        def mixed(v, w, alpha):
+            return self._mixed_loss({**variables, "params": _merged(v, w, alpha)}, batch, context)
+
+        evaluated = jax.value_and_grad(mixed, (0, 1, 2), has_aux=True)(v, w, alpha)
+        (mixed_loss, statistics), (of_v, of_w, slope) = evaluated
+        updates, optimiser = step({**gradients, PERSONAL: of_v})
+        if self.mix == "logits":
+            apart = optax.tree.sub(optax.apply_updates(v, updates[PERSONAL]), w)
+            weighted = optax.tree.add_scale(optax.tree.scale(alpha, of_v), 1 - alpha, of_w)
+            slope = optax.tree.vdot(apart, weighted) + 0.02 * alpha
+        updates = {**updates, ALPHA: self._move(alpha, slope, context)}
+        return loss + mixed_loss, {**state, PERSONAL: statistics}, Step(updates, optimiser)
+
+    def _mixed_loss(self, variables, batch, context):
+        """The objective of the mixture, a scalar, and v's running statistics after this batch."""
+        v, w, alpha = _split(variables["params"])
+        if self.mix == "parameters":
+            return self.loss({**copy_of(variables), "params": _mixture(v, w, alpha)}, batch, context)
+        outputs, statistics = train_forward(copy_of(variables), batch, context)
+        common, _ = train_forward(without_copy(variables), batch, context)
+        outputs = outputs._replace(logits=_mixture(outputs.logits, common.logits, alpha))
+        return objective(self, copy_of(variables), outputs, batch, context), statistics
+
+    def _move(self, alpha, slope, context):
+        """What is added to alpha in this step."""
+        rate = context.hyper.lr if self.alpha_lr is None else self.alpha_lr
+        moved = jnp.clip(alpha - rate * slope, 0, 1) - alpha
+        moves = {"never": False, "round": context.step == 0, "step": True}[self.adapt]
+        return jnp.where(moves, moved, 0)
+
+    def upload(self, variables, summary, context):
+        """Keep v and alpha, send w."""
+        own = Client(copy_of(variables), variables["params"][ALPHA])
+        return own, Message(mean=without(without_copy(variables), ALPHA))
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of w; a client's of the mixture."""
+        if scope == "generic":
+            return forward(model, variables, images, train=False)[0].logits
+        v, w, alpha = copy_of(variables), without(without_copy(variables), ALPHA), variables["params"][ALPHA]
+        if self.mix == "parameters":
+            return forward(model, _mixture(v, w, alpha), images, train=False)[0].logits
+        of_v, of_w = (forward(model, own, images, train=False)[0].logits for own in (v, w))
+        return _mixture(of_v, of_w, alpha)
+
+
+def _split(params):
+    """The parameters of v, those of w, and alpha."""
+    return params[PERSONAL], {n: tree for n, tree in params.items() if n not in (PERSONAL, ALPHA)}, params[ALPHA]
+
+
+def _merged(v, w, alpha):
+    """The inverse."""
+    return {**w, PERSONAL: v, ALPHA: alpha}
+
+
+def _mixture(v, w, alpha):
+    """alpha v + (1 - alpha) w, trees with the dtypes of w."""
+    return jax.tree.map(lambda x, y: (alpha * x + (1 - alpha) * y).astype(y.dtype), v, w)

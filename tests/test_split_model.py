@@ -1,0 +1,63 @@
+"""FedPer and LG-FedAvg: which parts of a model travel, and which stay."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from participants import arrays, assert_close, assert_equal, same
+
+from fedjax_pcdd.methods.fedper import FedPer
+from fedjax_pcdd.methods.lgfedavg import LGFedAvg
+from fedjax_pcdd.methods.split_model import divided, united
+
+PARTS = {"backbone": 1, "feature_norm": 2, "head": 3, "neck": 4}
+VARIABLES = {"params": PARTS, "batch_stats": {"backbone": 5, "feature_norm": 6}}
+everyone = {"cohort": 5}
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "statistics"),
+    [
+        (FedPer(), {"head"}, set()),
+        (FedPer(layers="top"), {"head", "neck", "feature_norm"}, {"feature_norm"}),
+        (LGFedAvg(), {"backbone", "neck", "feature_norm"}, {"backbone", "feature_norm"}),
+        (LGFedAvg(layers="top"), {"backbone"}, {"backbone"}),
+    ],
+)
+def test_running_statistics_stay_where_their_layers_are(method, own, statistics):
+    kept, sent = divided(VARIABLES, method.own)
+    assert set(kept["params"]) == own
+    assert set(kept.get("batch_stats", {})) == statistics
+    assert set(sent["params"]) == set(PARTS) - own
+    assert united(sent, kept) == VARIABLES
+
+
+def after(name, rounds=(0,), **options):
+    return arrays(toy.train(toy.simulation(name, **everyone | options), rounds)[0])
+
+
+@pytest.mark.parametrize(("name", "shared", "kept"), [("fedper", "backbone", "head"), ("lgfedavg", "head", "backbone")])
+def test_from_a_common_start_a_round_averages_as_fedavg_and_keeps_as_solo(name, shared, kept):
+    state, fedavg, solo = after(name), after("fedavg"), after("solo")
+    assert_close(state.servers.variables["params"][shared], fedavg.servers.variables["params"][shared], 1e-6)
+    assert_close(state.clients["params"][kept], solo.clients["params"][kept], 1e-6)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("fedper", "head"), ("lgfedavg", "backbone")])
+def test_the_servers_own_parts_stay_the_initial_ones(name, kept):
+    start = arrays(toy.simulation(name, **everyone).start())
+    assert_equal(after(name).servers.variables["params"][kept], start.servers.variables["params"][kept])
+
+
+@pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
+def test_who_is_not_selected_keeps_its_parts_and_has_the_new_shared_ones(name):
+    simulated = toy.simulation(name)
+    before = arrays(simulated.start().clients)
+    state, _ = simulated.step(simulated.start(), 0)
+    absent = int(np.setdiff1d(np.arange(5), simulated.clients_of(0)[0])[0])
+    own = jax.tree.map(lambda x: np.array(x)[absent], state.clients)
+    assert same(own, jax.tree.map(lambda x: x[absent], before))
+    server = jax.tree.map(lambda x: x[0], state.servers)
+    personal = simulated.methods.personal_variables(server, own)
+    shared = "backbone" if name == "fedper" else "head"
+    assert_equal(personal["params"][shared], server.variables["params"][shared])
