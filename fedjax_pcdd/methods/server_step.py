@@ -38,12 +38,12 @@ class ServerStep(Method):
         return method, advice
 
 
-def around(step: type[ServerStep]) -> Callable[[type[Method], str], type[Method]]:
+def around(step: type[ServerStep], suffix: str) -> Callable[[type[Method], str], type[Method]]:
     """The wrapper that puts a step of the server around a method."""
 
     @functools.cache
     def wrap(cls: type[Method], name: str) -> type[Method]:
-        missing = f"`method={name}` can have no {step.__name__} about it: {name}"
+        missing = f"`method={name}+{suffix}` does not exist: {name}"
         if issubclass(cls, ServerStep):
             raise UserError(f"{missing} has a step of the server already, so drop one of them.")
         if not averages_models(cls()):
