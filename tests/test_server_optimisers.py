@@ -11,9 +11,10 @@ from hooks import aggregate, context, hyper, params, setting, start
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import METHODS, WRAPPERS, Method
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedexp import FedExP
 from fedjax_pcdd.methods.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimised
+from fedjax_pcdd.methods.wrappers import averages_models
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 SUFFIXES = ["avgm", "adam", "yogi", "adagrad", "exp"]
@@ -182,12 +183,25 @@ def test_a_method_that_has_no_mean_or_a_step_already_is_refused(name, reason, su
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_options_that_would_mean_two_things_are_refused(suffix):
-    step = {field.name for field in fields(WRAPPERS[suffix].wrap(Method, "fedavg"))}
+def test_a_step_of_the_server_goes_about_every_other_method_that_averages_models(suffix):
+    steps, same = {f"fed{suffix}" for suffix in SUFFIXES}, {"feddf"} if suffix != "exp" else set()
     for name, cls in METHODS.items():
-        if step & {field.name for field in fields(cls)}:
-            with pytest.raises(UserError, match=r"of its own|already|averages models"):
-                methods.get(f"{name}+{suffix}")
+        if averages_models(cls()) and name not in steps | same:
+            assert issubclass(methods.get(f"{name}+{suffix}"), cls)
+
+
+@pytest.mark.parametrize("suffix", ["avgm", "adam", "yogi", "adagrad"])
+def test_an_option_that_would_mean_two_things_is_refused(suffix):
+    with pytest.raises(UserError, match="feddf has a server_lr of its own"):
+        methods.get(f"feddf+{suffix}")
+
+
+@pytest.mark.parametrize("name", ["feddyn+exp", "fedcm+exp", "fedcm+adam", "fedsmoo+avgm", "fedgela+adam", "fedgf+exp"])
+def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
+    simulated = toy.simulation(method=methods.get(name)())
+    state, _ = toy.train(simulated, (0, 1))
+    assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
+    simulated.evaluate(state, personal=True)
 
 
 @pytest.mark.parametrize(

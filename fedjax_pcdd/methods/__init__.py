@@ -111,7 +111,7 @@ WRAPPERS: Registry[Wrapper] = Registry(
     "wrappers",
     {
         "prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8"),
-        **{suffix: Wrapper(around(step), 1, step.source()) for suffix, step in _SERVERS.items()},
+        **{suffix: Wrapper(around(step, suffix), 1, step.source()) for suffix, step in _SERVERS.items()},
     },
 )
 

@@ -88,4 +88,4 @@ class ClientMomentum(Method):
         if self.direction == "mean_steps":
             direction = optax.tree.scale(1 / length, optax.tree.sub(old, new))
         params = jax.tree.map(lambda w, m: m + rest * (w - m), old, new)
-        return Server({**mean, "params": params}, direction)
+        return server._replace(variables={**mean, "params": params}, direction=direction)

@@ -83,15 +83,15 @@ class FedExP(ServerStep):
         divisor = 2 * (step + epsilon)
         return jnp.maximum(1.0, jnp.where(divisor > 0, moved / jnp.where(divisor > 0, divisor, 1), 1))
 
-    def _models(self, server) -> dict[str, Tree]:
+    def _iterates(self, server) -> dict[str, Tree]:
         last = super().generic_variables(server)
         return {"average": super().generic_variables(server._replace(variables=server.averaged)), "last": last}
 
     def generic_variables(self, server):
         """The model that `iterate` names."""
-        return self._models(server)[self.iterate]
+        return self._iterates(server)[self.iterate]
 
     def further_models(self, server):
         """X's, and the model that `iterate` does not name."""
-        others = {name: model for name, model in self._models(server).items() if name != self.iterate}
+        others = {name: model for name, model in self._iterates(server).items() if name != self.iterate}
         return super().further_models(server) | others

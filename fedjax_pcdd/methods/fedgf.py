@@ -87,4 +87,11 @@ class FedGF(SharpnessAware):
         rounds = server.rounds + 1
         share = window.sum() / jnp.minimum(rounds, self.window)
         dtype = server.share.dtype
-        return Server(message.mean, perturbed, share.astype(dtype), divergence.astype(dtype), window, rounds)
+        return server._replace(
+            variables=message.mean,
+            perturbed=perturbed,
+            share=share.astype(dtype),
+            divergence=divergence.astype(dtype),
+            window=window,
+            rounds=rounds,
+        )

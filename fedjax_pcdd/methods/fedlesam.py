@@ -85,4 +85,4 @@ class FedLESAM(Method):
     def aggregate(self, server, message, weights, context):
         """The mean."""
         previous = server.variables["params"] if self.memory == "server" else ()
-        return Server(message.mean, previous)
+        return server._replace(variables=message.mean, previous=previous)

@@ -1,7 +1,7 @@
 """FedSMOO: FedDyn's consensus on the weights, and one on the perturbation of the weights.
 
 Sun et al., "Dynamic Regularized Sharpness Aware Minimization in Federated Learning: Approaching Global Consistency and
-Smooth Landscape", ICML 2023, algorithm 1. Sent: the model and the perturbation s down (2P), the model and the dual mu_k
+Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), the model and the dual mu_k
 up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
 Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
 where the code leaves lambda w to the weight decay. The evaluated model is the server's; FedDyn's mean of the cohort is

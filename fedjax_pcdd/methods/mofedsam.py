@@ -1,6 +1,6 @@
 """MoFedSAM: FedSAM's gradient at the worst point nearby, mixed with the federation's last mean direction.
 
-Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 2.
+Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022.
 Sent: as FedCM, the model and the direction down (2P), the model and a scalar up. Clients keep nothing. A step costs two
 gradients. Follows a published code of later authors for the defaults; the server averages (eta_g = 1).
 """

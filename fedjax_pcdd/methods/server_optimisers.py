@@ -25,11 +25,11 @@ from fedjax_pcdd.methods.wrappers import extended
 
 @struct.dataclass
 class ServerOptimised(ServerStep):
-    """w <- w - server_lr * direction(w - m), m the parameters that X's own server would have."""
+    """w <- w - server_lr * rule(w - m), m the parameters that X's own server would have."""
 
     server_lr: float = hyperparameter(1.0, symbol="eta", help="learning rate of the server", low=0.0)
 
-    def direction(self) -> optax.GradientTransformation:
+    def server_rule(self) -> optax.GradientTransformation:
         """What the optimiser makes of the pseudo-gradient, before the learning rate."""
         return optax.identity()
 
@@ -51,14 +51,14 @@ class ServerOptimised(ServerStep):
     def init_server(self, setting, variables, class_counts, key):
         """X's server, and moments as before the first gradient."""
         server: Any = super().init_server(setting, variables, class_counts, key)
-        return extended(server, moments=self.direction().init(server.variables["params"]))
+        return extended(server, moments=self.server_rule().init(server.variables["params"]))
 
     def aggregate(self, server, message, weights, context):
-        """m + (g - eta * direction(g)), g = w - m the pseudo-gradient; bitwise m where direction(g) is g and eta 1."""
+        """m + (g - eta * rule(g)), g = w - m the pseudo-gradient; bitwise m where rule(g) is g and eta is 1."""
         after: Any = super().aggregate(server, message, weights, context)
         mean = after.variables["params"]
         gradient = optax.tree.sub(server.variables["params"], mean)
-        direction, moments = self.direction().update(gradient, server.moments)
+        direction, moments = self.server_rule().update(gradient, server.moments)
         params = jax.tree.map(lambda m, g, d: m + (g - self.server_lr * d).astype(m.dtype), mean, gradient, direction)
         return after._replace(variables={**after.variables, "params": params}, moments=moments)
 
@@ -75,7 +75,7 @@ class FedAvgM(ServerOptimised):
         """FedAvgM's paper."""
         return "Hsu et al., 2019"
 
-    def direction(self):
+    def server_rule(self):
         """The heavy ball, without dampening."""
         return optax.trace(self.server_momentum, self.server_nesterov)
 
@@ -110,7 +110,7 @@ class Adaptive(ServerOptimised):
         v0 = self.server_tau**2 if self.server_v0 is None else self.server_v0
         return (dataclasses.replace(method, server_v0=v0) if self.server_form == "paper" else method), advice
 
-    def _by(self, rule: Rule, start: Any = (), beta2: Any = None) -> optax.GradientTransformation:
+    def _by_moments(self, rule: Rule, start: Any = (), beta2: Any = None) -> optax.GradientTransformation:
         """Form paper, or Keras's, whose moments start so."""
         if self.server_form == "keras":
             return scale_by_moments(rule, self.server_beta1, self.server_tau, start, beta2)
@@ -132,11 +132,11 @@ class FedAdagrad(Adaptive):
             raise UserError("optax's Adagrad has no first moment: drop `server_beta1`, or `server_form=optax`.")
         return super().configure(setting, hyper)
 
-    def direction(self):
+    def server_rule(self):
         """The printed rule, or optax's, whose sum starts at 0.1."""
         if self.server_form == "optax":
             return optax.scale_by_rss(0.1, self.server_tau)
-        return self._by(server_moments.adagrad())
+        return self._by_moments(server_moments.adagrad())
 
 
 @struct.dataclass
@@ -145,21 +145,21 @@ class FedAdam(Adaptive):
 
     server_beta2: float = hyperparameter(0.99, symbol="beta_2", help="decay of the server's second moment", low=0.0)
 
-    def direction(self):
+    def server_rule(self):
         """The printed rule, optax's, or Keras's."""
         betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
         if self.server_form == "optax":
             return optax.scale_by_adam(*betas, eps=tau)
-        return self._by(server_moments.adam(betas[1]), (0.0, 0.0), betas[1])
+        return self._by_moments(server_moments.adam(betas[1]), (0.0, 0.0), betas[1])
 
 
 @struct.dataclass
 class FedYogi(FedAdam):
     """v <- v - (1 - beta2) g^2 sign(v - g^2)."""
 
-    def direction(self):
+    def server_rule(self):
         """The printed rule, optax's, or Keras's; the latter two start both moments above 0."""
         betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
         if self.server_form == "optax":
             return optax.scale_by_yogi(*betas, eps=tau)
-        return self._by(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])
+        return self._by_moments(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])

@@ -7,7 +7,6 @@ step, so two of them are refused.
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from flax import struct
@@ -39,19 +38,19 @@ class ServerStep(Method):
         return method, advice
 
 
-def around(step: type[ServerStep]) -> Callable[[type[Method], str], type[Method]]:
+def around(step: type[ServerStep], suffix: str) -> Callable[[type[Method], str], type[Method]]:
     """The wrapper that puts a step of the server around a method."""
 
     @functools.cache
     def wrap(cls: type[Method], name: str) -> type[Method]:
-        missing = f"`method={name}` can have no {step.__name__} about it: {name}"
+        missing = f"`method={name}+{suffix}` does not exist: {name}"
         if issubclass(cls, ServerStep):
             raise UserError(f"{missing} has a step of the server already, so drop one of them.")
         if not averages_models(cls()):
             raise UserError(f"{missing} is no method that averages models.")
-        both = _options(cls) & _options(step)
+        both = _own_names(cls) & _own_names(step)
         if both:
-            raise UserError(f"{missing} has an option `{min(both)}` of its own.")
+            raise UserError(f"{missing} has a `{min(both)}` of its own, so drop the suffix.")
         described = f"{cls.__name__} with the server of {step.__name__}."
         body: dict[str, Any] = {"__doc__": described, "__module__": cls.__module__, "__annotations__": {}}
         return struct.dataclass(type(f"{cls.__name__}With{step.__name__}", (step, cls), body))
@@ -59,5 +58,6 @@ def around(step: type[ServerStep]) -> Callable[[type[Method], str], type[Method]
     return wrap
 
 
-def _options(cls: Any) -> set[str]:
-    return {field.name for field in fields(cls)}
+def _own_names(cls: type[Method]) -> set[str]:
+    """Options and functions that a method has and FedAvg has not: two with one name would take each other's part."""
+    return {name for name in set(dir(cls)) - set(dir(Method)) if not name.startswith("__")}
