@@ -29,6 +29,7 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.fedtgp import FedTGP
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
@@ -73,6 +74,7 @@ _OWN: dict[str, type[Method]] = {
     "lgfedavg": LGFedAvg,
     "ditto": Ditto,
     "apfl": APFL,
+    "fedtgp": FedTGP,
     "fccl": FCCL,
     "fedmd": FedMD,
     "fml": FML,
