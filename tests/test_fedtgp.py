@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from golden_vectors import cases
@@ -13,7 +14,8 @@ from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_en
 from fedjax_pcdd.losses.prototypes import nearest_prototype_scores, safe_norm, squared_distance_to_own
 from fedjax_pcdd.methods.fedtgp import FedTGP
 from fedjax_pcdd.methods.method import Facts, Hyper
-from fedjax_pcdd.models.prototype_generator import generate_prototypes, train_prototypes
+from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.models.prototype_generator import generate_prototypes
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("fedtgp"))
@@ -70,13 +72,14 @@ def test_trained_prototypes_agree_with_the_reference(g):
         [g["in_order"], np.zeros((len(g["in_order"]), 5), int)], 1
     )  # what does not count comes last
 
-    def objective(targets, index, mask):
+    def loss(params, index, mask):
+        targets = generate_prototypes(params)
         return margin_cross_entropy(prototypes[index], labels[index], targets, g["out_margin_nearest"], mask=mask)
 
     size, lr = g["par_batch_lr"]
     order = jnp.asarray(padded).__getitem__
     how = {"epochs": len(padded), "size": int(size)}
-    trained = train_prototypes(network(g, "in_"), objective, order, len(labels), lr, **how)
+    trained = train_in_passes(network(g, "in_"), loss, order, len(labels), optax.sgd(lr), **how)
     assert_agrees(trained, network(g, "out_trained_"))
     assert_agrees(generate_prototypes(trained), g["out_trained_global"])
 

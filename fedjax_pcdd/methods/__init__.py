@@ -2,6 +2,7 @@
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.apfl import APFL
+from fedjax_pcdd.methods.ccvr import CCVR
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
@@ -75,6 +76,7 @@ _OWN: dict[str, type[Method]] = {
     "ditto": Ditto,
     "apfl": APFL,
     "fedtgp": FedTGP,
+    "ccvr": CCVR,
     "fccl": FCCL,
     "fedmd": FedMD,
     "fml": FML,

@@ -13,14 +13,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 
 from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_entropy
 from fedjax_pcdd.losses.prototypes import equal_shares, nearest_prototype_scores, squared_distance_to_own
 from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.prototypical import sums_of
+from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.models.prototype_generator import generate_prototypes, initialise_prototypes, train_prototypes
+from fedjax_pcdd.models.prototype_generator import generate_prototypes, initialise_prototypes
 
 
 class Server(NamedTuple):
@@ -108,7 +110,8 @@ class FedTGP(Method):
         margin = adaptive_margin(centres, number > 0, self.margin_limit, self.margin)
         uploaded, labels = prototypes.reshape(owned.size, -1), jnp.tile(jnp.arange(owned.shape[1]), len(owned))
 
-        def objective(targets, index, mask):
+        def loss(params, index, mask):
+            targets = generate_prototypes(params)
             return margin_cross_entropy(uploaded[index], labels[index], targets, margin, mask=mask)
 
         def order(epoch):
@@ -118,7 +121,7 @@ class FedTGP(Method):
 
         lr = context.hyper.lr if self.prototype_lr is None else self.prototype_lr
         how = {"epochs": self.server_epochs, "size": self.server_batch}
-        generator = train_prototypes(server.generator, objective, order, count, lr, **how)
+        generator = train_in_passes(server.generator, loss, order, count, optax.sgd(lr), **how)
         valid = server.valid | (count > 0)
         return server._replace(generator=generator, prototypes=generate_prototypes(generator), valid=valid)
 

@@ -1,9 +1,8 @@
 """A small network that has a vector for each class: what FedTGP trains on the server.
 
-Letters: C classes, D features, P samples that it is trained on.
+Letters: C classes, D features.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -48,39 +47,3 @@ def generate_prototypes(params: Any) -> jax.Array:
     classes, features = params["embedding"].shape
     hidden = params["fc1"]["bias"].size
     return PrototypeGenerator(classes, features, hidden).apply({"params": params})  # pyright: ignore[reportReturnType]
-
-
-def train_prototypes(
-    params: Any,
-    objective: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    order: Callable[[jax.Array], jax.Array],
-    count: jax.Array | int,
-    lr: jax.Array | float,
-    *,
-    epochs: int,
-    size: int,
-) -> Any:
-    """Plain SGD on batches, of which the last one of an epoch may be smaller.
-
-    Args:
-      params: as `initialise_prototypes` gives them.
-      objective: scalar of (prototypes [C, D], which samples a batch has [size], which of these count [size]).
-      order: the samples [P] of an epoch; those that count are the first ones.
-      count: how many count; may be traced. Without any the parameters stay as they are.
-      lr: learning rate.
-      epochs: passes over them.
-      size: B, samples of a batch.
-    """
-
-    def epoch(e, params):
-        samples = order(e)
-
-        def step(j, params):
-            at = j * size + jnp.arange(size)
-            index = samples[jnp.minimum(at, len(samples) - 1)]
-            gradients = jax.grad(lambda p: objective(generate_prototypes(p), index, at < count))(params)
-            return jax.tree.map(lambda p, g: p - (lr * g).astype(p.dtype), params, gradients)
-
-        return jax.lax.fori_loop(0, (count + size - 1) // size, step, params)
-
-    return jax.lax.fori_loop(0, epochs, epoch, params)
