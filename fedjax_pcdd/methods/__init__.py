@@ -2,6 +2,7 @@
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.apfl import APFL
+from fedjax_pcdd.methods.ccvr import CCVR
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
@@ -35,6 +36,7 @@ from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
 from fedjax_pcdd.methods.fedsam import FedSAM
 from fedjax_pcdd.methods.fedsmoo import FedSMOO
+from fedjax_pcdd.methods.fedtgp import FedTGP
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
@@ -93,6 +95,8 @@ _OWN: dict[str, type[Method]] = {
     "lgfedavg": LGFedAvg,
     "ditto": Ditto,
     "apfl": APFL,
+    "fedtgp": FedTGP,
+    "ccvr": CCVR,
     "fccl": FCCL,
     "fedmd": FedMD,
     "fml": FML,

@@ -1,8 +1,11 @@
-"""Training of a model on the server, which has no labels: on public images, towards what a loss says of its logits."""
+"""Training on the server: of a model on public images, towards what a loss says of its logits; of a few parameters on
+what clients have sent.
+"""
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from fedjax_pcdd.methods.method import Keys, ServerContext, Tree
@@ -50,3 +53,40 @@ def train_on_public(
 
     start = variables, optimiser.init(variables["params"])
     return jax.lax.fori_loop(0, steps, step, start)[0]
+
+
+def train_in_passes(
+    params: Tree,
+    loss: Callable[[Tree, jax.Array, jax.Array], jax.Array],
+    order: Callable[[jax.Array], jax.Array],
+    count: jax.Array | int,
+    optimiser: optax.GradientTransformation,
+    *,
+    epochs: int,
+    size: int,
+) -> Tree:
+    """The parameters after some passes over N samples in batches, of which the last one of a pass may be smaller.
+
+    Args:
+      params: at first.
+      loss: scalar of (params, which samples a batch has [B], which of these count [B]).
+      order: the samples [N] of an epoch; those that count are the first ones.
+      count: how many count; may be traced. Without any the parameters stay as they are.
+      optimiser: of the parameters, new.
+      epochs: passes.
+      size: B.
+    """
+
+    def epoch(e, carry):
+        samples = order(e)
+
+        def step(j, carry):
+            params, state = carry
+            at = j * size + jnp.arange(size)
+            index = samples[jnp.minimum(at, len(samples) - 1)]
+            updates, state = optimiser.update(jax.grad(loss)(params, index, at < count), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.fori_loop(0, (count + size - 1) // size, step, carry)
+
+    return jax.lax.fori_loop(0, epochs, epoch, (params, optimiser.init(params)))[0]

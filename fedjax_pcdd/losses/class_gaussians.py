@@ -1,0 +1,67 @@
+"""A Gaussian for the features of each class, from sums over samples that may lie with any number of clients.
+
+CCVR: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS
+2021. Letters: B batch, C classes, D features, M drawn features of a class.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.losses.membership import membership
+
+
+class Moments(NamedTuple):
+    """Sums over samples of 1 [C], z [C, D] and z z^T [C, D, D], or only of its diagonal [C, D]."""
+
+    counts: jax.Array
+    sums: jax.Array
+    squares: jax.Array
+
+
+def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
+    """The sums over no samples."""
+    first = jnp.zeros((classes, features))
+    return Moments(jnp.zeros(classes), first, first if diagonal else jnp.zeros((classes, features, features)))
+
+
+def class_moments(
+    features: jax.Array, labels: jax.Array, num_classes: int, *, diagonal: bool, mask: jax.Array | None = None
+) -> Moments:
+    """The sums over a batch of features [B, D] with labels [B], of the samples that the mask [B] counts."""
+    members = membership(labels, num_classes, mask, features.dtype).of_samples
+    sums = jnp.einsum("bc,bd->cd", members, features, precision="highest")
+    if diagonal:
+        return Moments(members.sum(0), sums, jnp.einsum("bc,bd->cd", members, features**2, precision="highest"))
+    squares = jnp.einsum("bc,bd,be->cde", members, features, features, precision="highest")
+    return Moments(members.sum(0), sums, squares)
+
+
+def gaussians(moments: Moments) -> tuple[jax.Array, jax.Array]:
+    """Means [C, D] and unbiased covariances [C, D, D], or variances [C, D], of the pooled samples.
+
+    They are those of the paper's merging of clients' means and covariances. A class with one sample has covariance 0,
+    one without samples has mean 0, too.
+    """
+    counts, sums, squares = moments
+    means = sums / jnp.maximum(counts, 1)[:, None]
+    products = sums * means if squares.ndim == 2 else sums[:, :, None] * means[:, None]
+    shape = (-1,) + (1,) * (squares.ndim - 1)
+    spread = (squares - products) / jnp.maximum(counts - 1, 1).reshape(shape)
+    return means, jnp.where((counts > 1).reshape(shape), spread, 0)
+
+
+def draw_features(means: jax.Array, covariances: jax.Array, normal: jax.Array) -> jax.Array:
+    """Features [C, M, D] from standard normal numbers [C, M, D]: mu_c + R_c xi, R_c the symmetric root of Sigma_c.
+
+    A covariance has eigenvalues of 0 where a class has no more samples than features; what rounding makes of these,
+    below D times the machine's precision of the largest one, is taken for 0.
+    """
+    if covariances.ndim == 2:
+        return means[:, None] + normal * jnp.sqrt(jnp.maximum(covariances, 0))[:, None]
+    values, vectors = jnp.linalg.eigh(covariances)
+    least = values.shape[1] * jnp.finfo(values.dtype).eps * jnp.max(values, axis=1, keepdims=True)
+    roots = jnp.sqrt(jnp.where(values > least, values, 0))
+    turned = jnp.einsum("cmd,cde->cme", normal, vectors, precision="highest") * roots[:, None]
+    return means[:, None] + jnp.einsum("cme,cde->cmd", turned, vectors, precision="highest")

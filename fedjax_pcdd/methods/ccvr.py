@@ -1,0 +1,151 @@
+"""CCVR: FedAvg, after which the server retrains the classifier on features drawn from a Gaussian of each class.
+
+Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021.
+Sent: as FedAvg; in the last round the sums of 1, z and z z^T of each class up, C (1 + D + D^2). Clients keep nothing.
+The last round of a run is the calibration: nothing is trained, and the clients that take part in it send the sums of
+the global model's features, so the paper's calibration by all clients asks for a cohort of all. GA is that of the model
+as trained, `ga_ccvr` that of the calibrated one (before the last round the same). M_c, epochs, learning rate and batch
+size are ours, as the paper's are not known to us. A class with one sample takes part with its mean.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians, no_moments
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.parts import joined, moving
+from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.models.classifier import apply_head, forward
+from fedjax_pcdd.trees import where
+
+LARGEST = 2**28  # scalars of the clients' sums that a server takes in, 1 GiB
+
+
+class Server(NamedTuple):
+    """Global model, and its calibrated head."""
+
+    variables: Any
+    head: Any
+
+
+@struct.dataclass
+class CCVR(Method):
+    """FedAvg; then cross-entropy of the head alone on M_c features of each class, z = mu_c + R_c xi."""
+
+    drawn: int = hyperparameter(500, symbol="M_c", help="features drawn for each class", low=1, static=True)
+    calibration_epochs: int = hyperparameter(10, help="passes over the drawn features", low=0, static=True)
+    calibration_lr: float = hyperparameter(0.01, help="learning rate of the calibration's SGD", low=0.0)
+    calibration_momentum: float = hyperparameter(0.9, help="momentum of the calibration's SGD", low=0.0, high=0.999)
+    calibration_batch: int = hyperparameter(64, help="drawn features of a step", low=1, static=True)
+    covariance: Literal["full", "diagonal"] = hyperparameter(
+        "full", help="covariances of the features, or variances alone", static=True
+    )
+    relu: bool = hyperparameter(False, help="ReLU on the drawn features, where the model's come after one", static=True)
+    softmax: Literal["all", "present"] = hyperparameter(
+        "all", help="classes in the calibration's softmax: all, or those that clients have", static=True
+    )
+    ga: Literal["trained", "calibrated"] = hyperparameter(
+        "trained", help="the global model that GA and fine-tuning take; the other's accuracy is beside GA", static=True
+    )
+
+    def traits(self):
+        """A pass over the local data yields the sums."""
+        return Traits("Luo et al., NeurIPS 2021", summary=Summary())
+
+    def configure(self, setting, hyper):
+        """The covariances must fit; one round has only the calibration."""
+        scalars = setting.num_classes * setting.feature_dim**2
+        if self.covariance == "full" and scalars > LARGEST:
+            raise UserError(f"CCVR would send {scalars:.2g} numbers a client: choose `covariance=diagonal`.")
+        few = (
+            "CCVR with `rounds=1` calibrates the initial model, as its last round trains nothing: choose more `rounds`."
+        )
+        return self, [few] if setting.rounds == 1 else []
+
+    def init_server(self, setting, variables, class_counts, key):
+        """The calibrated head is the model's own, until the last round."""
+        return Server(variables, variables["params"]["head"])
+
+    def _training(self, context):
+        """Whether this round trains; the last one calibrates."""
+        return context.round < context.setting.rounds - 1
+
+    def trainable(self, params, context):
+        """Nothing moves in the last round."""
+        training = self._training(context)
+        return moving(params, head=training, body=training)
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """As FedAvg; running statistics stand still in the last round, too."""
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        before = {name: variables[name] for name in state}
+        return loss, where(self._training(context), state, before), taken
+
+    def summarise(self, variables, batch, context):
+        """The sums of 1, z and z z^T of each class; zeros before the last round."""
+        setting, diagonal = context.setting, self.covariance == "diagonal"
+
+        def sums():
+            features = forward(context.model, variables, batch.images, train=False, mask=batch.mask)[0].features
+            moments = class_moments(features, batch.labels, setting.num_classes, diagonal=diagonal, mask=batch.mask)
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), moments, zeros())
+
+        def zeros():
+            return no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
+
+        return jax.lax.cond(self._training(context), zeros, sums)
+
+    def upload(self, variables, summary, context):
+        """The model and the sums."""
+        return context.client, Message(mean=variables, total=summary)
+
+    def aggregate(self, server, message, weights, context):
+        """FedAvg; in the last round the calibration of the model as it is."""
+
+        def train():
+            return Server(message.mean, message.mean["params"]["head"])
+
+        def calibrate():
+            head = self.calibrated(server.variables["params"]["head"], message.total, context.key)
+            return server._replace(head=head)
+
+        return jax.lax.cond(self._training(context), train, calibrate)
+
+    def calibrated(self, head, moments, key):
+        """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the sums."""
+        means, covariances = gaussians(moments)
+        valid, keys = moments.counts > 0, jax.random.split(key)
+        shape = (len(means), self.drawn, means.shape[1])
+        features = draw_features(means, covariances, jax.random.normal(keys[0], shape, means.dtype))
+        features = (jax.nn.relu(features) if self.relu else features).reshape(-1, shape[2])
+        owned, labels = jnp.repeat(valid, self.drawn), jnp.repeat(jnp.arange(len(valid)), self.drawn)
+        classes = valid if self.softmax == "present" else None
+
+        def loss(head, index, mask):
+            return cross_entropy(apply_head(head, features[index]), labels[index], mask=mask, classes=classes)
+
+        def order(epoch):
+            lots = jax.random.uniform(jax.random.fold_in(keys[1], epoch), labels.shape)
+            return jnp.argsort(jnp.where(owned, lots, 2))
+
+        optimiser = optax.sgd(self.calibration_lr, self.calibration_momentum)
+        how = {"epochs": self.calibration_epochs, "size": self.calibration_batch}
+        return train_in_passes(head, loss, order, owned.sum(), optimiser, **how)
+
+    def generic_variables(self, server):
+        """The global model as trained, or calibrated."""
+        return self._models(server)[self.ga]
+
+    def further_models(self, server):
+        """The other of the two, as `ccvr` or `trained`."""
+        models = self._models(server)
+        return {"ccvr": models["calibrated"]} if self.ga == "trained" else {"trained": models["trained"]}
+
+    def _models(self, server):
+        return {"trained": server.variables, "calibrated": joined(server.variables, "head", server.head)}

@@ -1,0 +1,141 @@
+"""FedTGP: as FedProto, but the server trains the global prototypes with a margin, so that they stay apart.
+
+Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data and Model
+Heterogeneity in Federated Learning", AAAI 2024.
+Sent: the prototypes [C, D] down, the local ones and which exist [C] up. A client keeps its model.
+Follows the published code: the margin is the largest distance of a class centre to its nearest neighbour (the paper's
+largest of all: `--margin=farthest`), prediction is by the nearest prototype of any class, defaults are the script's.
+The server's network has one prototype for every class, also where nobody owns it: it is only pushed away. Server and
+clients begin with the same model of one architecture; until prototypes exist, clients answer with their classifiers.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_entropy
+from fedjax_pcdd.losses.prototypes import equal_shares, nearest_prototype_scores, squared_distance_to_own
+from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.prototypical import sums_of
+from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.prototype_generator import generate_prototypes, initialise_prototypes
+
+
+class Server(NamedTuple):
+    """The initial model; the network of prototypes, what it gives [C, D], and which are in use [C]: none or all."""
+
+    variables: Any
+    generator: Any
+    prototypes: jax.Array
+    valid: jax.Array
+
+
+@struct.dataclass
+class FedTGP(Method):
+    """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on a model that never leaves its client."""
+
+    lam: float = hyperparameter(10.0, symbol="lambda", help="weight of the distance to the prototypes", low=0.0)
+    margin_limit: float = hyperparameter(100.0, symbol="tau", help="largest margin between classes", low=0.0)
+    margin: Literal["nearest", "farthest"] = hyperparameter(
+        "nearest", help="margin: largest distance between nearest centres (code), or of any two (paper)", static=True
+    )
+    server_epochs: int = hyperparameter(
+        100, symbol="S", help="passes over the uploaded prototypes a round; the published parser has 1000", low=0,
+        static=True,
+    )  # fmt: skip
+    server_batch: int = hyperparameter(10, help="uploaded prototypes of a step of the server", low=1, static=True)
+    prototype_lr: float | None = hyperparameter(
+        None, help="learning rate of the server's SGD; by default that of the clients", low=0.0
+    )
+    predict: Literal["prototype", "own", "classifier"] = hyperparameter(
+        "prototype", help="prediction by the nearest prototype, for PA of own classes only, or by the classifier",
+        static=True,
+    )  # fmt: skip
+
+    def traits(self):
+        """No model is shared; prediction by prototypes needs those that the round has just made."""
+        personal = "local" if self.predict == "classifier" else "server"
+        kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
+        return Traits("Zhang et al., AAAI 2024", summary=Summary(), **kinds)
+
+    def configure(self, setting, hyper):
+        """Without its term, or a server that trains, prototypes teach nothing."""
+        if float(self.lam) == 0:
+            return self, ["FedTGP with `lam=0` trains models that never see a prototype: choose `lam` above 0."]
+        if self.server_epochs == 0:
+            return self, ["FedTGP with `server_epochs=0` has random prototypes: choose 1 or more."]
+        return self, []
+
+    def init_server(self, setting, variables, class_counts, key):
+        """A fresh network as wide as the features, whose prototypes are not in use yet."""
+        generator = initialise_prototypes(key, setting.num_classes, setting.feature_dim, setting.feature_dim)
+        valid = jnp.zeros(setting.num_classes, bool)
+        return Server(variables, generator, generate_prototypes(generator), valid)
+
+    def init_client(self, setting, server, facts, key):
+        """The client's model, at first the common initial one."""
+        return server.variables
+
+    def download(self, server, client):
+        """The client's own last model."""
+        return client
+
+    def penalty(self, variables, outputs, batch, context):
+        """lambda times the mean squared distance to the prototypes, a scalar; 0 before the server's first step."""
+        server = context.server
+        prototypes, valid = server.prototypes, server.valid
+        distance = squared_distance_to_own(outputs.features, batch.labels, prototypes, valid, mask=batch.mask)
+        return self.lam * distance
+
+    def summarise(self, variables, batch, context):
+        """Class sums [C, D] and counts [C] of the features under the final weights."""
+        outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
+        return sums_of(outputs.features, batch, context.setting.num_classes)
+
+    def upload(self, variables, summary, context):
+        """Keep the model, send the prototypes [C, D] and which exist [C]."""
+        prototypes, owned = equal_shares(**summary)
+        return variables, Message(each=(prototypes, owned > 0))
+
+    def aggregate(self, server, message, weights, context):
+        """Train the network on the uploaded prototypes."""
+        prototypes, owned = message.each
+        owned = owned & (weights > 0)[:, None]
+        number, count = jnp.sum(owned, axis=0), jnp.sum(owned)
+        centres = jnp.sum(jnp.where(owned[..., None], prototypes, 0), axis=0) / jnp.maximum(number, 1)[:, None]
+        margin = adaptive_margin(centres, number > 0, self.margin_limit, self.margin)
+        uploaded, labels = prototypes.reshape(owned.size, -1), jnp.tile(jnp.arange(owned.shape[1]), len(owned))
+
+        def loss(params, index, mask):
+            targets = generate_prototypes(params)
+            return margin_cross_entropy(uploaded[index], labels[index], targets, margin, mask=mask)
+
+        def order(epoch):
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(context.key, epoch), context.clients)
+            lots = jax.vmap(lambda key: jax.random.uniform(key, owned.shape[1:]))(keys)  # whatever the clients' order
+            return jnp.argsort(jnp.where(owned, lots, 2).ravel())
+
+        lr = context.hyper.lr if self.prototype_lr is None else self.prototype_lr
+        how = {"epochs": self.server_epochs, "size": self.server_batch}
+        generator = train_in_passes(server.generator, loss, order, count, optax.sgd(lr), **how)
+        valid = server.valid | (count > 0)
+        return server._replace(generator=generator, prototypes=generate_prototypes(generator), valid=valid)
+
+    def personal_variables(self, server, client):
+        """The client's own last model."""
+        return client
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Minus the distances to the prototypes, or logits where these do not exist or are asked for."""
+        outputs, _ = forward(model, variables, images, train=False)
+        if self.predict == "classifier":
+            return outputs.logits
+        allowed = server.valid
+        if self.predict == "own" and scope == "personal" and facts is not None:
+            allowed = allowed & (facts.class_counts > 0)
+        scores = nearest_prototype_scores(outputs.features, server.prototypes, allowed)
+        return jnp.where(jnp.any(server.valid), scores, outputs.logits)

@@ -1,0 +1,166 @@
+"""CCVR: Gaussians of features and the retrained classifier against the reference, and its last round."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from golden_vectors import cases
+from participants import arrays, assert_close, same
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods.ccvr import CCVR
+from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.models.classifier import apply_head, forward
+
+RTOL, ATOL = 1e-9, 1e-12
+golden = pytest.mark.parametrize("g", cases("ccvr"))
+ALL = {"cohort": 5, "drawn": 20, "calibration_epochs": 2}
+
+
+def moments(g, chosen=slice(None), diagonal=False):
+    features, labels = (jnp.asarray(g[name])[chosen] for name in ("in_z", "in_y"))
+    return class_moments(features, labels, len(g["in_W"]), diagonal=diagonal)
+
+
+def by_client(g):
+    """The sums of each client, added up."""
+    parts = [moments(g, np.flatnonzero(g["in_client"] == k)) for k in np.unique(g["in_client"])]
+    return jax.tree.map(lambda *x: sum(x), *parts)
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_merged_gaussians_agree_with_the_reference(g):
+    total = by_client(g)
+    means, covariances = gaussians(total)
+    np.testing.assert_array_equal(total.counts, g["out_total"])
+    np.testing.assert_array_equal(total.counts > 0, g["out_valid"])
+    np.testing.assert_allclose(means, g["out_mean"], RTOL, ATOL)
+    np.testing.assert_allclose(covariances, g["out_cov"], RTOL, ATOL)
+    _, variances = gaussians(moments(g, diagonal=True))
+    np.testing.assert_allclose(variances, np.einsum("cdd->cd", g["out_cov"]), RTOL, ATOL)
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_drawn_features_agree_with_the_reference(g):
+    features = draw_features(*(jnp.asarray(g[name]) for name in ("out_mean", "out_cov", "in_normal")))
+    np.testing.assert_allclose(features, g["out_virtual"], RTOL, ATOL)
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_the_retrained_classifier_agrees_with_the_reference(g):
+    features, valid = jnp.asarray(g["out_virtual"]), g["out_valid"] > 0
+    flat, labels = features[valid].reshape(-1, features.shape[2]), jnp.asarray(g["out_labels"])
+
+    def loss(head, index, mask):
+        return cross_entropy(apply_head(head, flat[index]), labels[index], mask=mask)
+
+    head = {"kernel": jnp.asarray(g["in_W"]).T, "bias": jnp.asarray(g["in_b"])}
+    size, lr = g["par_batch_lr"]
+    how = {"epochs": len(g["in_order"]), "size": int(size)}
+    head = train_in_passes(head, loss, jnp.asarray(g["in_order"]).__getitem__, len(labels), optax.sgd(lr), **how)
+    np.testing.assert_allclose(head["kernel"].T, g["out_W"], RTOL, ATOL)
+    np.testing.assert_allclose(head["bias"], g["out_b"], RTOL, ATOL)
+
+
+def test_two_clients_in_one_dimension_have_the_sheets_variance():
+    one = class_moments(jnp.asarray([[0.0], [2.0]]), jnp.zeros(2, int), 1, diagonal=False)
+    other = class_moments(jnp.asarray([[4.0]]), jnp.zeros(1, int), 1, diagonal=False)
+    mean, covariance = gaussians(jax.tree.map(jnp.add, one, other))
+    assert (mean.item(), covariance.item()) == (2, 4)
+
+
+def test_drawn_features_have_the_gaussians_covariance():
+    root = np.random.default_rng(0).normal(size=(3, 3))
+    covariance = jnp.asarray(root @ root.T, jnp.float32)[None]
+    directions = draw_features(jnp.zeros((1, 3)), covariance, jnp.eye(3)[None])[0]
+    np.testing.assert_allclose(directions.T @ directions, covariance[0], rtol=1e-4, atol=1e-5)
+
+
+def test_one_sample_is_drawn_as_it_is():
+    one = class_moments(jnp.asarray([[1.0, 2.0]]), jnp.zeros(1, int), 2, diagonal=False)
+    features = draw_features(*gaussians(one), jax.random.normal(jax.random.key(0), (2, 5, 2)))
+    np.testing.assert_array_equal(features[0], jnp.tile(jnp.asarray([1.0, 2.0]), (5, 1)))
+
+
+HEAD = {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)}
+
+
+def toy_moments(order=None):
+    rng = np.random.default_rng(1)
+    features, labels = jnp.asarray(rng.normal(size=(30, 3)), jnp.float32), jnp.asarray(rng.integers(0, 3, 30))
+    return class_moments(features, labels if order is None else order[labels], 4, diagonal=False)
+
+
+def test_no_epochs_change_nothing():
+    head = CCVR(calibration_epochs=0).calibrated(HEAD, toy_moments(), jax.random.key(0))
+    assert same(head, HEAD)
+
+
+def test_a_class_without_samples_is_pushed_down_unless_it_leaves_the_softmax():
+    down, still = (CCVR(softmax=s).calibrated(HEAD, toy_moments(), jax.random.key(0)) for s in ("all", "present"))
+    assert down["bias"][3] < -0.01
+    assert still["bias"][3] == 0
+
+
+def states(name="ccvr", **options):
+    """After two rounds, and after the third and last."""
+    simulated = toy.simulation(name, **options)
+    state, _ = toy.train(simulated, (0, 1))
+    before = arrays(state)
+    state, _ = simulated.step(state, 2)
+    return simulated, before, arrays(state)
+
+
+def test_it_is_fedavg_until_the_last_round_which_changes_the_second_head_alone():
+    _, before, after = states(**ALL)
+    fedavg, _ = toy.train(toy.simulation("fedavg", cohort=5), (0, 1))
+    assert_close(before.servers.variables, arrays(fedavg).servers.variables, 1e-6)
+    assert same(before.servers.variables, after.servers.variables)
+    assert same(before.servers.head, before.servers.variables["params"]["head"])
+    assert not same(before.servers.head, after.servers.head)
+
+
+def test_the_last_round_calibrates_with_the_features_of_all_clients_under_the_global_model():
+    simulated, before, after = states(**ALL)
+    data = simulated.experiments[0].federation.dataset
+    server = jax.tree.map(lambda x: jnp.asarray(x[0]), before.servers)
+    images = jnp.asarray(data.x_train / 255.0, jnp.float32)
+    features = forward(simulated.program.model, server.variables, images, train=False)[0].features
+    pooled = class_moments(features, jnp.asarray(data.y_train), toy.CLASSES, diagonal=False)
+    key = jax.random.fold_in(jax.random.fold_in(simulated.keys[0], 2), 5)
+    method = CCVR(drawn=20, calibration_epochs=2)
+    expected = method.calibrated(server.head, pooled, key)
+    assert_close(jax.tree.map(lambda x: x[0], after.servers.head), arrays(expected), 1e-4)
+
+
+@pytest.mark.parametrize(("ga", "name"), [("trained", "ccvr"), ("calibrated", "trained")])
+def test_ga_is_of_the_model_asked_for_and_the_other_is_beside_it(ga, name):
+    _, _, after = states(ga=ga, **ALL)
+    server = jax.tree.map(lambda x: jnp.asarray(x[0]), after.servers)
+    method = CCVR(ga=ga)
+    heads = [method.generic_variables(server), method.further_models(server)[name]]
+    own = {"trained": server.variables["params"]["head"], "calibrated": server.head}
+    assert same(heads[0]["params"]["head"], own[ga])
+    assert same(heads[1]["params"]["head"], own["calibrated" if ga == "trained" else "trained"])
+
+
+def setting(**known):
+    return toy.simulation("ccvr").program.setting._replace(**known)
+
+
+def test_covariances_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="covariance=diagonal"):
+        CCVR().configure(setting(num_classes=1000, feature_dim=2048), None)
+    assert not CCVR(covariance="diagonal").configure(setting(num_classes=1000, feature_dim=2048), None)[1]
+
+
+def test_a_single_round_is_advised_against():
+    assert "`rounds`" in CCVR().configure(setting(rounds=1), None)[1][0]
+    assert not CCVR().configure(setting(), None)[1]

@@ -1,0 +1,177 @@
+"""FedTGP: prototypes that the server trains, against the reference, and the models that follow them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from golden_vectors import cases
+from participants import arrays, assert_close, same
+
+from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_entropy, nearest_gaps
+from fedjax_pcdd.losses.prototypes import nearest_prototype_scores, safe_norm, squared_distance_to_own
+from fedjax_pcdd.methods.fedtgp import FedTGP
+from fedjax_pcdd.methods.method import Facts, Hyper
+from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.models.prototype_generator import generate_prototypes
+
+RTOL, ATOL = 1e-9, 1e-12
+golden = pytest.mark.parametrize("g", cases("fedtgp"))
+everyone = {"cohort": 5, "server_epochs": 3}
+
+
+def network(g, prefix):
+    """The server's network from the reference's names, weights (out, in)."""
+    arrays = {name: jnp.asarray(g[f"{prefix}{name}"]) for name in ("embedding", "W1", "b1", "W2", "b2")}
+    first, second = ({"kernel": arrays[f"W{i}"].T, "bias": arrays[f"b{i}"]} for i in (1, 2))
+    return {"embedding": arrays["embedding"], "fc1": first, "fc2": second}
+
+
+def uploaded(g):
+    """Prototypes, labels, centres and which exist."""
+    prototypes, labels = jnp.asarray(g["in_protos"]), jnp.asarray(g["in_labels"])
+    members = jax.nn.one_hot(labels, len(g["in_embedding"]), dtype=prototypes.dtype)
+    counts = members.sum(0)
+    return prototypes, labels, members.T @ prototypes / jnp.maximum(counts, 1)[:, None], counts > 0
+
+
+def assert_agrees(value, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, RTOL, ATOL), value, expected)
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("rule", ["nearest", "farthest"])
+def test_margin_loss_and_gradients_agree_with_the_reference(g, rule):
+    prototypes, labels, centres, valid = uploaded(g)
+    margin = adaptive_margin(centres, valid, g["par_threshold"], rule)
+    assert_agrees(margin, g[f"out_margin_{rule}"])
+    loss = jax.value_and_grad(lambda p: margin_cross_entropy(prototypes, labels, generate_prototypes(p), margin))
+    value, gradients = loss(network(g, "in_"))
+    assert_agrees(value, g[f"out_loss_{rule}"])
+    assert_agrees(gradients, network(g, f"out_grad_{rule}_"))
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_gaps_and_distances_agree_with_the_reference(g):
+    prototypes, _, centres, valid = uploaded(g)
+    assert_agrees(nearest_gaps(centres, valid), g["out_gap"])
+    targets = generate_prototypes(network(g, "in_"))
+    assert_agrees(targets, g["out_global"])
+    assert_agrees(safe_norm(prototypes[:, None] - targets), g["out_distance"])
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_trained_prototypes_agree_with_the_reference(g):
+    prototypes, labels, *_ = uploaded(g)
+    padded = np.concatenate(
+        [g["in_order"], np.zeros((len(g["in_order"]), 5), int)], 1
+    )  # what does not count comes last
+
+    def loss(params, index, mask):
+        targets = generate_prototypes(params)
+        return margin_cross_entropy(prototypes[index], labels[index], targets, g["out_margin_nearest"], mask=mask)
+
+    size, lr = g["par_batch_lr"]
+    order = jnp.asarray(padded).__getitem__
+    how = {"epochs": len(padded), "size": int(size)}
+    trained = train_in_passes(network(g, "in_"), loss, order, len(labels), optax.sgd(lr), **how)
+    assert_agrees(trained, network(g, "out_trained_"))
+    assert_agrees(generate_prototypes(trained), g["out_trained_global"])
+
+
+@golden
+@pytest.mark.usefixtures("x64")
+def test_the_clients_loss_and_prediction_agree_with_the_reference(g):
+    targets, labels = jnp.asarray(g["out_trained_global"]), jnp.asarray(g["in_y"])
+    valid = jnp.ones(len(targets), bool)
+
+    def loss(z):
+        near = squared_distance_to_own(z, labels, targets, valid)
+        return cross_entropy(z @ g["in_head_W"].T + g["in_head_b"], labels) + g["par_lambda"] * near
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(g["in_z"]))
+    assert_agrees(value, g["out_client_loss"])
+    assert_agrees(gradient, g["out_grad_z"])
+    nearest = nearest_prototype_scores(jnp.asarray(g["in_z"]), targets, valid).argmax(1)
+    np.testing.assert_array_equal(nearest, g["out_nearest"])
+
+
+def test_loss_has_the_sheets_value():
+    prototype, targets = jnp.zeros((1, 1)), jnp.asarray([[5.0], [1.0]])
+    value = margin_cross_entropy(prototype, jnp.zeros(1, int), targets, 2.0)
+    np.testing.assert_allclose(value, 6.00248, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["nearest", "farthest"])
+def test_a_single_class_has_the_largest_margin(rule):
+    assert adaptive_margin(jnp.ones((3, 2)), jnp.arange(3) == 1, 7.0, rule) == 7
+
+
+def test_a_prototype_that_is_its_own_target_has_no_gradient_of_its_distance():
+    def own(target):
+        return margin_cross_entropy(jnp.ones((1, 2)), jnp.zeros(1, int), jnp.stack([target, jnp.zeros(2)]), 1.0)
+
+    np.testing.assert_array_equal(jax.grad(own)(jnp.ones(2)), 0)
+
+
+def test_without_its_term_it_is_training_alone():
+    ours, _ = toy.train(toy.simulation("fedtgp", lam=0.0, server_epochs=3))
+    solo, _ = toy.train(toy.simulation("solo"))
+    assert_close(arrays(ours.clients), arrays(solo.clients), 1e-6)
+    moved, _ = toy.train(toy.simulation("fedtgp", server_epochs=3))
+    assert not same(arrays(moved.clients), arrays(solo.clients))
+
+
+def test_the_first_round_has_no_term_and_begins_the_servers_training():
+    simulated = toy.simulation("fedtgp", **everyone)
+    before = arrays(simulated.start().servers)
+    state = arrays(toy.train(simulated, (0,))[0])
+    solo = arrays(toy.train(toy.simulation("solo", cohort=5), (0,))[0])
+    assert_close(state.clients, solo.clients, 1e-6)
+    assert not before.valid.any()
+    assert state.servers.valid.all()
+    assert not same(before.generator, state.servers.generator)
+    assert same(before.variables, state.servers.variables)
+
+
+def scores(**options):
+    """Scores of client 3's model on the test images after a round, for PA and for GA."""
+    simulated = toy.simulation("fedtgp", **everyone, **options)
+    state = arrays(toy.train(simulated, (0,))[0])
+    server, client = (jax.tree.map(lambda x, k=k: x[k], t) for t, k in ((state.servers, 0), (state.clients, 3)))
+    facts = Facts(jnp.int32(3), jnp.asarray([5, 5, 4, 0]), jnp.asarray(14), jnp.zeros((5, 4)))
+    images = jnp.asarray(simulated.experiments[0].federation.dataset.x_test / 255.0, jnp.float32)
+    method, model = FedTGP(**options), simulated.program.model
+    return [
+        np.array(method.logits(model, client, images, server, client, facts, scope=scope))
+        for scope in ("personal", "local")
+    ]
+
+
+def test_prediction_knows_all_classes_unless_asked_for_the_clients_own():
+    personal, local = scores()
+    assert np.isfinite(personal).all()
+    np.testing.assert_array_equal(personal, local)
+    personal, local = scores(predict="own")
+    assert (personal[:, 3] == -np.inf).all()
+    assert np.isfinite(local).all()
+
+
+def test_prediction_is_the_classifiers_before_prototypes_exist():
+    simulated = toy.simulation("fedtgp", **everyone)
+    state = simulated.start()
+    ours = simulated.evaluate(state, personal=True)
+    solo = toy.simulation("solo", cohort=5)
+    np.testing.assert_array_equal(ours.personal, solo.evaluate(solo.start(), personal=True).personal)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"lam": 0.0}, "`lam`"), ({"server_epochs": 0}, "`server_epochs=0`")])
+def test_prototypes_that_teach_nothing_are_advised_against(options, named):
+    hyper = Hyper(*(jnp.asarray(x) for x in (0.1, 0.9, 0.0, jnp.inf)))
+    assert named in FedTGP(**options).configure(None, hyper)[1][0]
+    assert not FedTGP().configure(None, hyper)[1]
