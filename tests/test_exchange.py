@@ -147,13 +147,13 @@ def test_what_is_averaged_needs_one_architecture(name, hyper, word):
 @pytest.mark.parametrize(("name", "hyper"), [("fedmd", {}), ("feddf", {})])
 def test_public_images_are_asked_for(name, hyper):
     base = toy.groups("solo", necks=ONE)
-    with pytest.raises(UserError, match="--public"):
+    with pytest.raises(UserError, match="public"):
         Groups(toy.architectures(*ONE), base.federation, METHODS[name](**hyper), base.local, seed=0)
 
 
 def test_own_models_and_local_statistics_exclude_each_other():
     base = toy.groups("solo", necks=ONE)
-    with pytest.raises(UserError, match="--bn=local"):
+    with pytest.raises(UserError, match="bn=local"):
         Groups(toy.architectures(*ONE), base.federation, METHODS["solo"](), base.local, seed=0, local_statistics=True)
 
 

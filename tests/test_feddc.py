@@ -137,7 +137,7 @@ def test_three_models_can_be_evaluated(choice, expected):
 
 def test_momentum_is_warned_of_with_the_option_that_helps():
     _, (sentence,) = FedDC().configure(setting(2), hyper(momentum=0.9))
-    assert "--step-normaliser=a_k" in sentence
+    assert "`step_normaliser=a_k`" in sentence
 
 
 def test_no_warning_without_momentum_or_with_its_count():

@@ -124,7 +124,7 @@ def test_without_epochs_of_the_head_it_is_fedavg_of_the_body_under_the_initial_h
 
 
 def test_no_epochs_at_all_are_a_users_mistake():
-    with pytest.raises(UserError, match="--head-epochs"):
+    with pytest.raises(UserError, match="head_epochs"):
         toy.simulation("fedrep", head_epochs=0, body_epochs=0)
 
 

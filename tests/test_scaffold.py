@@ -200,7 +200,7 @@ def test_option_one_takes_its_gradient_in_the_batches_of_training():
 
 
 @pytest.mark.parametrize(
-    ("control", "remedy"), [("II", "set --step-normaliser=a_k,"), ("I", "set --control=II --step-normaliser=a_k,")]
+    ("control", "remedy"), [("II", "set `step_normaliser=a_k`,"), ("I", "set `control=II` `step_normaliser=a_k`,")]
 )
 def test_momentum_is_warned_of_with_the_options_that_help(control, remedy):
     _, (sentence,) = Scaffold(control=control).configure(setting(2), hyper(momentum=0.9))
@@ -221,7 +221,7 @@ def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
     method = Scaffold(control="I", correction="post_step")
     _, (sentence,) = method.configure(setting(2), hyper(momentum=0.9))
     assert "about 10 times" in sentence
-    assert "--control=II," in sentence
+    assert "`control=II`," in sentence
     assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
 
 
