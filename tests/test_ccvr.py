@@ -9,6 +9,7 @@ import toy
 from golden_vectors import cases
 from participants import arrays, assert_close, same
 
+from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -149,6 +150,13 @@ def test_ga_is_of_the_model_asked_for_and_the_other_is_beside_it(ga, name):
     own = {"trained": server.variables["params"]["head"], "calibrated": server.head}
     assert same(heads[0]["params"]["head"], own[ga])
     assert same(heads[1]["params"]["head"], own["calibrated" if ga == "trained" else "trained"])
+
+
+def test_it_may_have_prototypes_too():
+    simulated = toy.simulation(method=methods.get("ccvr+prototypes")(drawn=20, calibration_epochs=2), cohort=5)
+    state = arrays(toy.train(simulated)[0]).servers
+    assert state.valid.any()
+    assert not same(state.head, state.variables["params"]["head"])
 
 
 def setting(**known):

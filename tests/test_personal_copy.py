@@ -8,7 +8,7 @@ import toy
 from flax import struct
 from participants import MODEL, arrays, assert_close, images, logits
 
-from fedjax_pcdd import testing
+from fedjax_pcdd import methods, testing
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.method import Hyper, Method, Server
@@ -75,6 +75,13 @@ def test_ditto_tends_to_the_minimum_of_the_sheet():
         return a * (v - b) + pull[PERSONAL]["w"]
 
     np.testing.assert_allclose(slope((a * b + lam * w) / (a + lam)), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl"])
+def test_they_may_have_prototypes_too(name):
+    state, _ = toy.train(toy.simulation(method=methods.get(f"{name}+prototypes")()), (0, 1))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(arrays(state)))
+    assert np.array(state.servers.valid).any()
 
 
 def advice(method, lr=0.1, momentum=0.0):

@@ -109,7 +109,7 @@ class CCVR(Method):
         """FedAvg; in the last round the calibration of the model as it is."""
 
         def train():
-            return Server(message.mean, message.mean["params"]["head"])
+            return server._replace(variables=message.mean, head=message.mean["params"]["head"])
 
         def calibrate():
             head = self.calibrated(server.variables["params"]["head"], message.total, context.key)
