@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pcdd.analysis.communication import COLUMNS, Upload, as_printed, upload
 
-EXPECTED = Path(__file__).parents[1] / "experiments/expected/fedmr_table3.csv"
+EXPECTED = Path(__file__).parents[2] / "experiments/expected/fedmr_table3.csv"
 PRINTED = list(csv.DictReader(EXPECTED.read_text().splitlines()))
 
 

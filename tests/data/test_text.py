@@ -25,7 +25,7 @@ from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.training.build import default_model, federate
 from fedjax_pcdd.training.config import build
 
-DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 SPOKEN = ("abc bca ", "\ncab", "aabb")
 SIZES = (14, 9, 20, 1)  # repetitions of each speech by its speaker
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = ("--workload=w4lr", "--rounds=2", "--clients=3", "--per-client=8", "--batch=4", "--json")
 SHARED = {
     "bench",

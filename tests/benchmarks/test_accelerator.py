@@ -21,7 +21,7 @@ from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.models.convolution_forms import FORMS, Window
 from fedjax_pcdd.models.convolution_table import LANES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HLO = """HloModule jit_round, is_scheduled=true
 
 %fused (p: f32[4]) -> f32[4] {

@@ -16,7 +16,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine import devices, schedule
 from fedjax_pcdd.errors import UserError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 CASES = (
     *("fedavg", "scaffold, clients on the host", "fedmr", "fedgela", "stacked messages", "no global model"),
     *("two experiments", "blocks, clients on the host", "blocks of whole jobs", "blocks of two experiments"),

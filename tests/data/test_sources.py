@@ -16,7 +16,7 @@ import pytest
 from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.errors import UserError
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("PCDD_DATA", REPOSITORY.parent / "shared" / "data"))
 
 

@@ -12,7 +12,7 @@ from fedjax_pcdd.data.domains import load_public, load_task
 from fedjax_pcdd.data.recipes import TASKS
 from fedjax_pcdd.errors import UserError
 
-DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 OFFICE = TASKS["office_caltech10"].domains
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.items import Item, Results, latest, read
 from benchmarks.gpu.workers import Call, Clock
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOT_THERE = ("tyro", "tensorflow_datasets", "tensorflow", "array_record")
 
 
