@@ -43,6 +43,7 @@ class Target(NamedTuple):
 def _tpu(name: str, kind: str) -> Target:
     environment = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": kind}
     environment |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}
+    environment |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # no device is shared, so several may compile at once
     return Target("tpu", "tpu", "libtpu", {"topology_name": f"{name}:2x2"}, environment)
 
 

@@ -39,6 +39,17 @@ REDUCES = {
     "feduv": {"lam": 0.0, "mu": 0.0},
     "fedetf": None,  # another classifier
     "fedloge": None,  # the body never learns from a head
+    "fedavgm": {"server_momentum": 0.0},
+    "fedadam": None,  # a step of its own length, see its tests
+    "fedyogi": None,
+    "fedadagrad": None,
+    "fedexp": {"epsilon": 1e30},
+    "fedsam": {"rho": 0.0},
+    "mofedsam": {"rho": 0.0, "beta": 1.0},
+    "fedlesam": {"rho": 0.0},
+    "fedsmoo": None,  # uniform weights, see its tests
+    "fedgf": {"rho": 0.0, "threshold": float("inf")},
+    "fedcm": {"alpha": 1.0},
     "fedrep": None,  # the head is never shared
     "fedbabu": None,  # the head is never trained
     "fedrod": {"prior_power": 0.0},

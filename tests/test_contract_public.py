@@ -98,7 +98,8 @@ def test_lanes_do_not_change_results(form):
 @pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
 def test_blocks_of_participants_do_not_change_results(form, x64):
     def outcome(**options):
-        table = groups(form, dtype=jnp.float64, **options)
+        # Adam divides a gradient that is rounding by 1e-8.
+        table = groups(form, dtype=jnp.float64, optimizer="sgd", **options)
         state, report = toy.train(table)
         counts = table.evaluate(state, personal=True), table.domain_correct(state)
         return state, report, counts, table.public_logits(state)

@@ -161,11 +161,11 @@ def test_gradient_is_orthogonal_to_the_projected_feature():
 
 
 def test_a_projection_narrower_than_the_classes_is_refused():
-    with pytest.raises(UserError, match="FedETF with --projection=3 has no ETF of 10 classes: choose 10 or more"):
+    with pytest.raises(UserError, match="FedETF with projection=3 has no ETF of 10 classes: choose 10 or more"):
         FedETF(projection=3).configure(Setting(10, 3, 5, 1, 1, 4, False), None)
 
 
 def test_one_class_clients_are_advised_where_their_loss_has_no_gradient():
     few = Setting(3, 3, 5, 1, 1, 4, False, one_class_clients=2)
     assert FedETF().configure(few, None)[1] == []
-    assert "--missing=one" in FedETF(missing="removed").configure(few, None)[1][0]
+    assert "missing=one" in FedETF(missing="removed").configure(few, None)[1][0]

@@ -13,7 +13,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Batch, Setting
 from fedjax_pcdd.methods.fedgela import FedGELA, Server
 from fedjax_pcdd.models import Outputs, forward, normalises
-from fedjax_pcdd.training.build import assemble
+from fedjax_pcdd.training.build import Given, Setup
 from fedjax_pcdd.training.config import build
 
 C, D, B = 3, 4, 7
@@ -204,7 +204,7 @@ def test_too_few_features_are_refused():
 @pytest.mark.parametrize(("given", "clip"), [({}, 20.0), ({"grad_clip": "none"}, np.inf), ({"grad_clip": 3.0}, 3.0)])
 def test_gradients_are_clipped_at_20_unless_asked_otherwise(given, clip):
     config, method = build({"method": "fedgela", "model": "mlp"} | given)
-    simulated = assemble(config, method, toy.federation(), 1)
+    simulated = Setup([(config, method)], Given(toy.federation())).simulation
     assert simulated.hyper.clip[0] == clip
     assert simulated.program.clip == np.isfinite(clip)
 

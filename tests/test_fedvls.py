@@ -149,5 +149,5 @@ def test_advice_is_given_where_the_loss_is_unbounded_or_constant():
     assert FedVLS().configure(few, None)[1] == []
     assert "unbounded below" in FedVLS(form="paper").configure(none, None)[1][0]
     assert FedVLS(form="paper", omega=0.05).configure(none, None)[1] == []
-    assert "set --lam above 0" in FedVLS(lam=0.0).configure(few, None)[1][0]
-    assert "--calibrated=no" in FedVLS().configure(few._replace(num_classes=2), None)[1][0]
+    assert "set `lam` above 0" in FedVLS(lam=0.0).configure(few, None)[1][0]
+    assert "calibrated=false" in FedVLS().configure(few._replace(num_classes=2), None)[1][0]

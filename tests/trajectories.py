@@ -39,11 +39,11 @@ class TwoLayers(nn.Module):
 
 def sizes(g):
     """H, inputs, D, C, batch size and epochs; a file that does not list them has them in its arrays."""
-    if "par_shapes" in g:
-        return [int(v) for v in g["par_shapes"]]
     if "par_sizes" in g:
         inputs, hidden, *others = (int(v) for v in g["par_sizes"])
         return [hidden, inputs, *others]
+    if "par_shapes" in g:
+        return [int(v) for v in g["par_shapes"]]
     inputs, (dim, classes) = g["in_x0"].shape[1], g["in_ssec"].shape
     hidden = (len(g["in_p0"]) - dim - classes * (dim + 1)) // (inputs + 1 + dim)
     return hidden, inputs, dim, classes, math.gcd(*g["in_n"].astype(int)), g["in_perm0"].shape[1]
@@ -54,7 +54,7 @@ def rates(g):
     if "par_lr_rho_wd" in g:
         return [float(v) for v in g["par_lr_rho_wd"]]
     lr, decay = (float(v) for v in g["par_lr_wd"])
-    return [lr, float(g["par_momentum"]), decay]
+    return [lr, float(g["par_momentum"]) if "par_momentum" in g else 0.0, decay]
 
 
 class Problem:
@@ -96,11 +96,11 @@ class Problem:
         parts = [np.concatenate([w.T.ravel(), np.zeros(w.shape[1]) if b is None else b]) for w, b in pairs]
         return np.concatenate(parts)
 
-    def simulation(self, method, *, lanes, momentum=None, decay=None, weights="method"):
+    def simulation(self, method, *, lanes, momentum=None, decay=None, clip=None, weights="method"):
         lr, rho, wd = rates(self.g)
         momentum, decay = rho if momentum is None else momentum, wd if decay is None else decay
         model = method.build(Classifier(TwoLayers(self.hidden, self.dim), self.classes, param_dtype=jnp.float64))
-        local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, None)
+        local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, clip)
         experiment = Experiment(self.federation, method, local, seed=0)
         simulation = Simulation(
             model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
@@ -125,10 +125,10 @@ class Problem:
 
 
 @functools.cache
-def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, weights="method", **hyper):
+def train(g, name, lanes, *, everyone=False, momentum=None, decay=None, clip=None, weights="method", **hyper):
     """The problem, and the states after each round as numpy, to be left as they are."""
     problem = Problem(g)
-    options = {"momentum": momentum, "decay": decay, "weights": weights}
+    options = {"momentum": momentum, "decay": decay, "clip": clip, "weights": weights}
     simulation = problem.simulation(METHODS[name](**hyper), lanes=lanes, **options)
     model, params = simulation.program.model, problem.unflatten(g["in_p0"])
     if model.neck:

@@ -14,7 +14,7 @@ from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
-from fedjax_pcdd.training.config import PLACE, RUN
+from fedjax_pcdd.training.config import FOLDERS, RUN
 from fedjax_pcdd.training.folder import PACKAGES
 from reproduction.plan import Cell
 
@@ -78,7 +78,7 @@ def identity(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options that decide what a run computes, and its seed."""
-    left_out = {*INDIFFERENT, *PLACE} - {"seed"}
+    left_out = {*INDIFFERENT, *FOLDERS} - {"seed"}
     return {name: str(value) for name, value in sorted(config.items()) if name not in left_out}
 
 

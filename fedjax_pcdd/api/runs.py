@@ -232,18 +232,20 @@ class Record:
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder
-        found: list[Callback] = [Records(folder), *self.setup.pictures(folder)]
+        writers: list[Callback] = [Records(folder), *self.setup.pictures(folder)]
         if config.track:
             names = names_of(config.track)
-            found.append(Tracking(names, folder, every=config.track_every, local=config.track_local, seed=config.seed))
+            writers.append(
+                Tracking(names, folder, every=config.track_every, local=config.track_local, seed=config.seed)
+            )
         if config.tensorboard:
-            found.append(loggers.TensorBoard(folder.path / "tensorboard"))
+            writers.append(loggers.TensorBoard(folder.path / "tensorboard"))
         if config.wandb:
-            found.append(loggers.WandB(folder.path, dataclasses.asdict(config)))
-        found += loggers.made(config.loggers, folder.path, dataclasses.asdict(config))
+            writers.append(loggers.WandB(folder.path, dataclasses.asdict(config)))
+        writers += loggers.made(config.loggers, folder.path, dataclasses.asdict(config))
         if config.profile:
-            found.append(Profile(folder.path / "profile"))
-        return found
+            writers.append(Profile(folder.path / "profile"))
+        return writers
 
     def continued(self) -> Asked:
         """What goes on from the newest checkpoint, or from the start, where its callbacks are as they were then."""

@@ -18,7 +18,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
-from fedjax_pcdd.training.config import PLACE, RUN, RunConfig
+from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
@@ -28,7 +28,7 @@ from fedjax_pcdd.training.tasks import has_participants
 # training, and who owns which sample.
 FREE = {
     *("seed", "lr", "momentum", "weight_decay", "grad_clip"),
-    *("partition", "beta", "classes_per_client", "min_samples", "retry", "doubled", *PLACE),
+    *("partition", "beta", "classes_per_client", "min_samples", "retry", "doubled", *FOLDERS),
 }
 
 MOST = 16  # more gain little

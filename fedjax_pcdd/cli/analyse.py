@@ -188,10 +188,10 @@ def _table3(experiments: Path) -> str:
     names = [("fedavg", "upload_millions"), ("fedmr", "upload_millions"), ("fedmr", "extra_upload_pct")]
     lines = []
     for split, column in COLUMNS.items():
-        found = upload(column)
-        numbers = (found.without_prototypes / 1e6, found.with_prototypes / 1e6)
-        exact = [f"{value:.6f}" for value in numbers] + [f"{100 * found.prototypes / found.without_prototypes:.4f}"]
-        printed = as_printed(found)
+        sent = upload(column)
+        numbers = (sent.without_prototypes / 1e6, sent.with_prototypes / 1e6)
+        exact = [f"{value:.6f}" for value in numbers] + [f"{100 * sent.prototypes / sent.without_prototypes:.4f}"]
+        printed = as_printed(sent)
         paper = [expected[(split, *name)] or 0.0 for name in names]
         lines.append([split, *exact, " / ".join(f"{x:.3f}" for x in printed), " / ".join(f"{x:.3f}" for x in paper)])
     heads = ["", "without (millions)", "with prototypes", "additional %", "rounded as the paper does", "paper"]
@@ -208,8 +208,8 @@ def _rounds(records: list[RunRecord], given: Options, experiments: Path) -> str:
         raise UserError("the target is FedAvg's accuracy: name the folder of a run of fedavg too.")
     lines = []
     for label, record in zip(_labels(records), records, strict=True):
-        found = reached(record, references, rule)
-        texts = ["-", "-"] if found is None else ["never" if x is None else _number(x) for x in found]
+        result = reached(record, references, rule)
+        texts = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
         paper = [_number(_paper(record, metric, experiments)) for metric in ("rounds_to_target", "speedup")]
         lines.append([label, *texts, *paper])
     text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)

@@ -14,8 +14,8 @@ from fedjax_pcdd.errors import UserError, nearest, spelled
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import (
+    FOLDERS,
     MAY_CHANGE,
-    PLACE,
     RESERVED,
     RUN,
     TASK_DEFAULTS,
@@ -191,7 +191,7 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
         raise UserError(_changed({"method": given["method"]}, old))
     new = old | _own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
     pair = build(new)
-    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in PLACE]
+    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in FOLDERS]
     if fields:
         raise UserError(_changed({name: new[name] for name in fields}, old))
     return pair

@@ -56,27 +56,27 @@ def values_of(name: str, text: str) -> list[str]:
     """
     if name in WHOLE:
         return [text]
-    found: list[str] = []
+    values: list[str] = []
     for part in text.split(","):
         first, colon, end = part.partition(":")
         if colon and first.strip().isdecimal() and end.strip().isdecimal():
-            found += [str(i) for i in range(int(first), int(end))]
+            values += [str(i) for i in range(int(first), int(end))]
         else:
-            found.append(part.strip())
-    if not found or "" in found:
+            values.append(part.strip())
+    if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
-    return found
+    return values
 
 
 def expand(given: Mapping[str, str]) -> list[Experiment]:
-    """All points of the grid, methods first; UserError for an option that no method has, found by `configure`."""
+    """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
     listed = {name: values_of(name, text) for name, text in given.items()}
     names = listed.pop("method", ["fedavg"])
     short = {method: short_name(method) for method in names}
     short = short if len(set(short.values())) == len(short) else {method: method for method in names}
     owned = {method: set(options_of(methods.get(method))) for method in names}
     some = set().union(*owned.values())
-    found = []
+    experiments = []
     for method in names:
         own = {name: values for name, values in listed.items() if name not in some or name in owned[method]}
         for point in itertools.product(*own.values()):
@@ -85,17 +85,17 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
             label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
             group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
-            found.append(Experiment(name, group, {"method": method, **options}))
-    return found
+            experiments.append(Experiment(name, group, {"method": method, **options}))
+    return experiments
 
 
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Mean and standard deviation (of a sample, ddof 1) over the seeds of each group, in percent."""
     rows = []
     for group, members in itertools.groupby(sorted(experiments, key=lambda e: e.group), key=lambda e: e.group):
-        found = [results[e.name] for e in members]
-        finished = [r for r in found if isinstance(r, dict)]
-        row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(found) - len(finished)}
+        outcomes = [results[e.name] for e in members]
+        finished = [r for r in outcomes if isinstance(r, dict)]
+        row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
         for measure in MEASURES:
             cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
             row |= {measure: cell.mean, f"{measure}_std": cell.std}

@@ -7,14 +7,18 @@ from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedbabu import FedBABU
+from fedjax_pcdd.methods.fedcm import FedCM
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddecorr import FedDecorr
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedetf import FedETF
+from fedjax_pcdd.methods.fedexp import FedExP
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedgen import FedGen
+from fedjax_pcdd.methods.fedgf import FedGF
 from fedjax_pcdd.methods.fedlc import FedLC
+from fedjax_pcdd.methods.fedlesam import FedLESAM
 from fedjax_pcdd.methods.fedlmd import FedLMD
 from fedjax_pcdd.methods.fedloge import FedLoGe
 from fedjax_pcdd.methods.fedmatch import FedMatch
@@ -30,15 +34,20 @@ from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.fedrs import FedRS
+from fedjax_pcdd.methods.fedsam import FedSAM
+from fedjax_pcdd.methods.fedsmoo import FedSMOO
 from fedjax_pcdd.methods.fedtgp import FedTGP
 from fedjax_pcdd.methods.feduv import FedUV
 from fedjax_pcdd.methods.fedvls import FedVLS
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.lgfedavg import LGFedAvg
 from fedjax_pcdd.methods.method import Batch, Context, Facts, Message, Method, Server, Setting, Traits
+from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
+from fedjax_pcdd.methods.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi
+from fedjax_pcdd.methods.server_step import around
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import with_prototypes
 from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
@@ -66,6 +75,17 @@ _OWN: dict[str, type[Method]] = {
     "feduv": FedUV,
     "fedetf": FedETF,
     "fedloge": FedLoGe,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
+    "fedexp": FedExP,
+    "fedsam": FedSAM,
+    "mofedsam": MoFedSAM,
+    "fedlesam": FedLESAM,
+    "fedsmoo": FedSMOO,
+    "fedgf": FedGF,
+    "fedcm": FedCM,
     "fedgen": FedGen,
     "fedrl": FedRL,
     "fedrep": FedRep,
@@ -89,8 +109,14 @@ METHODS: Registry[type[Method]] = Registry("method", "methods", _OWN)
 """Classes of methods by name, and by the import path of a class elsewhere."""
 
 # What `X+suffix` stands for; a new wrapper is one file and one line here.
+_SERVERS = {"avgm": FedAvgM, "adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad, "exp": FedExP}
 WRAPPERS: Registry[Wrapper] = Registry(
-    "suffix", "wrappers", {"prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8")}
+    "suffix",
+    "wrappers",
+    {
+        "prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8"),
+        **{suffix: Wrapper(around(step, suffix), 1, step.source()) for suffix, step in _SERVERS.items()},
+    },
 )
 
 __all__ = ["METHODS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits"]

@@ -31,7 +31,7 @@ class FedDecorr(Method):
 
     def configure(self, setting, hyper):
         """Correlations take two samples and two dimensions."""
-        small = "--batch-size=1" if setting.batch_size == 1 else "one feature" if setting.feature_dim == 1 else ""
+        small = "`batch_size=1`" if setting.batch_size == 1 else "one feature" if setting.feature_dim == 1 else ""
         return self, [f"FedDecorr with {small} has nothing to decorrelate: it is FedAvg."] if small else []
 
     def penalty(self, variables, outputs, batch, context):

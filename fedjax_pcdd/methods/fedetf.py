@@ -72,12 +72,12 @@ class FedETF(Method):
         classes, width = setting.num_classes, setting.feature_dim
         if width < classes:
             raise UserError(
-                f"FedETF with --projection={width} has no ETF of {classes} classes: choose {classes} or more."
+                f"FedETF with `projection={width}` has no ETF of {classes} classes: choose {classes} or more."
             )
         if not setting.one_class_clients or self.missing == "one":
             return self, []
         few = f"{setting.one_class_clients} clients have one class, where FedETF's loss has no gradient"
-        return self, [f"{few}: use --missing=one."]
+        return self, [f"{few}: use `missing=one`."]
 
     def init_server(self, setting, variables, class_counts, key):
         """beta beside the parameters, and the ETF."""

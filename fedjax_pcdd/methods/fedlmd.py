@@ -38,7 +38,7 @@ class FedLMD(Taught):
         """Without the label, two classes leave one; FedLMD-Tf has no model to teach."""
         advice = ["FedLMD with two classes distils nothing: it is FedAvg."] if setting.num_classes == 2 else []
         if self.teacher_free and self.teacher == "train":
-            advice.append("--teacher=train has no effect with --teacher-free, which asks no model.")
+            advice.append("`teacher=train` has no effect with `teacher_free`, which asks no model.")
         return self, advice
 
     def penalty(self, variables, outputs, batch, context):

@@ -33,7 +33,7 @@ class FedUV(Method):
 
     def configure(self, setting, hyper):
         """Variance and distances take two samples."""
-        advice = ["FedUV with --batch-size=1 has no batch to vary: it is FedAvg."] if setting.batch_size == 1 else []
+        advice = ["FedUV with `batch_size=1` has no batch to vary: it is FedAvg."] if setting.batch_size == 1 else []
         return self, advice
 
     def penalty(self, variables, outputs, batch, context):

@@ -45,10 +45,10 @@ class FedVLS(Taught):
         omega = (0.005 if self.form == "code" else 1.0) if self.omega is None else self.omega
         advice = []
         if self.form == "paper" and omega > UNSTABLE:
-            advice.append(f"FedVLS with --form=paper is unbounded below and runs away at --omega={omega:g}: lower it.")
+            advice.append(f"FedVLS with `form=paper` is unbounded below and runs away at `omega={omega:g}`: lower it.")
         if setting.one_class_clients and self.calibrated and (self.lam == 0 or setting.num_classes == 2):
             few = f"{setting.one_class_clients} clients have one class, where only FedVLS's distillation has a gradient"
-            remedy = "set --lam above 0" if self.lam == 0 else "two classes leave it nothing: use --calibrated=no"
+            remedy = "set `lam` above 0" if self.lam == 0 else "two classes leave it nothing: use `calibrated=false`"
             advice.append(f"{few}: {remedy}.")
         return dataclasses.replace(self, omega=omega), advice
 

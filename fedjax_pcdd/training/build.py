@@ -112,50 +112,6 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
     return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
 
 
-def experiment(config: RunConfig, method: Method, federation: Federation) -> Experiment:
-    """One experiment of a simulation."""
-    return Experiment(federation, method, local_training(config, method), config.seed)
-
-
-def assemble(
-    config: RunConfig,
-    method: Method,
-    federation: Federation,
-    lanes: int,
-    *,
-    model: Classifier | None = None,
-    pipeline: augment.Pipeline | None = None,
-    others: Sequence[Experiment] = (),
-    convolutions: Choices | None = None,
-) -> Simulation:
-    """Model, method and data as one simulation; a model or pipeline of one's own in place of what the options say.
-
-    Args:
-      others: experiments that share the program, after this one.
-      convolutions: forms that were timed on the device.
-    """
-    dataset, shape = federation.dataset, federation.image_shape
-    pipeline = pipeline or augment.pipeline(
-        config.dataset, config.augment, shape, text=dataset.text, own=config.augmentation
-    )
-    public = None
-    if method.traits().public:
-        plain = augment.pipeline(config.dataset, False, shape, text=dataset.text)
-        public = public_images(config, shape), plain
-    plain_model = model or build_model(config, config.model or default_model(dataset), dataset)
-    plain_model = plain_model.clone(
-        precision=plain_model.precision or products(config.precision), convolutions=convolutions
-    )
-    return Simulation(
-        method.build(plain_model), [experiment(config, method, federation), *others], pipeline=pipeline,
-        cohort=config.cohort or federation.num_clients, lanes=lanes,
-        devices=count_devices(config.devices), rounds=config.rounds, weights=config.weights,
-        local_statistics=config.bn == "local", keeps_optimiser=config.optimizer_state == "kept",
-        client_state=config.client_state, public=public, eval_batch=config.eval_batch,
-        dtype=TYPES[config.precision],
-    )  # fmt: skip
-
-
 class Given(NamedTuple):
     """Parts of a run that are objects of the user's own, in place of what the options say."""
 
@@ -209,11 +165,39 @@ class Setup:
 
     def make(self, lanes: int) -> Any:
         """The simulation with so many lanes."""
-        others = zip(self.pairs[1:], self.federations[1:], strict=True)
-        return assemble(
-            *self.pairs[0], self.federations[0], lanes, model=self.given.model, pipeline=self.given.pipeline,
-            others=[experiment(*pair, federation) for pair, federation in others], convolutions=self.convolutions,
+        (config, method), federation = self.pairs[0], self.federations[0]
+        private, plain = self._pipelines()
+        triples = zip(self.pairs, self.federations, strict=True)
+        experiments = [Experiment(own, m, local_training(c, m), c.seed) for (c, m), own in triples]
+        name = config.model or default_model(federation.dataset)
+        return Simulation(
+            method.build(self._in_form(self.given.model or build_model(config, name, federation.dataset))), experiments,
+            public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
+            pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
+            client_state=config.client_state, **self._settings(lanes),
         )  # fmt: skip
+
+    def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
+        """Of private and of public images."""
+        config, federation = self.config, self.federations[0]
+        shape, text = federation.image_shape, federation.dataset.text
+        own = self.given.pipeline
+        own = own or augment.pipeline(config.dataset, config.augment, shape, text=text, own=config.augmentation)
+        return own, augment.pipeline(config.dataset, False, shape, text=text)
+
+    def _in_form(self, model: Classifier) -> Classifier:
+        """A model with the precision of the options, and the forms of convolutions that are used."""
+        precision = model.precision or products(self.config.precision)
+        return model.clone(precision=precision, convolutions=self.convolutions)
+
+    def _settings(self, lanes: int) -> dict[str, Any]:
+        """What a `Simulation` and `Groups` take of the options alike."""
+        config = self.config
+        return {
+            "lanes": lanes, "rounds": config.rounds, "weights": config.weights,
+            "local_statistics": config.bn == "local", "keeps_optimiser": config.optimizer_state == "kept",
+            "eval_batch": config.eval_batch, "dtype": TYPES[config.precision],
+        }  # fmt: skip
 
     def _check(self, e: int) -> None:
         cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients

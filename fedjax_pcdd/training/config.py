@@ -34,10 +34,8 @@ TASK_DEFAULTS = {
     "weight_decay": 0.0, "fine_tune_epochs": 0,
 }  # fmt: skip
 
-OUTSIDE = "from_outside"  # the key of config.yaml that names parts that are not of this package
-
 # Where a run lies is not what it computes.
-PLACE = ("run_dir", "resume")
+FOLDERS = ("run_dir", "resume")
 
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
@@ -217,7 +215,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
 
 def dump(config: RunConfig, method: Method) -> str:
     """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
-    from fedjax_pcdd.training.outside import origins_of  # which knows loggers and the like; the help does not need them
+    from fedjax_pcdd.training.outside import OUTSIDE, origins_of  # which loads much that the help does not need
 
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
@@ -235,7 +233,7 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     Raises:
       UserError: no YAML, an unknown key, or a value that does not fit.
     """
-    from fedjax_pcdd.training.outside import recorded_origins
+    from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
 
     flat = load_mapping(text, source)
     recall(recorded_origins(flat.pop(OUTSIDE, None), source))

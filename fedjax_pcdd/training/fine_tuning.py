@@ -85,7 +85,7 @@ def from_global(
     changes = []
     for e, result in enumerate(results):
         changed = {
-            "pa_protocol": f"global model fine-tuned for {tuner.local.epochs} epochs",
+            "pa_protocol": f"global model fine-tuned for {int(tuner.epochs.max())} epochs",
             "pa_best": mean(pa_best[e]), "pa_last": mean(pa_last[e]), "pa_best_round": result["ga_best_round"],
             "pa_best_per_client": plain(pa_best[e]), "pa_local_best": result["pa_best"],
             "pa_local_last": result["pa_last"],

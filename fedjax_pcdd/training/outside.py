@@ -13,8 +13,9 @@ from fedjax_pcdd.data.sources import LOADERS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
-from fedjax_pcdd.training.config import OUTSIDE
 from fedjax_pcdd.training.loggers import LOGGERS
+
+OUTSIDE = "from_outside"  # the key of config.yaml that names them
 
 
 def origins_of(config: Any) -> dict[str, Origin]:

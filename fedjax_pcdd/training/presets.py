@@ -17,11 +17,11 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import is_import_path
-from fedjax_pcdd.training.config import OUTSIDE, PLACE, RUN, RunConfig, parse_config
+from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, parse_config
 from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
 
 SECTIONS = ("run", "splits", "methods", "variants")
-_RUN = {name: option for name, option in RUN.items() if name not in PLACE}
+_RUN = {name: option for name, option in RUN.items() if name not in FOLDERS}
 _PART = {name: option for name, option in _RUN.items() if name != "method"}
 
 
@@ -93,7 +93,7 @@ def _from_flat(flat: dict[str, Any], source: str) -> Preset:
     """A recorded configuration; the folder it was written to is not repeated."""
     name = str(flat.get("method", RUN["method"].default))
     hyper = options_of(methods.get(name))
-    run = {key: value for key, value in flat.items() if key not in hyper and key not in PLACE}
+    run = {key: value for key, value in flat.items() if key not in hyper and key not in FOLDERS}
     return Preset(source, run, {}, {name: {key: value for key, value in flat.items() if key in hyper}}, {})
 
 
@@ -177,7 +177,7 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     file = folder / "config.yaml"
     if not os.path.isfile(file):
         raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")
-    from fedjax_pcdd.training.outside import check_unchanged
+    from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 
     text = read_text(file)
     check_unchanged(load_mapping(text, str(file)).get(OUTSIDE), str(file))

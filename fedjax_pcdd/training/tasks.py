@@ -18,7 +18,6 @@ from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
-from fedjax_pcdd.engine.precision import TYPES, products
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
@@ -69,15 +68,12 @@ class ParticipantSetup(Setup):
         (config, method), federation = self.pairs[0], self.federations[0]
         method = self._completed(method)
         self._check_options(method)
-        ways = {"precision": products(config.precision), "convolutions": self.convolutions}
-        models = [build_model(config, name, federation.dataset).clone(**ways) for name in self.model_names(method)]
+        names = self.model_names(method)
+        models = [self._in_form(build_model(config, name, federation.dataset)) for name in names]
         private, public = self._pipelines()
         return Groups(
             models, federation, method, local_training(config, method), seed=config.seed, epochs=self._epochs(),
-            public=self._public(method, public), pipeline=private, lanes=lanes, rounds=config.rounds,
-            weights=config.weights, local_statistics=config.bn == "local",
-            keeps_optimiser=config.optimizer_state == "kept", eval_batch=config.eval_batch,
-            dtype=TYPES[config.precision],
+            public=self._public(method, public), pipeline=private, **self._settings(lanes),
         )  # fmt: skip
 
     def _completed(self, method: Method) -> Method:
@@ -93,13 +89,6 @@ class ParticipantSetup(Setup):
 
     def _default_models(self, method: Method) -> str:
         return self.config.model or default_model(self.federations[0].dataset)
-
-    def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
-        """Of private and of public images."""
-        config, federation = self.config, self.federations[0]
-        shape, text = federation.image_shape, federation.dataset.text
-        own = augment.pipeline(config.dataset, config.augment, shape, text=text, own=config.augmentation)
-        return own, augment.pipeline(config.dataset, False, shape)
 
     def _public(self, method: Method, pipeline: augment.Pipeline) -> Public | None:
         if not method.traits().needs_public:

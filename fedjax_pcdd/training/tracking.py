@@ -73,7 +73,7 @@ class Tracker:
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
-        """What is found in the clients' models after the local training of a round, computed from its start.
+        """What the clients' models show after the local training of a round, computed from its start.
 
         Args:
           round: from 0.
@@ -83,28 +83,28 @@ class Tracker:
         if not self.after:
             return None
         plans = plan[0] if isinstance(self.simulation, Groups) else [plan]
-        found = []
+        shown = []
         for part, look, (arrays, jobs) in zip(self.parts, self._after, plans, strict=True):
             one, held = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
             seen = look(one.methods, one.hyper_at(round), one.data, one.keys, held, arrays, jobs, np.int32(round))
-            found.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
-        return found
+            shown.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
+        return shown
 
-    def entry(self, state: State, jobs: Any, found: list[Tree] | None) -> dict[str, Any]:
+    def entry(self, state: State, jobs: Any, shown: list[Tree] | None) -> dict[str, Any]:
         """The quantities of a round.
 
         Args:
           state: after the round.
           jobs: of the round, of the whole federation.
-          found: what `before` returned.
+          shown: what `before` returned.
         """
         if self.between:
-            found = [
+            shown = [
                 jax.tree.map(np.asarray, look(one.methods, one.data, part.of(state), np.arange(len(part.members))))
                 for look, part in zip(self._between, self.parts, strict=True)
                 for one in [part.simulation]
             ]
-        local = [{} for _ in self.names] if found is None else [self._local(name, found) for name in self.names]
+        local = [{} for _ in self.names] if shown is None else [self._local(name, shown) for name in self.names]
         overall = self._overall(state, jobs)
         entries = {}
         for name, own in zip(self.names, local, strict=True):
@@ -113,9 +113,9 @@ class Tracker:
                 entries[name]["etf"] = etf_angle(self.federation.dataset.num_classes)
         return entries
 
-    def _local(self, name: str, found: list[Tree]) -> dict[str, float | None]:
+    def _local(self, name: str, shown: list[Tree]) -> dict[str, float | None]:
         """Means over all clients."""
-        numbers = [QUANTITIES.find(name).per_client(seen[name]) for seen in found]
+        numbers = [QUANTITIES.find(name).per_client(seen[name]) for seen in shown]
         return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
@@ -186,14 +186,14 @@ def _parts(simulation: Any) -> list[_Part]:
 
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
-    """What is found in one client's model."""
+    """What one client's model shows."""
     view = View(program, server, variables, data.train, row, data.class_counts[row] > 0)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
 @full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
-    """What is found in the global model."""
+    """What the global model shows."""
     method, server = select((methods, servers), 0)
     view = View(program, server, method.generic_variables(server), data.test, None, present)
     return {name: QUANTITIES.find(name).of_server(view, probe) for name in names}

@@ -19,7 +19,7 @@ from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
 from fedjax_pcdd.training.presets import preset_values, read_preset
 
-PRESETS = Path(__file__).parents[1] / "experiments" / "presets"
+PRESETS = Path(__file__).parents[2] / "experiments" / "presets"
 
 
 @pytest.fixture

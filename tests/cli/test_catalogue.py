@@ -10,7 +10,7 @@ from fedjax_pcdd.cli.catalogue import BLOCK, markdown, rows
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
 
-README = Path(__file__).parents[1] / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 SHAPE = (8, 8, 1)
 P, C, D = 64 * 200 + 200 + 200 * 10 + 10, 10, 200
 HEAD = C * D + C

@@ -23,7 +23,7 @@ from fedjax_pcdd.training import fields as options
 from fedjax_pcdd.training.config import TASK_DEFAULTS, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_method, preset_values, read_preset
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PRESETS, EXPECTED = ROOT / "experiments" / "presets", ROOT / "experiments" / "expected"
 SHIPPED = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.rglob("*.yaml"))]
 TABLES = [path.stem for path in sorted(EXPECTED.glob("*.csv"))]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_end_to_end import kill_after, results, resumed, undisturbed
+from commands import kill_after, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
 from fedjax_pcdd.api import runs

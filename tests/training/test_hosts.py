@@ -16,7 +16,7 @@ import pytest
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py"), "--device=cpu"]
 SMALL = ["--local-epochs=1", "--batch-size=32", "--lanes=1", "--lr=0.001"]
 # Two processes in step would read cached programs while they are written, and say so: only the long ones are kept.

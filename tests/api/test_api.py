@@ -283,7 +283,7 @@ def test_unfinished_history_has_no_row(federation):
 
 
 def test_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[1] / "docs" / "python_api.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "python_api.md").read_text(encoding="utf-8")
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec("\n".join(code), {})

@@ -12,7 +12,7 @@ from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def said(capsys, *arguments):

@@ -1,0 +1,91 @@
+"""What FedCM and MoFedSAM share: local gradients are mixed with the federation's mean direction of the last round.
+
+Delta^{t+1} = (w^t - m^t) / (sum_k p_k eta tau_k), m^t the mean of the clients' models: in units of a gradient, with
+what weight decay and momentum added to the steps.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.trees import zeros_like
+
+
+class Server(NamedTuple):
+    """Global model, and the mean direction Delta as the parameters."""
+
+    variables: Tree
+    direction: Tree
+
+
+class Sent(NamedTuple):
+    """The model, eta * tau_k, and the own direction where those are averaged (else ())."""
+
+    variables: Tree
+    length: jax.Array
+    direction: Tree
+
+
+@struct.dataclass
+class ClientMomentum(Method):
+    """The server's side of both; what share of a local gradient is the client's own is left to them."""
+
+    eta_g: float = hyperparameter(1.0, symbol="eta_g", help="learning rate of the server", low=0.0)
+    direction: Literal["mean_steps", "per_client"] = hyperparameter(
+        "mean_steps",
+        help="mean update over the mean of eta tau_k, or the mean of each update over its own",
+        static=True,
+    )
+    step_normaliser: Literal["steps", "a_k"] = hyperparameter(
+        "steps", symbol="tau_k", help="steps made, or FedNova's a_k, which counts momentum", static=True
+    )
+    warm: bool = hyperparameter(False, help="plain gradients in the first round, which has no direction", static=True)
+
+    def share(self) -> Any:
+        """The part of a local gradient that is the client's own, in (0, 1]."""
+        raise NotImplementedError
+
+    def configure(self, setting, hyper):
+        """Nobody would look at data; a direction that momentum stretches."""
+        method, advice = super().configure(setting, hyper)
+        name = type(self).__name__
+        if self.share() == 0:
+            raise UserError(f"{name} without a share of the clients' own gradients learns nothing: set it above 0.")
+        stretched = "makes its direction about {:.3g} times a gradient and may diverge"
+        more = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
+        return method, [*advice, *more]
+
+    def init_server(self, setting, variables, class_counts, key):
+        """Delta = 0."""
+        return Server(variables, zeros_like(variables["params"]))
+
+    def mixed(self, gradients: Tree, context: Context) -> Tree:
+        """share * g + (1 - share) * Delta."""
+        own = jnp.where(context.round == 0, 1.0, self.share()) if self.warm else self.share()
+        return jax.tree.map(lambda g, d: (own * g + (1 - own) * d).astype(g.dtype), gradients, context.server.direction)
+
+    def upload(self, variables, summary, context):
+        """w_k and eta tau_k."""
+        hyper, plain = context.hyper, self.step_normaliser == "steps"
+        steps = context.step if plain else effective_steps(context.step, hyper.momentum)
+        length = jnp.asarray(steps * hyper.lr, jnp.result_type(float))
+        own = ()
+        if self.direction == "per_client":
+            own = optax.tree.scale(1 / length, optax.tree.sub(context.start["params"], variables["params"]))
+        return context.client, Message(mean=Sent(variables, length, own))
+
+    def aggregate(self, server, message, weights, context):
+        """w + eta_g (m - w), and the direction of w - m; statistics are a plain mean."""
+        mean, length, direction = message.mean
+        rest = 1 - self.eta_g
+        old, new = server.variables["params"], mean["params"]
+        if self.direction == "mean_steps":
+            direction = optax.tree.scale(1 / length, optax.tree.sub(old, new))
+        params = jax.tree.map(lambda w, m: m + rest * (w - m), old, new)
+        return server._replace(variables={**mean, "params": params}, direction=direction)

@@ -1,0 +1,97 @@
+"""FedGF: between the client's worst point nearby and the global model's, by how far the clients have drifted apart.
+
+Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024.
+Sent: the model, the perturbed model and the scalar c down (2P), the model and the scalar ||w_k - w^t|| up. Clients keep
+nothing, the server one model. A step costs two gradients.
+Follows the published code. The threshold is in units of the parameters, so it grows with learning rate and steps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Message, Traits, Tree, hyperparameter
+from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent, of_length
+from fedjax_pcdd.trees import squared_distance
+
+
+class Server(NamedTuple):
+    """Global model; perturbed parameters, share c, mean divergence; which rounds diverged [W], rounds so far."""
+
+    variables: Tree
+    perturbed: Tree
+    share: jax.Array
+    divergence: jax.Array
+    window: jax.Array
+    rounds: jax.Array
+
+
+@struct.dataclass
+class FedGF(SharpnessAware):
+    """g = grad F(c w~ + (1 - c) (w + e)), w~ = w^t + rho_g (w^{t-1} - w^t) / ||w^{t-1} - w^t||, e as in FedSAM."""
+
+    global_rho: float | None = hyperparameter(
+        None, symbol="rho_g", help="length of the global perturbation; by default rho", low=0.0
+    )
+    threshold: float = hyperparameter(
+        0.2, symbol="T_D", help="mean ||w_k - w^t|| above which a round counts as diverged; inf is FedSAM"
+    )
+    window: int = hyperparameter(30, symbol="W", help="last rounds whose diverged part is c", static=True, low=1)
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Lee and Yoon, ICML 2024")
+
+    def configure(self, setting, hyper):
+        """rho_g where it was left open; a threshold that every round is above."""
+        advice = []
+        if self.threshold < 0:
+            advice.append(
+                "FedGF with `threshold` below 0 never looks at the clients' own perturbation: set it above 0."
+            )
+        if self.rho == 0 and not self.global_rho:
+            advice.append("FedGF with `rho=0` perturbs nothing and still pays two gradients: set `rho` above 0.")
+        return self.replace(global_rho=self._global_rho()), advice  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _global_rho(self):
+        return self.rho if self.global_rho is None else self.global_rho
+
+    def init_server(self, setting, variables, class_counts, key):
+        """Nothing has diverged yet."""
+        zero = jnp.zeros((), jnp.result_type(float))
+        perturbed = jax.tree.map(jnp.copy, variables["params"])
+        return Server(variables, perturbed, zero, zero, jnp.zeros(self.window, bool), jnp.zeros((), jnp.int32))
+
+    def point(self, params, gradients, context):
+        """c w~ + (1 - c) (w + e)."""
+        c, near = context.server.share, optax.tree.add(params, ascent(gradients, params, self.rho))
+        return jax.tree.map(
+            lambda far, near: (c * far + (1 - c) * near).astype(near.dtype), context.server.perturbed, near
+        )
+
+    def upload(self, variables, summary, context):
+        """The model, and how far it went."""
+        far = jnp.sqrt(squared_distance(variables["params"], context.start["params"]))
+        return context.client, Message(mean=variables, total=far)
+
+    def aggregate(self, server, message, weights, context):
+        """The mean; w~ behind it; c from the unweighted mean divergence of the last W rounds."""
+        new = message.mean["params"]
+        back = optax.tree.sub(server.variables["params"], new)
+        perturbed = optax.tree.add(new, of_length(back, self._global_rho()))
+        divergence = message.total / jnp.maximum(context.count, 1)
+        window = server.window.at[server.rounds % self.window].set(divergence > self.threshold)
+        rounds = server.rounds + 1
+        share = window.sum() / jnp.minimum(rounds, self.window)
+        dtype = server.share.dtype
+        return server._replace(
+            variables=message.mean,
+            perturbed=perturbed,
+            share=share.astype(dtype),
+            divergence=divergence.astype(dtype),
+            window=window,
+            rounds=rounds,
+        )

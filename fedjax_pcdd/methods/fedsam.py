@@ -1,0 +1,32 @@
+"""FedSAM: every local step descends with the gradient at the worst point nearby, so clients settle in flat regions.
+
+Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 1; the same idea in
+Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients.
+Follows the paper but for the weights: n_k (`--weights=uniform` is the paper's). Published codes update running
+statistics in both passes (option) and differ in the constant beside the norm.
+"""
+
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent
+
+
+@struct.dataclass
+class FedSAM(SharpnessAware):
+    """g = grad F(w + rho grad F(w) / ||grad F(w)||)."""
+
+    adaptive: bool = hyperparameter(False, help="perturb each weight in proportion to its size", static=True)
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Qu et al., ICML 2022")
+
+    def configure(self, setting, hyper):
+        """Without a perturbation the second pass is for nothing."""
+        return self, ["FedSAM with `rho=0` is FedAvg at twice the cost: set `rho` above 0."] if self.rho == 0 else []
+
+    def point(self, params, gradients, context):
+        """w + e."""
+        return optax.tree.add(params, ascent(gradients, params, self.rho, adaptive=self.adaptive))

@@ -1,0 +1,87 @@
+"""FedSMOO: FedDyn's consensus on the weights, and one on the perturbation of the weights.
+
+Sun et al., "Dynamic Regularized Sharpness Aware Minimization in Federated Learning: Approaching Global Consistency and
+Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), the model and the dual mu_k
+up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
+Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
+where the code leaves lambda w to the weight decay. The evaluated model is the server's; FedDyn's mean of the cohort is
+recorded beside it.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_pcdd.methods.drift import Drifting
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.sharpness import moved_to, of_length
+from fedjax_pcdd.trees import zeros_like
+
+DUAL = "dual"  # mu_k among the variables, where local steps change it
+
+
+@struct.dataclass
+class FedSMOO(Drifting):
+    """g = grad F(w + e) + lambda (h_k + w - w^t), e = rho d / ||d|| with d = grad F(w) - mu_k - s; mu_k += e - s."""
+
+    rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedDyn", low=0.0)
+    lam: float = hyperparameter(
+        0.1, symbol="lambda", help="weight of the dynamic regulariser; 0 is without drifts", low=0.0
+    )
+    eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
+        "cloud", help="model that GA is read from, as in FedDyn; the others are recorded beside it", static=True
+    )
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Sun et al., ICML 2023")
+
+    def configure(self, setting, hyper):
+        """What is left of it without one of its parts."""
+        method, advice = super().configure(setting, hyper)
+        if self.rho == 0:
+            advice = [*advice, "FedSMOO with `rho=0` is FedDyn at twice the cost: set `rho` above 0."]
+        return method, advice
+
+    def init_server(self, setting, variables, class_counts, key):
+        """s = 0."""
+        server = super().init_server(setting, variables, class_counts, key)
+        return server._replace(state=zeros_like(server.drift))
+
+    def init_client(self, setting, server, facts, key):
+        """mu_k = 0."""
+        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.drift))
+
+    def pace(self) -> Any:
+        """No drift accumulates at lambda = 0."""
+        return jnp.where(jnp.asarray(self.lam) > 0, 1.0, 0.0)
+
+    def download(self, server, client):
+        """The cloud model, and the dual."""
+        return {**server.variables, DUAL: client.state}
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """Perturbation and dual from the gradient at w, then the corrected gradient at w + e."""
+        params, common = variables["params"], context.server.state
+        loss, state, gradients = evaluate(variables)
+        uphill = jax.tree.map(lambda g, mu, s: g - mu - s, gradients, variables[DUAL], common)
+        e = of_length(uphill, self.rho)
+        dual = jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, common)
+        second = evaluate(moved_to(variables, optax.tree.add(params, e))).gradients
+        tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, params, context.start["params"])
+        return loss, {**state, DUAL: dual}, step(optax.tree.add_scale(second, self.lam, tie))
+
+    def upload(self, variables, summary, context):
+        """As with every drift, and the dual."""
+        dual = variables[DUAL]
+        model = {name: tree for name, tree in variables.items() if name != DUAL}
+        client, message = super().upload(model, summary, context)
+        return client._replace(state=dual), message._replace(total=message.total._replace(state=dual))
+
+    def aggregate(self, server, message, weights, context):
+        """As with every drift, and s = rho u / ||u||, u the mean dual of the cohort."""
+        mean = optax.tree.scale(1 / jnp.maximum(context.count, 1), message.total.state)
+        return super().aggregate(server, message, weights, context)._replace(state=of_length(mean, self.rho))

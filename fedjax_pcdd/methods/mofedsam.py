@@ -1,0 +1,42 @@
+"""MoFedSAM: FedSAM's gradient at the worst point nearby, mixed with the federation's last mean direction.
+
+Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022.
+Sent: as FedCM, the model and the direction down (2P), the model and a scalar up. Clients keep nothing. A step costs two
+gradients. Follows a published code of later authors for the defaults; the server averages (eta_g = 1).
+"""
+
+from typing import Any
+
+from flax import struct
+
+from fedjax_pcdd.methods.client_momentum import ClientMomentum
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.sharpness import SharpnessAware
+
+
+@struct.dataclass
+class MoFedSAM(SharpnessAware, ClientMomentum):
+    """g = beta grad F(w + e) + (1 - beta) Delta, e from the plain gradient as in FedSAM."""
+
+    rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation of the weights", low=0.0)
+    beta: float = hyperparameter(
+        0.1, symbol="beta", help="the client's share of a gradient; 1 is FedSAM", above=0.0, high=1.0
+    )
+
+    def traits(self):
+        """As FedAvg."""
+        return Traits("Qu et al., ICML 2022")
+
+    def configure(self, setting, hyper):
+        """As FedCM; without a perturbation it is that, at twice the cost."""
+        method, advice = super().configure(setting, hyper)
+        same = "MoFedSAM with `rho=0` is FedCM at twice the cost: set `rho` above 0, or use `method=fedcm`."
+        return method, [*advice, same] if self.rho == 0 else advice
+
+    def share(self) -> Any:
+        """beta."""
+        return self.beta
+
+    def descent(self, gradients, context):
+        """The mixture."""
+        return self.mixed(gradients, context)

@@ -1,0 +1,53 @@
+"""The house: imports go down the floors only, and nothing below the command line knows how options are written."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "fedjax_pcdd"
+FLOORS = {
+    **dict.fromkeys(("errors", "trees", "registry", "__init__"), 0), **dict.fromkeys(("losses", "models", "data"), 1),
+    "methods": 2, "engine": 3, "analysis": 4, "training": 5, **dict.fromkeys(("api", "report"), 6), "cli": 7,
+    "testing": 7,
+}  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+OPTION = re.compile(r"(?<![\w-])--[a-z]")
+
+
+def floor_of(path):
+    return FLOORS[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+
+
+def imported(tree):
+    """Modules of the package that a file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedjax_pcdd"):
+            _, *rest = node.module.split(".")
+            yield from [rest[0]] if rest else [alias.name for alias in node.names if alias.name in FLOORS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    if path.name == "__init__.py" and path.parent == PACKAGE:
+        return  # the front door shows what lies on every floor
+    above = [name for name in imported(ast.parse(path.read_text())) if FLOORS[name] > floor_of(path)]
+    assert above == []
+
+
+def texts(tree):
+    """The strings of a file but for docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {id(node.body[0].value) for node in ast.walk(tree)
+            if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if floor_of(p) < 7], ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_option_is_spelled_below_the_command_line(path):
+    """But for those of XLA and of whole commands, as experiments/prepare.py has them."""
+    quoted = [text for text in texts(ast.parse(path.read_text())) if OPTION.search(text)]
+    assert [text for text in quoted if "xla" not in text and ".py" not in text and "data-dir" not in text] == []

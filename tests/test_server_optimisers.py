@@ -1,0 +1,237 @@
+"""Steps of the server: FedAvgM, FedAdam, FedYogi, FedAdagrad and FedExP, alone and about other methods."""
+
+from dataclasses import fields
+
+import jax
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from hooks import aggregate, context, hyper, params, setting, start
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedexp import FedExP
+from fedjax_pcdd.methods.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimised
+from fedjax_pcdd.methods.wrappers import averages_models
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+SUFFIXES = ["avgm", "adam", "yogi", "adagrad", "exp"]
+OPTIMISERS = {
+    "sgd": (ServerOptimised, {}),
+    "avgm": (FedAvgM, {}),
+    "avgm_nesterov": (FedAvgM, {"server_nesterov": True}),
+    "adagrad_paper": (FedAdagrad, {}),
+    "adagrad_beta1": (FedAdagrad, {"server_beta1": "par_beta1"}),
+    "adagrad_optax": (FedAdagrad, {"server_form": "optax"}),
+    **{f"adam_{form}": (FedAdam, {"server_form": form}) for form in ("paper", "optax", "keras")},
+    **{f"yogi_{form}": (FedYogi, {"server_form": form}) for form in ("paper", "optax", "keras")},
+}
+FEDEXP = {"paper": {}, "code": {"epsilon_times_cohort": True}, "uniform": {}}
+everyone = pytest.mark.parametrize("g", cases("server_optimizers"))
+
+
+def w(variables):
+    return np.asarray(variables["params"]["w"])
+
+
+def rounds(method, g, weights=None):
+    """The server after each round of a golden file."""
+    weights = g["in_n"] if weights is None else weights
+    server, clients = start(method, g["in_w0"], g["in_n"].astype(int))
+    for deltas, chosen in zip(g["in_deltas"], g["in_selected"], strict=True):
+        chosen, messages = np.flatnonzero(chosen), []
+        for k in chosen:
+            at = context(method, server, clients[k], sizes=g["in_n"].astype(int), k=k)
+            messages.append(method.upload(params(w(server.variables) + deltas[k]), (), at)[1])
+        server = aggregate(method, server, messages, weights[chosen], clients=len(weights))
+        yield server
+
+
+def optimiser(g, name):
+    """With the constants of a golden file."""
+    cls, options = OPTIMISERS[name]
+    own = {field.name for field in fields(cls)}
+    constants = {"server_lr": "par_eta", "server_momentum": "par_momentum", "server_tau": "par_tau"}
+    constants |= {"server_beta2": "par_beta2"} | ({} if cls is FedAdagrad else {"server_beta1": "par_beta1"})
+    known = {option: value for option, value in constants.items() if option in own} | options
+    return cls(**{option: float(g[v]) if v in g else v for option, v in known.items()})
+
+
+@pytest.mark.usefixtures("x64")
+@everyone
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_steps_of_an_optimiser_agree_with_the_vectors(g, name):
+    method, server = optimiser(g, name), None
+    for server, expected in zip(rounds(method, g), g[f"out_{name}"], strict=True):
+        np.testing.assert_allclose(w(server.variables), expected, **EXACT)
+    moments = [("m", "mu"), ("m", "trace"), ("v", "nu"), ("v", "sum_of_squares")]
+    for suffix, field in moments:
+        if f"out_{name}__{suffix}" in g and hasattr(server.moments, field):
+            np.testing.assert_allclose(getattr(server.moments, field)["w"], g[f"out_{name}__{suffix}"], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@everyone
+@pytest.mark.parametrize("form", FEDEXP)
+def test_extrapolation_agrees_with_the_vectors(g, form):
+    method = FedExP(epsilon=float(g["par_epsilon"]), **FEDEXP[form])
+    weights = np.ones_like(g["in_n"]) if form == "uniform" else None
+    name = f"out_fedexp_{form}"
+    for r, server in enumerate(rounds(method, g, weights)):
+        np.testing.assert_allclose(w(server.variables), g[name][r], **EXACT)
+        np.testing.assert_allclose(server.extrapolation, g[f"{name}__eta"][r], **EXACT)
+        np.testing.assert_allclose(w(method.generic_variables(server)), g[f"{name}__evaluated"][r], **EXACT)
+        np.testing.assert_allclose(w(method.further_models(server)["last"]), g[name][r], **EXACT)
+
+
+def after_one_round(method, models, sizes, values):
+    """The server after clients end at these models."""
+    server, clients = start(method, np.asarray(values), sizes)
+    messages = [
+        method.upload(params(np.asarray(x)), (), context(method, server, client, sizes=sizes))[1]
+        for x, client in zip(models, clients, strict=True)
+    ]
+    return aggregate(method, server, messages, sizes, clients=len(sizes))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("form", "expected"), [("paper", 0.0905), ("optax", 0.0990)])
+def test_the_sheets_adam(form, expected):
+    server = after_one_round(FedAdam(server_form=form), [[0.1]], (1,), [0.0])
+    np.testing.assert_allclose(w(server.variables), expected, atol=5e-5)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_sheets_extrapolation():
+    server = after_one_round(FedExP(), [[1.0], [-0.5]], (1, 1), [0.0])
+    np.testing.assert_allclose(server.extrapolation, 0.625 / 0.127, rtol=1e-12)
+
+
+def test_equal_updates_are_not_extrapolated():
+    server = after_one_round(FedExP(), [[1.0], [1.0]], (1, 3), [0.0])
+    assert (float(server.extrapolation), w(server.variables)) == (1.0, [1.0])
+
+
+def test_nothing_that_moves_is_no_division_by_zero():
+    server = after_one_round(FedExP(epsilon=0.0), [[2.0]], (1,), [2.0])
+    assert (float(server.extrapolation), w(server.variables)) == (1.0, [2.0])
+
+
+def test_epsilon_follows_the_square_of_the_learning_rate():
+    moved, step = np.float32(3), np.float32(0)
+    shrunk = FedExP()._extrapolation(moved, step, 0.5, 1)
+    np.testing.assert_allclose(shrunk, 4 * FedExP()._extrapolation(moved, step, 1.0, 1), rtol=1e-6)
+    constant = FedExP(epsilon_decay=False)
+    assert constant._extrapolation(moved, step, 0.5, 1) == constant._extrapolation(moved, step, 1.0, 1)
+
+
+@pytest.mark.parametrize("cls", [FedAdam, FedYogi, FedAdagrad, FedAvgM])
+def test_a_coordinate_that_never_moves_stays_exactly(cls):
+    server = after_one_round(cls(), [[0.7, 1.0]], (1,), [0.7, 0.0])
+    assert w(server.variables)[0] == np.float32(0.7)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_wrapper_about_fedavg_is_the_method_of_that_name(suffix):
+    (one, _), (other, _) = (
+        toy.train(toy.simulation(method=methods.get(name)()), (0, 1)) for name in (f"fedavg+{suffix}", f"fed{suffix}")
+    )
+    jax.tree.map(np.testing.assert_array_equal, one.servers.variables, other.servers.variables)
+
+
+def test_the_neutral_optimiser_leaves_every_method_as_it_is():
+    for name in ("scaffold", "feddyn"):
+        method = methods.get(f"{name}+avgm")(server_momentum=0.0)
+        (wrapped, _), (plain, _) = (toy.train(toy.simulation(method=m), (0, 1)) for m in (method, METHODS[name]()))
+        for a, b in zip(*map(jax.tree.leaves, (wrapped.servers.variables, plain.servers.variables)), strict=True):
+            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def test_prototypes_and_a_step_of_the_server_compose_in_either_order():
+    assert methods.get("moon+prototypes+adam") is methods.get("moon+adam+prototypes")
+    state, _ = toy.train(toy.simulation(method=methods.get("fedprox+prototypes+adam")()), (0,))
+    assert state.servers.valid.any()
+    assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state.servers.variables)))
+
+
+@pytest.mark.parametrize("cls", [FedAdam, FedAvgM])
+def test_running_statistics_are_those_of_the_mean(cls):
+    method = cls(server_lr=0.5)
+    server, (client,) = start(method, np.zeros(1), (1,), batch_stats=np.zeros(2))
+    at = context(method, server, client)
+    _, message = method.upload(params(np.ones(1), batch_stats=np.array([3.0, 4.0])), (), at)
+    after = aggregate(method, server, [message], (1,), clients=1)
+    np.testing.assert_array_equal(after.variables["batch_stats"], [3, 4])
+    assert w(after.variables) != 1
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("solo", "solo is no method that averages models"),
+        ("fedmd", "fedmd is no method that averages models"),
+        ("fedadam", "fedadam has a step of the server already"),
+        ("fedavg+avgm", "has a step of the server already|names a suffix twice"),
+    ],
+)
+def test_a_method_that_has_no_mean_or_a_step_already_is_refused(name, reason, suffix):
+    with pytest.raises(UserError, match=reason):
+        methods.get(f"{name}+{suffix}")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_step_of_the_server_goes_about_every_other_method_that_averages_models(suffix):
+    steps, same = {f"fed{suffix}" for suffix in SUFFIXES}, {"feddf"} if suffix != "exp" else set()
+    for name, cls in METHODS.items():
+        if averages_models(cls()) and name not in steps | same:
+            assert issubclass(methods.get(f"{name}+{suffix}"), cls)
+
+
+@pytest.mark.parametrize("suffix", ["avgm", "adam", "yogi", "adagrad"])
+def test_an_option_that_would_mean_two_things_is_refused(suffix):
+    with pytest.raises(UserError, match="feddf has a server_lr of its own"):
+        methods.get(f"feddf+{suffix}")
+
+
+@pytest.mark.parametrize("name", ["feddyn+exp", "fedcm+exp", "fedcm+adam", "fedsmoo+avgm", "fedgela+adam", "fedgf+exp"])
+def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
+    simulated = toy.simulation(method=methods.get(name)())
+    state, _ = toy.train(simulated, (0, 1))
+    assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
+    simulated.evaluate(state, personal=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedAvgM(server_lr=0.0), "leaves the server's parameters where they are"),
+        (FedAdam(server_lr=1.0), "move every parameter by about as much a round"),
+        (methods.get("feddyn+adam")(), "the drift or `eta_g` counts twice"),
+        (methods.get("scaffold+adam")(eta_g=0.5), "the drift or `eta_g` counts twice"),
+    ],
+)
+def test_steps_that_cannot_go_well_are_warned_of(method, sentence):
+    assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
+
+
+def test_defaults_are_advised_against_in_nothing():
+    for cls in (FedAvgM, FedAdam, FedYogi, FedAdagrad, FedExP):
+        assert cls().configure(setting(2), hyper())[1] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedAvgM(server_momentum=1.0), "less than 1"),
+        (FedYogi(server_beta2=1.5), "less than 1"),
+        (FedAdam(server_form="optax", server_v0=0.0), "server_form=paper"),
+        (FedAdagrad(server_form="keras"), "has no Adagrad"),
+        (FedAdagrad(server_form="optax", server_beta1=0.9), "has no first moment"),
+    ],
+)
+def test_options_of_another_form_are_refused(method, sentence):
+    with pytest.raises(UserError, match=sentence):
+        method.configure(setting(2), hyper())

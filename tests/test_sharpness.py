@@ -1,0 +1,306 @@
+"""FedSAM, MoFedSAM, FedCM, FedLESAM, FedGF and FedSMOO: three rounds against the reference, and invariants."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from golden_vectors import cases
+from hooks import aggregate, context, facts, hyper, params, setting, start
+from trajectories import train
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedcm import FedCM
+from fedjax_pcdd.methods.fedgf import FedGF
+from fedjax_pcdd.methods.fedlesam import Client, FedLESAM
+from fedjax_pcdd.methods.fedsam import FedSAM
+from fedjax_pcdd.methods.fedsmoo import FedSMOO
+from fedjax_pcdd.methods.method import Evaluated, Step
+from fedjax_pcdd.methods.mofedsam import MoFedSAM
+from fedjax_pcdd.methods.sharpness import ascent, of_length
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+MEMORY = {"memory": "server", "norm": "sum"}
+GLOBAL = {"global_rho": "par_global_rho", "threshold": "par_threshold", "window": "par_window"}
+MOMENTUM, CLIP = {"momentum": 0.9}, {"clip": 0.5}
+RHO, SMOO = {"rho": "par_rho"}, {"rho": "par_rho", "lam": "par_lambda"}
+MO, GF = {"rho": "par_rho", "beta": "par_beta"}, {"rho": "par_rho", **GLOBAL}
+SETTINGS = {
+    "fedavg": ("fedavg", {}, {}),
+    "fedsam": ("fedsam", RHO, {}),
+    "fedsam_momentum0.9": ("fedsam", RHO, MOMENTUM),
+    "fedsam_clip0.5": ("fedsam", RHO, CLIP),
+    "mofedsam": ("mofedsam", MO, {}),
+    "mofedsam_clip0.5": ("mofedsam", MO, CLIP),
+    "fedcm": ("fedcm", {"alpha": "par_alpha"}, {}),
+    "fedcm_clip0.5": ("fedcm", {"alpha": "par_alpha"}, CLIP),
+    "fedcm_per_client": ("fedcm", {"alpha": "par_alpha", "direction": "per_client"}, {}),
+    "fedlesam_paper": ("fedlesam", RHO, {}),
+    "fedlesam_code": ("fedlesam", RHO | MEMORY, {}),
+    "fedsmoo": ("fedsmoo", SMOO, {}),
+    "fedsmoo_clip0.5": ("fedsmoo", SMOO, CLIP),
+    "fedsmoo_momentum0.9": ("fedsmoo", SMOO, MOMENTUM),
+    "fedgf": ("fedgf", GF, {}),
+    "fedgf_momentum0.9": ("fedgf", GF, MOMENTUM),
+}
+
+
+def flat(problem, tree, row):
+    return problem.flatten(jax.tree.map(lambda x: x[row], tree))
+
+
+def told(problem, state, clients):
+    """What a golden file has of a state beside the server's model, by its suffix."""
+    server, kept = state.servers, state.clients
+    trees = {"delta": "direction", "perturbed": "perturbed", "s": "state"}
+    result = {k: flat(problem, getattr(server, v), 0) for k, v in trees.items() if getattr(server, v, ()) != ()}
+    numbers = {"c": "share", "divergence": "divergence"}
+    result |= {k: getattr(server, v)[0] for k, v in numbers.items() if hasattr(server, v)}
+    dual = {"mu": "state", "h": "drift"} if hasattr(kept, "drift") else {}
+    return result | {k: np.stack([flat(problem, getattr(kept, v), c) for c in range(clients)]) for k, v in dual.items()}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("g", cases("sharpness"))
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_three_rounds_agree_with_the_reference(g, setting):
+    name, options, local = SETTINGS[setting]
+    constants = {k: g[v].item() if v in g else v for k, v in options.items()}
+    problem, states = train(g, name, 3, **local, **constants)
+    further = [key for key in g if key.startswith(f"out_{setting}__") and not key.endswith("__steps")]
+    for r, state in enumerate(states):
+        np.testing.assert_allclose(flat(problem, state.servers.variables["params"], 0), g[f"out_{setting}"][r], **EXACT)
+        known = told(problem, state, problem.clients)
+        for key in further:
+            np.testing.assert_allclose(known[key.rpartition("__")[2]], g[key][r], err_msg=key, **EXACT)
+
+
+def w(variables):
+    return np.asarray(variables["params"]["w"])
+
+
+def one_step(method, at, gradient, variables, lr=0.1):
+    """Parameters and collections after a step of SGD on F with this gradient, and where gradients were taken."""
+    points = []
+
+    def evaluate(variables):
+        points.append(w(variables))
+        return Evaluated(0.0, {}, {"w": gradient(variables["params"]["w"])})
+
+    def step(gradients):
+        return Step({"w": -lr * gradients["w"]}, ())
+
+    _, state, taken = method.local_update(evaluate, step, variables, None, at)
+    return params(variables["params"]["w"] + taken.updates["w"]) | state, points
+
+
+def at_start(method, values, **local):
+    """The context of the only client in its first step."""
+    server, (client,) = start(method, np.asarray(values), (1,))
+    return context(method, server, client, **local)._replace(step=0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_sheets_step():
+    at = at_start(FedSAM(rho=0.1), [1.0])
+    after, points = one_step(FedSAM(rho=0.1), at, lambda x: 2 * x, at.start)
+    np.testing.assert_allclose(points, [[1.0], [1.1]], **EXACT)
+    np.testing.assert_allclose(w(after), 1 - 0.1 * 2.2, **EXACT)
+
+
+def test_a_perturbation_has_the_length_rho_over_all_parameters_together():
+    gradients = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([[4.0]])}
+    e = of_length(gradients, 0.5)
+    np.testing.assert_allclose(e["a"], [0.3, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(e["b"], [[0.4]], rtol=1e-6)
+
+
+def test_no_gradient_perturbs_nothing():
+    zero = {"a": jnp.zeros(2)}
+    np.testing.assert_array_equal(of_length(zero, 0.5)["a"], 0)
+    np.testing.assert_array_equal(ascent(zero, zero, 0.5, adaptive=True)["a"], 0)
+
+
+def test_adaptive_perturbations_grow_with_the_weights():
+    weights, gradients = {"a": jnp.asarray([2.0, -1.0, 0.0])}, {"a": jnp.asarray([1.0, 1.0, 5.0])}
+    expected = np.array([4.0, 1.0, 0.0]) * 0.1 / np.sqrt(5)
+    np.testing.assert_allclose(ascent(gradients, weights, 0.1, adaptive=True)["a"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("statistics", "expected"), [("first", 1), ("both", 2)])
+def test_running_statistics_count_the_passes_asked_for(statistics, expected):
+    method = FedSAM(statistics=statistics)
+
+    def evaluate(variables):
+        return Evaluated(0.0, {"batch_stats": variables["batch_stats"] + 1}, {"w": variables["params"]["w"]})
+
+    variables = params(np.ones(1), batch_stats=0)
+    _, state, _ = method.local_update(evaluate, lambda g: Step(g, ()), variables, None, at_start(method, [1.0]))
+    assert state["batch_stats"] == expected
+
+
+def same(one, other, rounds=(0, 1, 2)):
+    """Two methods train the same global model."""
+    (a, _), (b, _) = (toy.train(toy.simulation(name, **hyper), rounds) for name, hyper in (one, other))
+    for x, y in zip(*(jax.tree.leaves(s.servers.variables) for s in (a, b)), strict=True):
+        np.testing.assert_allclose(x, y, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("mofedsam", {"rho": 0.0, "beta": 0.3}), ("fedcm", {"alpha": 0.3})),
+        (("mofedsam", {"rho": 0.1, "beta": 1.0}), ("fedsam", {"rho": 0.1})),
+        (("fedgf", {"rho": 0.1, "threshold": float("inf")}), ("fedsam", {"rho": 0.1})),
+        (("fedsmoo", {"rho": 0.0, "lam": 0.1}), ("feddyn", {"alpha": 0.1})),
+    ],
+    ids=["mofedsam-fedcm", "mofedsam-fedsam", "fedgf-fedsam", "fedsmoo-feddyn"],
+)
+def test_without_its_part_a_method_is_another(one, other):
+    same(one, other)
+
+
+def rounds_of(method, models, sizes, values=(0.0,), **local):
+    """Server and clients after a round in which client k ends at models[k]."""
+    server, clients = start(method, np.asarray(values), sizes)
+    kept, messages = [], []
+    for k, model in enumerate(models):
+        at = context(method, server, clients[k], sizes=sizes, k=k, **local)
+        client, message = method.upload({**at.start, **params(np.asarray(model))}, (), at)
+        kept.append(client)
+        messages.append(message)
+    weights = [float(method.weight(facts(sizes, k))) for k in range(len(sizes))]
+    return aggregate(method, server, messages, weights, clients=len(sizes)), kept
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["mean_steps", "per_client"])
+def test_the_direction_of_one_step_is_the_gradient(form):
+    server, _ = rounds_of(FedCM(direction=form), [[-0.2], [-0.6]], (1, 3), steps=1, lr=0.1)
+    np.testing.assert_allclose(server.direction["w"], 0.25 * 2 + 0.75 * 6, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("normaliser", "steps"), [("steps", 5), ("a_k", 13.1441)])
+def test_the_direction_is_divided_by_steps_or_by_what_momentum_makes_of_them(normaliser, steps):
+    method = FedCM(step_normaliser=normaliser)
+    server, _ = rounds_of(method, [[-1.0]], (1,), steps=5, lr=0.1, momentum=0.9)
+    np.testing.assert_allclose(server.direction["w"], 1 / (0.1 * steps), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("warm", "share"), [(False, 0.1), (True, 1.0)])
+def test_a_warm_start_takes_whole_gradients_in_the_first_round_alone(warm, share):
+    method = FedCM(warm=warm)
+    at = at_start(method, [1.0])
+    for known, expected in ((at, share), (at._replace(round=1), 0.1)):
+        after, _ = one_step(method, known, jnp.ones_like, known.start)
+        np.testing.assert_allclose(w(after), 1 - 0.1 * expected, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_eta_g_scales_the_servers_step():
+    server, _ = rounds_of(FedCM(eta_g=0.5), [[1.0], [2.0]], (10, 30))
+    np.testing.assert_allclose(w(server.variables), 0.875, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_fedlesam_looks_back_to_the_model_received_last():
+    method = FedLESAM(rho=0.5)
+    server, (client,) = start(method, np.array([3.0, 4.0]), (1,))
+    at = context(method, server, client)
+    np.testing.assert_array_equal(method.perturbation(at)["w"], 0)  # never received one
+    client, _ = method.upload(params(np.array([9.0, 9.0])), (), at)
+    np.testing.assert_array_equal(client.received["w"], [3, 4])  # not its own result
+    later = context(method, server._replace(variables=params(np.zeros(2))), client)
+    np.testing.assert_allclose(method.perturbation(later)["w"], [0.3, 0.4], **EXACT)
+
+
+def test_fedlesam_needs_one_gradient_a_step():
+    method = FedLESAM()
+    at = at_start(method, [1.0])._replace(client=Client({"w": jnp.full(1, 2.0)}, jnp.ones((), bool)))
+    _, points = one_step(method, at, lambda x: x, at.start)
+    np.testing.assert_allclose(points, [[1.1]], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("threshold", "share"), [(2.0, 0.0), (1.9, 1.0)])
+def test_fedgf_counts_rounds_strictly_above_the_threshold(threshold, share):
+    server, _ = rounds_of(FedGF(threshold=threshold, rho=0.1), [[1.0], [3.0]], (1, 9))
+    assert float(server.divergence) == 2  # not weighted
+    assert float(server.share) == share
+    np.testing.assert_allclose(server.perturbed["w"], 2.8 - 0.1, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_fedgf_at_c_one_takes_its_gradient_at_the_perturbed_global_model():
+    method = FedGF()
+    at = at_start(method, [1.0])
+    at = at._replace(server=at.server._replace(share=jnp.ones(()), perturbed={"w": jnp.full(1, 7.0)}))
+    _, points = one_step(method, at, lambda x: x, at.start)
+    np.testing.assert_allclose(points, [[1.0], [7.0]], **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_fedsmoo_with_all_clients_doubles_the_first_step():
+    server, clients = rounds_of(FedSMOO(), [[1.0], [3.0]], (1, 9), values=[0.5])
+    np.testing.assert_allclose(w(server.variables), 0.5 + 2 * 1.5, **EXACT)
+    np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_fedsmoo_without_its_regulariser_adds_no_drift():
+    server, _ = rounds_of(FedSMOO(lam=0.0), [[1.0], [3.0]], (1, 9))
+    np.testing.assert_allclose(w(server.variables), 2.0, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_dual_of_fedsmoo_moves_by_what_its_perturbation_lacks_of_the_common_one():
+    method = FedSMOO(rho=0.1)
+    at = at_start(method, [1.0])
+    at = at._replace(server=at.server._replace(state={"w": jnp.full(1, 0.04)}))
+    after, points = one_step(method, at, lambda x: 2 * x, at.start)
+    np.testing.assert_allclose(points, [[1.0], [1.1]], **EXACT)
+    np.testing.assert_allclose(after["dual"]["w"], 0.1 - 0.04, **EXACT)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
+    method = FedSMOO(rho=0.1)
+    server, (client,) = start(method, np.zeros(2), (1,))
+    at = context(method, server, client)
+    _, message = method.upload(params(np.ones(2), dual={"w": jnp.asarray([3.0, 4.0])}), (), at)
+    after = aggregate(method, server, [message], (1,), clients=1)
+    np.testing.assert_allclose(after.state["w"], [0.06, 0.08], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (FedSAM(rho=0.0), "FedAvg at twice the cost"),
+        (MoFedSAM(rho=0.0), "FedCM at twice the cost"),
+        (FedSMOO(rho=0.0), "FedDyn at twice the cost"),
+        (FedGF(threshold=-1.0), "`threshold` below 0"),
+        (FedGF(rho=0.0), "perturbs nothing"),
+    ],
+)
+def test_settings_that_are_pointless_are_warned_of(method, sentence):
+    assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
+
+
+@pytest.mark.parametrize(("name", "count"), [("fedcm", 1), ("mofedsam", 1), ("fedsam", 0)])
+def test_momentum_stretches_the_direction_and_is_warned_of(name, count):
+    assert len(METHODS[name]().configure(setting(2), hyper(momentum=0.9))[1]) == count
+    assert METHODS[name]().configure(setting(2), hyper(momentum=0.0))[1] == []
+
+
+def test_nobody_who_looks_at_data_is_refused():
+    with pytest.raises(UserError, match="learns nothing"):
+        FedCM(alpha=0.0).configure(setting(2), hyper())
+
+
+def test_the_global_perturbation_is_as_long_as_the_local_one_unless_set():
+    assert FedGF(rho=0.3).configure(setting(2), hyper())[0].global_rho == 0.3
+    assert FedGF(global_rho=0.2).configure(setting(2), hyper())[0].global_rho == 0.2
