@@ -20,6 +20,7 @@ from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gau
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import joined, moving
+from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.models.classifier import apply_head, forward
 from fedjax_pcdd.trees import where
@@ -59,7 +60,11 @@ class CCVR(Method):
         return Traits("Luo et al., NeurIPS 2021", summary=Summary())
 
     def configure(self, setting, hyper):
-        """The covariances must fit; one round has only the calibration."""
+        """The covariances must fit; one round has only the calibration; a server's momentum would not stop for it."""
+        if isinstance(self, ServerStep):
+            raise UserError(
+                "CCVR's last round trains nothing, but a step of the server would go on: use `method=ccvr`."
+            )
         scalars = setting.num_classes * setting.feature_dim**2
         if self.covariance == "full" and scalars > LARGEST:
             raise UserError(f"CCVR would send {scalars:.2g} numbers a client: choose `covariance=diagonal`.")

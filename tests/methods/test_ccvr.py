@@ -159,6 +159,11 @@ def test_it_may_have_prototypes_too():
     assert not same(state.head, state.variables["params"]["head"])
 
 
+def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused():
+    with pytest.raises(UserError, match="method=ccvr"):
+        methods.get("ccvr+avgm")().configure(setting(), None)
+
+
 def setting(**known):
     return toy.simulation("ccvr").program.setting._replace(**known)
 
