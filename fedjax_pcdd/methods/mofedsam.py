@@ -19,7 +19,7 @@ class MoFedSAM(SharpnessAware, ClientMomentum):
     """g = beta grad F(w + e) + (1 - beta) Delta, e from the plain gradient as in FedSAM."""
 
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation of the weights", low=0.0)
-    beta: float = hyperparameter(
+    alpha: float = hyperparameter(
         0.1, symbol="beta", help="the client's share of a gradient; 1 is FedSAM", above=0.0, high=1.0
     )
 
@@ -35,7 +35,7 @@ class MoFedSAM(SharpnessAware, ClientMomentum):
 
     def share(self) -> Any:
         """beta."""
-        return self.beta
+        return self.alpha
 
     def descent(self, gradients, context):
         """The mixture."""

@@ -45,7 +45,7 @@ REDUCES = {
     "fedadagrad": None,
     "fedexp": {"epsilon": 1e30},
     "fedsam": {"rho": 0.0},
-    "mofedsam": {"rho": 0.0, "beta": 1.0},
+    "mofedsam": {"rho": 0.0, "alpha": 1.0},
     "fedlesam": {"rho": 0.0},
     "fedsmoo": None,  # uniform weights, see its tests
     "fedgf": {"rho": 0.0, "threshold": float("inf")},

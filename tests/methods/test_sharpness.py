@@ -27,7 +27,7 @@ MEMORY = {"memory": "server", "norm": "sum"}
 GLOBAL = {"global_rho": "par_global_rho", "threshold": "par_threshold", "window": "par_window"}
 MOMENTUM, CLIP = {"momentum": 0.9}, {"clip": 0.5}
 RHO, SMOO = {"rho": "par_rho"}, {"rho": "par_rho", "lam": "par_lambda"}
-MO, GF = {"rho": "par_rho", "beta": "par_beta"}, {"rho": "par_rho", **GLOBAL}
+MO, GF = {"rho": "par_rho", "alpha": "par_beta"}, {"rho": "par_rho", **GLOBAL}
 SETTINGS = {
     "fedavg": ("fedavg", {}, {}),
     "fedsam": ("fedsam", RHO, {}),
@@ -152,8 +152,8 @@ def same(one, other, rounds=(0, 1, 2)):
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (("mofedsam", {"rho": 0.0, "beta": 0.3}), ("fedcm", {"alpha": 0.3})),
-        (("mofedsam", {"rho": 0.1, "beta": 1.0}), ("fedsam", {"rho": 0.1})),
+        (("mofedsam", {"rho": 0.0, "alpha": 0.3}), ("fedcm", {"alpha": 0.3})),
+        (("mofedsam", {"rho": 0.1, "alpha": 1.0}), ("fedsam", {"rho": 0.1})),
         (("fedgf", {"rho": 0.1, "threshold": float("inf")}), ("fedsam", {"rho": 0.1})),
         (("fedsmoo", {"rho": 0.0, "lam": 0.1}), ("feddyn", {"alpha": 0.1})),
     ],
