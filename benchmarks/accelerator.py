@@ -8,8 +8,9 @@
 `loops` counts how often loops of unknown length turn (each turn costs a GPU a trip to the host) and the equations that
 are evaluated; it needs no compiler but the CPU's. `round` compiles a program of the engine and counts the kernels that
 it launches: those of a loop's body as often as the loop turns. `model` compiles a model's forward pass, gradient and
-loop of steps. `all` goes through everything, writes `benchmarks/results/accelerator.{json,md}`, and continues where it
-was stopped; with --check it writes nothing, and fails where something does not compile or has grown by a tenth.
+loop of steps. `all` goes through everything, compiles the programs that are not those of their records, and writes
+`benchmarks/results/accelerator.{json,md}`; with --check it writes nothing, and fails where something does not compile
+or has grown by a tenth.
 
 All but `loops` needs the extra `accelerator` (5.5 GB). A compiler may end its process, so each compilation has its own.
 """
@@ -18,8 +19,9 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -62,30 +64,42 @@ def parser() -> argparse.ArgumentParser:
     whole = made.add_argument_group("all")
     whole.add_argument("--quick", action="store_true", help="what breaks most often, in a quarter of an hour")
     whole.add_argument("--check", action="store_true", help="write nothing, fail where something became worse")
-    whole.add_argument("--only", default="", help="cases whose names contain this")
+    whole.add_argument("--only", default="", help="cases whose lines, `section: name`, contain this")
     whole.add_argument("--workers", type=int, default=2, help="compilations at once")
     whole.add_argument("--out", type=Path, help="path of the results without its ending")
     made.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds; what takes longer does not compile")
     made.add_argument("--layer", help=argparse.SUPPRESS)
     made.add_argument("--form", help=argparse.SUPPRESS)
+    made.add_argument("--known", default="", help=argparse.SUPPRESS)
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
-def measure(case: Case, target: str, timeout: float = TIMEOUT) -> dict[str, Any]:
-    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how."""
+def measure(case: Case, target: str, known: str = "", timeout: float = TIMEOUT) -> dict[str, Any]:
+    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how.
+
+    Args:
+      known: digest of a program that is not worth compiling; its record is {"program": known} alone.
+    """
     command = [sys.executable, "-m", "benchmarks.accelerator", *case.options(), f"--target={target}", "--in-process"]
+    command += [f"--known={known}"] if known else []
     begun = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(target), capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "reason": f"not compiled within {timeout:.0f} s"}
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1]) | {"process_s": round(time.monotonic() - begun, 1)}
-    record = {"ok": False, "reason": reason_of(done.returncode, done.stderr)}
-    return record | ({"mistake": True} if done.returncode == USER_ERROR else {})
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment(target), stdout=output, stderr=errors, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        for file in (output, errors):
+            file.seek(0)
+        record = {key: value for line in output for key, value in json.loads(line).items()}
+        if code == 0:
+            return record | {"process_s": round(time.monotonic() - begun, 1)}
+        reason = reason_of(code, errors.read()) if code else f"not compiled within {timeout:.0f} s"
+    if code is None:
+        record.pop("program", None)  # so that it is tried again, with more time
+    return record | {"ok": False, "reason": reason} | ({"mistake": True} if code == USER_ERROR else {})
 
 
 def reason_of(code: int, errors: str) -> str:
@@ -103,31 +117,39 @@ def reason_of(code: int, errors: str) -> str:
     return f"ended by signal {-code}: {last}" if code < 0 else last
 
 
-def compute(case: Case, target: str) -> dict[str, Any]:
-    """The record of a case, in this process."""
-    from benchmarks import programs
+def compute(case: Case, target: str, known: str = "") -> Iterator[dict[str, Any]]:
+    """The record of a case, in this process, in parts: what does not compile has a digest, too."""
+    from benchmarks import hlo, programs
     from benchmarks.turns import count_turns
 
     imagine(target)
     traced = programs.trace(case)
-    if case.view in ("model", "forms"):
-        compiled, seconds = programs.compile(traced, target)
-        return {"ok": True, **_cost(compiled, seconds)}
-    count = count_turns(traced.jaxpr, traced.args)
-    record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
-    if case.view == "loops":
-        return record | {"loops": [loop._asdict() for loop in count.loops]}
-    compiled, seconds = programs.compile(traced, target)
-    record |= {"ok": True, **_cost(compiled, seconds)}
-    return record | _kernels(compiled, target, {loop.name: loop.turns for loop in count.loops})
+    record, depends, turns = {}, (), {}
+    if case.view in ("loops", "round"):
+        count = count_turns(traced.jaxpr, traced.args)
+        turns = {loop.name: loop.turns for loop in count.loops}
+        record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
+        depends = json.dumps(turns), Path(hlo.__file__).read_text()
+        if case.view == "loops":
+            yield record | {"loops": [loop._asdict() for loop in count.loops]}
+            return
+    lowered = programs.lower(traced, target)
+    program = programs.digest(lowered, target, *depends)
+    yield {"program": program}
+    if program == known:
+        return
+    yield record
+    compiled, seconds = programs.compile(lowered)
+    yield {"ok": True, **_cost(compiled, seconds), **(_kernels(compiled, target, turns) if record else {})}
 
 
-def run_in_process(case: Case, target: str) -> int:
-    """Print the record of a case as one line, or the sentence that says what is wrong with it."""
+def run_in_process(case: Case, target: str, known: str) -> int:
+    """Print the record of a case as some lines, or the sentence that says what is wrong with it."""
     from fedjax_pcdd.errors import UserError
 
     try:
-        print(json.dumps(compute(case, target)))
+        for part in compute(case, target, known):
+            print(json.dumps(part), flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
         return USER_ERROR
@@ -146,7 +168,8 @@ def _kernels(compiled: Any, target: str, turns: dict[str, int]) -> dict[str, Any
     if TARGETS[target].backend != "gpu":
         return {"kernels": None}
     counted = launches(compiled.as_text(), turns)
-    return {"kernels": counted.kernels, "uncounted": counted.reason, "bodies": [b._asdict() for b in counted.bodies]}
+    counts = {"kernels": counted.kernels, "branches": counted.branches or None, "uncounted": counted.reason}
+    return counts | {"bodies": [body._asdict() for body in counted.bodies]}
 
 
 def case_of(args: argparse.Namespace, program: str) -> Case:
@@ -158,9 +181,9 @@ def case_of(args: argparse.Namespace, program: str) -> Case:
 def look(args: argparse.Namespace) -> dict[str, Any]:
     """The record of the one view that a command line asks for."""
     if args.view != "model":
-        return measure(case_of(args, args.program or "round"), args.target, args.timeout)
+        return measure(case_of(args, args.program or "round"), args.target, timeout=args.timeout)
     parts = [args.program] if args.program else PARTS
-    records = {part: measure(case_of(args, part), args.target, args.timeout) for part in parts}
+    records = {part: measure(case_of(args, part), args.target, timeout=args.timeout) for part in parts}
     main = records.get("gradient") or records[parts[0]]
     reasons = [f"{part}: {r['reason']}" for part, r in records.items() if not r["ok"]]
     together = {"ok": not reasons, "temp_mb": main.get("temp_mb"), "parts": records}
@@ -170,6 +193,8 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
 def show(view: str, record: dict[str, Any]) -> None:
     """Print a record for people."""
     print(", ".join(f"{key} {record[key]}" for key in KEYS[view] if key in record))
+    if record.get("branches"):
+        print(f"  at most so many kernels: of {record['branches']} branches the larger ones are counted")
     for loop in record.get("loops", ()):
         print(f"  loop {loop['name']}: {loop['turns']} turns" + (", of known length" if loop["known"] else ""))
     for body in record.get("bodies", ()):
@@ -187,12 +212,12 @@ def go_through(args: argparse.Namespace) -> int:
 
     jax.config.update("jax_platforms", "cpu")
     committed = survey.read(args.out or survey.RESULTS).get(args.target, {})
-    kept = survey.Survey(None if args.check else args.out or survey.RESULTS)
+    kept = survey.Survey(args.out or survey.RESULTS, writes=not args.check)
     complaints = []
     timed = partial(measure, timeout=args.timeout)
     done = survey.run(kept, args.target, timed, quick=args.quick, only=args.only, workers=args.workers)
     for section, name, record in done:
-        print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "source"), flush=True)
+        print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "program"), flush=True)
         known = committed.get(section, {}).get(name) if args.check else {"ok": True}
         complaints += filter(None, [survey.worse(section, name, record, known)])
     print("\n".join(complaints) if complaints else "nothing became worse." if args.check else "all compile.")
@@ -202,7 +227,7 @@ def go_through(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.in_process:
-        return run_in_process(case_of(args, args.program), args.target)
+        return run_in_process(case_of(args, args.program), args.target, args.known)
     if args.view != "loops" and (sentence := missing(args.target)):
         sys.exit(sentence)
     if args.view == "all":

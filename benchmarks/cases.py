@@ -2,12 +2,12 @@
 
 from dataclasses import asdict, dataclass
 
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import DIRICHLET, WORKLOADS
 
 VIEWS = ("loops", "round", "model", "forms")
 ENGINE = ("round", "tuning", "generic", "personal", "exchange")
 PARTS = ("forward", "gradient", "steps")
-FEDERATIONS = (*WORKLOADS, "dirichlet")
+FEDERATIONS = {**WORKLOADS, "dirichlet": DIRICHLET}
 PRECISIONS = ("float32", "bfloat16")
 
 

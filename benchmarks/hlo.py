@@ -3,7 +3,7 @@
 An instruction that is not just a view of memory is a kernel, and launched as often as the computation it is in is run:
 once in the entry, in the body of a loop at every turn. The turns are XLA's own count where it knows one, else those of
 the program's loop whose name (`turns.tagged`) stands in the metadata of the instruction. The comparison that ends a
-loop is not counted.
+loop is not counted. Which branch is taken is not known, so the one that launches most is counted: an upper bound.
 """
 
 import re
@@ -32,6 +32,7 @@ class Launches(NamedTuple):
 
     bodies: tuple[Body, ...]
     reason: str  # why the kernels cannot be counted; "" where they can
+    branches: int = 0  # times that one of several branches is taken; then the kernels are at most so many
 
     @property
     def kernels(self) -> int | None:
@@ -64,7 +65,7 @@ def launches(text: str, turns: Mapping[str, int]) -> Launches:
     """
     counter = _Counter(computations(text), turns)
     counter.run("entry", ENTRY, 0, 1)
-    return Launches(tuple(counter.bodies), counter.reason)
+    return Launches(tuple(counter.bodies), counter.reason, counter.branches)
 
 
 class _Counter:
@@ -73,7 +74,7 @@ class _Counter:
     def __init__(self, parts: dict[str, list[str]], turns: Mapping[str, int]):
         self.parts, self.turns = parts, turns
         self.bodies: list[Body] = []
-        self.reason = ""
+        self.reason, self.branches = "", 0
         self._met: set[str] = set()
 
     def run(self, name: str, computation: str, depth: int, runs: int | None) -> None:
@@ -93,8 +94,7 @@ class _Counter:
             elif kind == "call":
                 total += self._kernels(_reference(line, "to_apply"), depth, runs)
             elif kind == "conditional":
-                self._conditional(line, depth)
-                total += 1
+                total += 1 + self._conditional(line, depth, runs)
             elif kind not in VIEWS and not kind.endswith("-done"):
                 total += 1
         return total
@@ -112,12 +112,19 @@ class _Counter:
         self.reason = self.reason or f"a loop of unknown length {twice}, so its turns cannot be told"
         return name or "?", None
 
-    def _conditional(self, line: str, depth: int) -> None:
-        """Which branch is taken is not known: no matter where none launches anything."""
+    def _conditional(self, line: str, depth: int, runs: int | None) -> int:
+        """Kernels of the branch that launches most, whose loops are kept."""
         names = re.search(r"branch_computations=\{([^}]*)\}", line)
         branches = names[1].split(",") if names else [_reference(line, f"{x}_computation") for x in ("true", "false")]
-        if any(self._kernels(branch.strip().lstrip("%"), depth, None) for branch in branches):
-            self.reason = self.reason or "a branch launches kernels, and how often it is taken is not known"
+        before, best = len(self.bodies), (0, 0, [])
+        for branch in branches:
+            own = self._kernels(branch.strip().lstrip("%"), depth, runs)
+            loops, self.bodies[before:] = self.bodies[before:], []
+            launched = own * (runs or 0) + sum(body.kernels * (body.runs or 0) for body in loops)
+            best = max(best, (launched, own, loops), key=lambda one: one[0])
+        self.bodies += best[2]
+        self.branches += (runs or 0) * (best[0] > 0)
+        return best[1]
 
 
 def _reference(line: str, attribute: str) -> str:

@@ -1,50 +1,99 @@
-"""Large federations: seconds a round and memory as the number of clients grows, with the same cohort.
+"""Large federations: seconds a round, start and memory as the number of clients grows, with the same cohort.
 
-python -m benchmarks.large --out=benchmarks/results/large
+    python -m benchmarks.large --clients=100000 --method=scaffold --client-state=disk --rounds=5 --json
+    python -m benchmarks.large --out=benchmarks/results/large
 
-Logistic regression on made-up images, 4 samples a client, a cohort of 100, each setting in a fresh process: FedAvg,
-which keeps nothing of a client, and SCAFFOLD, whose clients each keep a control, on the device and on the host.
+Logistic regression on images of 28x28, 20 samples a client, a cohort of 100, one core, each setting in a fresh process:
+FedAvg, which keeps nothing of a client, and SCAFFOLD, whose clients each keep a control. The images are those of a
+mapped file as large as they are, but sparse: all are black, which costs as much as any others.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
-from benchmarks.round_time import build, device_peak_mb, federation
-from benchmarks.table import ROOT, hardware, save
-from benchmarks.workloads import LR, WEIGHT_DECAY, WORKLOADS, peak_memory_mb
+from benchmarks.round_time import build, device_peak_mb
+from benchmarks.table import ROOT, hardware, pin, save
+from benchmarks.workloads import CLASSES, LR, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import sizes
 from fedjax_pcdd.training.callbacks import Function
 from fedjax_pcdd.training.loop import loop
 
-SETTINGS = (("fedavg", "device"), ("scaffold", "device"), ("scaffold", "host"))
-CLIENTS = (100, 1000, 10000)
-COHORT, SAMPLES = 100, 4
+COHORT, SAMPLES = 100, 20
+KEYS = ("clients", "method", "median_s", "start_s", "peak_memory_mb")
+STATES = ("device", "host", "disk")
+CACHE = 2**28  # bytes of the device for streamed samples
+SETTINGS = [{"method": "fedavg", "clients": n, "data": "device"} for n in (1000, 10_000)]
+SETTINGS += [{"method": "fedavg", "clients": n, "data": "stream"} for n in (1000, 10_000, 100_000, 1_000_000)]
+SETTINGS += [
+    {"method": "scaffold", "clients": n, "data": "stream", "client-state": where}
+    for n, where in ((1000, "device"), (1000, "host"), (10_000, "host"), (10_000, "disk"), (100_000, "disk"))
+]
+NOTE = """
+Start: from the beginning of the process to the end of the first round, with imports, images and compilation. Peak: of
+the process's resident memory, of which the device's is part on a CPU, and so are pages of the mapped file that were
+read. Images and clients' state, all of it, in MiB, too.
+"""
 
 
-def measure(method: str, where: str, clients: int, rounds: int) -> dict:
-    """One setting, in this process."""
+def federation(workload: Workload, folder: Path) -> Federation:
+    """Equal clients whose samples lie one after the other in a mapped file, and two test samples of the first."""
+    count, file = workload.stored, folder / "images.npy"
+    np.lib.format.open_memmap(file, "w+", np.uint8, (count, *workload.shape)).flush()
+    images, labels = np.load(file, mmap_mode="r"), np.random.default_rng(0).integers(0, CLASSES, count, np.int32)
+    first, each = np.zeros(workload.clients, np.int64), np.full(workload.clients, workload.per_client)
+    first[0] = 2
+    dataset = Dataset("black", images, labels, images[:2], labels[:2], CLASSES)
+    return Federation(dataset, Partition(Lists(np.arange(count), each), Lists(np.arange(2), first)))
+
+
+def age() -> float:
+    """Seconds since this process began; where the system does not tell, since Python started to count."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.process_time()
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(method: str, clients: int, rounds: int, where: Any, data: str, folder: Path) -> dict[str, Any]:
+    """One setting, in this process; the folder takes the images."""
     workload = replace(WORKLOADS["w4lr"], clients=clients, per_client=SAMPLES, batch=SAMPLES)
     local, model = Local(1, SAMPLES, "drop", "sgd", LR, 0.0, WEIGHT_DECAY), build(workload)
     chosen = METHODS[method]()
+    experiment = Experiment(federation(workload, folder), chosen, local, 0)
     simulated = Simulation(
-        chosen.build(model), [Experiment(federation(workload), chosen, local, 0)], pipeline=Pipeline(), cohort=COHORT,
-        client_state="host" if where == "host" else "device",
+        chosen.build(model), [experiment], pipeline=Pipeline(), cohort=COHORT, rounds=rounds + 1, client_state=where,
+        stream=CACHE if data == "stream" else None,
     )  # fmt: skip
     seconds: list[float] = []
-    clock = Function(lambda run, report: seconds.append(report.seconds))
-    loop(simulated, simulated.start(), rounds + 1, [clock])
+    ages: list[float] = []
+
+    def look(run, report):
+        seconds.append(report.seconds)
+        ages.append(age())
+
+    loop(simulated, simulated.start(), rounds + 1, [Function(look)])
     kept = clients * sizes(model, workload.shape).params * 4 / 2**20 if method != "fedavg" else 0.0
     return {
-        "method": method, "state": where, "clients": clients, "median_s": statistics.median(seconds[1:]),
+        "clients": clients, "method": method, "state": where, "data": data,
+        "median_s": round(statistics.median(seconds[1:]), 5), "start_s": round(ages[0], 1),
         "peak_memory_mb": peak_memory_mb(), "device_peak_memory_mb": device_peak_mb(jax.devices()[0]),
         "images_mb": round(workload.data_bytes / 2**20, 1), "client_state_mb": round(kept, 1),
     }  # fmt: skip
@@ -52,36 +101,43 @@ def measure(method: str, where: str, clients: int, rounds: int) -> dict:
 
 def markdown(machine: dict, records: list[dict]) -> str:
     """The table."""
-    head = "| method | state on | clients | s a round | peak MiB | device, MiB | images, MiB | client state, MiB |"
-    lines = [head, "|---" * 8 + "|"]
+    head = "| method | samples | state on | clients | s a round | start, s | peak MiB | images | client state |"
+    lines = [head, "|---" * 9 + "|"]
     for r in records:
-        device = "-" if r["device_peak_memory_mb"] is None else r["device_peak_memory_mb"]
-        cells = (r["method"], r["state"], r["clients"], f"{r['median_s']:.4f}", r["peak_memory_mb"], device)
-        lines.append(f"| {' | '.join(map(str, cells))} | {r['images_mb']} | {r['client_state_mb']} |")
-    where = f"{machine['cpu']}, {machine['cores']} cores, jax {jax.__version__} ({jax.default_backend()})"
-    text = f"Cohort of {COHORT}, {SAMPLES} samples a client, logistic regression. {where}, {machine['date']}."
-    return "\n".join([text, "", *lines, "", "On a CPU the device's memory is the process's.", ""])
+        cells = (r["method"], r["data"], r["state"], f"{r['clients']:,}", f"{r['median_s']:.4f}", r["start_s"])
+        lines.append(
+            f"| {' | '.join(map(str, cells))} | {r['peak_memory_mb']} | {r['images_mb']} | {r['client_state_mb']} |"
+        )
+    cores = f"{machine['cores_used']} of {machine['cores']} cores"
+    where = f"{machine['cpu']}, {cores}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}"
+    text = f"Cohort of {COHORT}, {SAMPLES} samples a client, logistic regression. {where}."
+    return "\n".join([text, "", *lines, NOTE])
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--one", nargs=3, metavar=("METHOD", "WHERE", "CLIENTS"), help="one setting, as a JSON line")
-    parser.add_argument("--out", help="path of the files to write, without their ending")
+    parser.add_argument("--clients", type=int, help="of one setting; without it all of a table are measured")
+    parser.add_argument("--method", default="fedavg")
+    parser.add_argument("--data", choices=("device", "stream"), default="device", help="where the samples are")
+    parser.add_argument("--client-state", choices=STATES, default="device", help="where it lives between rounds")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after the first")
+    parser.add_argument("--cores", type=int, default=1, help="on which it runs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--out", help="path of the table's files, without their ending")
     args = parser.parse_args(argv)
-    if args.one:
-        method, where, clients = args.one
-        print(json.dumps(measure(method, where, int(clients), args.rounds)))
+    machine = hardware(pin(args.cores))
+    if args.clients:
+        with tempfile.TemporaryDirectory() as folder:
+            record = measure(args.method, args.clients, args.rounds, args.client_state, args.data, Path(folder))
+        print(json.dumps({key: record[key] for key in KEYS} if args.json else record))
         return
     records = []
-    for method, where in SETTINGS:
-        for clients in CLIENTS:
-            one = ["--one", method, where, str(clients), f"--rounds={args.rounds}"]
-            command = [sys.executable, "-m", "benchmarks.large", *one]
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-            records.append(json.loads(done.stdout.splitlines()[-1]))
-            print(records[-1], file=sys.stderr, flush=True)
-    machine = hardware(None)
+    for setting in SETTINGS:
+        options = [f"--{name}={value}" for name, value in setting.items()]
+        command = [sys.executable, "-m", "benchmarks.large", *options, f"--rounds={args.rounds}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        records.append(json.loads(done.stdout.splitlines()[-1]))
+        print(records[-1], file=sys.stderr, flush=True)
     save(args.out, {"machine": machine, "results": records}, markdown(machine, records))
 
 

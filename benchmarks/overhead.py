@@ -2,10 +2,11 @@
 
 python -m benchmarks.overhead --workloads w1 w4 --rounds 8 --out benchmarks/results/overhead
 
-A method's rounds and FedAvg's are timed in turn, so that a machine that becomes slower meanwhile slows both. Beside the
-ratio stands what it would be if nothing but this cost more, each part measured by itself in the same process: the
-method's passes (further forward passes, epochs, layers, generated features), then also its server, reading and
-writing what its clients keep between rounds once, and arithmetic on arrays as large as the parameters.
+A method's rounds and FedAvg's are timed in turn, so that a machine that becomes slower meanwhile slows both; bound to
+one core (--cores=1), seconds are the processor's. Beside the ratio stands what it would be if nothing but this cost
+more, each part measured by itself in the same process: the method's passes (further forward passes, gradients, epochs,
+layers, generated features), then also its server, reading and writing what its clients keep between rounds once, and
+arithmetic on arrays as large as the parameters.
 """
 
 import argparse
@@ -20,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.limits import seconds_of
+from benchmarks.racing import clock
 from benchmarks.round_time import build, federation
 from benchmarks.table import hardware, pin, save
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
 from fedjax_pcdd.analysis.traffic import in_words, traffic
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.engine.jobs import World
+from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.program import compiler_options
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
@@ -37,8 +39,11 @@ from fedjax_pcdd.trees import select
 
 # Forward passes of a client's data beside the training step's own, in a round of one local epoch.
 EXTRA_FORWARDS = {
-    "moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1, "fedvls": 1, "fedntd": 1, "fedlmd": 1,
+    "moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1, "fedvls": 1, "fedntd": 1, "fedlmd": 1, "fedtgp": 1,
 }  # fmt: skip
+
+# Training steps beside a step's own: a second gradient elsewhere, or of a second model.
+EXTRA_STEPS = {"fedsam": 1, "mofedsam": 1, "fedsmoo": 1, "fedgf": 1, "ditto": 1, "apfl": 1}
 
 # Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (its gradient) and in an
 # upload (what is sent and summed), each once; that the client's state comes and goes is counted by itself.
@@ -77,7 +82,7 @@ def simulate(name: str, workload: Workload, parts: Any) -> Simulation:
     method, local = METHODS[name](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     return Simulation(
         method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, lanes=1,
+        cohort=workload.clients, lanes=1, rounds=1000,  # CCVR's last round is another
     )  # fmt: skip
 
 
@@ -86,10 +91,10 @@ def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
     state, rounds = [simulated.start()], itertools.count()
 
     def run() -> tuple[float, float]:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu = clock(), time.process_time()
         state[0], report = simulated.step(state[0], next(rounds))
         jax.block_until_ready((state[0], report))
-        return time.perf_counter() - wall, time.process_time() - cpu
+        return clock() - wall, time.process_time() - cpu
 
     run()
     return run
@@ -104,9 +109,9 @@ def fastest(function: Callable[[Any, Any], Any], argument: Any, times: int) -> f
 
     found, argument = [], repeat(argument)
     for _ in range(7):
-        start = time.perf_counter()
+        start = clock()
         argument = jax.block_until_ready(repeat(argument))
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return min(found) / times
 
 
@@ -138,9 +143,9 @@ def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
 
 def generated_seconds(name: str, simulated: Simulation, workload: Workload) -> float:
     """Seconds of a step's generated features, for the one method that has them."""
-    server = select(simulated.start().servers, 0)
-    if not hasattr(server, "generator"):
+    if name != "fedgen":
         return 0.0
+    server = select(simulated.start().servers, 0)
     labels = jnp.arange(2 * workload.batch) % CLASSES
 
     def make(i, total):
@@ -156,7 +161,7 @@ def state_seconds(simulated: Simulation) -> float:
     state = simulated.start().clients
 
     def touch(i, state):
-        return jax.tree.map(lambda x: x.at[i].multiply(2), state)
+        return jax.tree.map(lambda x: x.at[i].multiply(jnp.asarray(2, x.dtype)), state)
 
     if not jax.tree.leaves(state):
         return 0.0
@@ -175,8 +180,8 @@ def server_seconds(simulated: Simulation) -> float:
     """Seconds of an aggregation."""
     state, (plan, jobs) = simulated.start(), simulated.plan(0)
     keys = jnp.repeat(simulated.keys[:1], len(jobs.row))
-    world = World(simulated.methods, simulated.hyper, state.servers, simulated.data, jobs, keys, jnp.int32(0))
-    sent = jax.eval_shape(partial(run_lanes, simulated.program), world, state, plan).message
+    inputs = Inputs(simulated.methods, simulated.hyper, state.servers, simulated.data, jobs, keys, jnp.int32(0))
+    sent = jax.eval_shape(partial(run_lanes, simulated.program), inputs, state, plan).message
     message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)
     method, hyper = select((simulated.methods, simulated.hyper), 0)
     program, clients = simulated.program, jnp.asarray(jobs.row)
@@ -200,7 +205,7 @@ def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
     """What a round of the method is made of."""
     training, looking = pass_seconds(simulated.program.model, workload)  # pyright: ignore[reportArgumentType]
     step = training + generated_seconds(name, simulated, workload)
-    each = float(simulated.epochs[0]) * step + EXTRA_FORWARDS.get(name, 0) * looking
+    each = float(simulated.epochs[0]) * (1 + EXTRA_STEPS.get(name, 0)) * step + EXTRA_FORWARDS.get(name, 0) * looking
     steps = workload.samples // workload.batch
     a_step, an_upload = PARAMETER_ARRAYS.get(name, (0, 0))
     arithmetic = (steps * a_step + workload.clients * an_upload) * array_seconds(simulated)

@@ -4,31 +4,33 @@ Nothing is trained: the engine is asked for a round or an evaluation, and the co
 from it, with its arguments, before it runs.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.stages import Lowered
 
 from benchmarks import forms, round_time
-from benchmarks.cases import PARTS, Case
+from benchmarks.cases import FEDERATIONS, PARTS, Case
 from benchmarks.targets import TARGETS, sharding_on
 from benchmarks.turns import tagged
-from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload
+from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition, dirichlet
+from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import get
 from fedjax_pcdd.models.classifier import forward, initialise
 
-DIRICHLET = Workload("mlp", (28, 28, 1), clients=100, per_client=200, batch=20)
 PUBLIC_IMAGES, PUBLIC_BATCH = 256, 64
 
 
@@ -62,14 +64,29 @@ def trace(case: Case) -> Traced:
     return _captured(simulation, lambda: simulation.evaluate(simulation.start(), personal=True))
 
 
-def compile(program: Traced, target: str) -> tuple[Any, float]:
-    """XLA's program for a target, and the seconds it took."""
+def lower(program: Traced, target: str) -> Lowered:
+    """What JAX hands to a target's compiler."""
     sharding = sharding_on(target)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in program.jaxpr.in_avals]
     traced = jax.jit(core.jaxpr_as_fun(program.jaxpr), donate_argnums=program.donated).trace(*shapes)
+    return traced.lower(lowering_platforms=(TARGETS[target].platform,))
+
+
+def digest(lowered: Lowered, target: str, *further: str) -> str:
+    """Of all that a record depends on: the program without its locations, the versions of JAX and of the compiler.
+
+    Args:
+      further: what else it depends on.
+    """
+    compiler = TARGETS[target].package
+    parts = (lowered.as_text(), version("jax"), f"{compiler} {version(compiler)}", *further)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def compile(lowered: Lowered) -> tuple[Any, float]:
+    """XLA's program, and the seconds it took."""
     begun = time.perf_counter()
-    compiled = traced.lower(lowering_platforms=(TARGETS[target].platform,)).compile()
-    return compiled, time.perf_counter() - begun
+    return lowered.compile(), time.perf_counter() - begun
 
 
 class _Reached(Exception):
@@ -104,7 +121,8 @@ def _of(function: Any, args: Sequence[Any]) -> Traced:
 
 def _simulation(case: Case) -> Simulation:
     """The simulation of a case; the only part that knows how one is made."""
-    workload, parts = _federation(case)
+    workload = _workload(case)
+    parts = round_time.federation(workload)
     method = get(case.method)()
     local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.traits().public else None
@@ -114,21 +132,9 @@ def _simulation(case: Case) -> Simulation:
     )  # fmt: skip
 
 
-def _federation(case: Case) -> tuple[Workload, Federation]:
-    if case.workload == "dirichlet":
-        workload = replace(DIRICHLET, clients=case.clients or DIRICHLET.clients)
-        return workload, _ragged(workload)
-    workload = replace(WORKLOADS[case.workload], clients=case.clients or WORKLOADS[case.workload].clients)
-    return workload, round_time.federation(workload)
-
-
-def _ragged(workload: Workload) -> Federation:
-    """Random images dealt by Dirichlet(0.1), each client's test samples as its training samples."""
-    rng = np.random.default_rng(0)
-    labels = [rng.integers(0, CLASSES, n) for n in (workload.samples, workload.samples // 10)]
-    images = [_images(len(y), workload.shape) for y in labels]
-    parts = dirichlet(*labels, clients=workload.clients, num_classes=CLASSES, beta=0.1, seed=0, min_size=1)
-    return Federation(Dataset("random", images[0], labels[0], images[1], labels[1], CLASSES), parts)
+def _workload(case: Case) -> Workload:
+    workload = FEDERATIONS[case.workload]
+    return replace(workload, clients=case.clients or workload.clients)
 
 
 def _images(count: int, shape: tuple[int, ...]) -> np.ndarray:

@@ -18,10 +18,10 @@ from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.engine.devices import choose_lanes, select_device
-from fedjax_pcdd.engine.precision import TYPES, products
+from fedjax_pcdd.data.partition import Partition, dirichlet
+from fedjax_pcdd.engine.devices import TYPES, products, select_device
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier, sizes
@@ -46,17 +46,20 @@ def build(workload: Workload, precision: str = "float32") -> Classifier:
 
 
 def federation(workload: Workload) -> Federation:
-    """Random images, equal clients.
+    """Random images.
 
-    A round tests each trained model on its client's own test samples: there are two in all, the first client's
-    (one would be a constant of the program, and XLA would test it once a job).
+    A round tests each trained model on its client's own test samples. Unequal clients have as many as a tenth of their
+    training samples; of equal ones there are two in all, the first client's (one would be a constant of the program,
+    and XLA would test it once a job).
     """
     rng = np.random.default_rng(0)
-    train, test = (
-        (rng.integers(0, 256, (n, *workload.shape), np.uint8), rng.integers(0, CLASSES, n))
-        for n in (workload.stored, 2)
-    )
+    sizes = (workload.stored, workload.stored // 10 if workload.beta else 2)
+    labels = [rng.integers(0, CLASSES, n) for n in sizes]
+    train, test = ((rng.integers(0, 256, (len(y), *workload.shape), np.uint8), y) for y in labels)
     dataset = Dataset("random", *train, *test, CLASSES)
+    if workload.beta:
+        counts = {"clients": workload.clients, "num_classes": CLASSES, "min_size": 1}
+        return Federation(dataset, dirichlet(*labels, beta=workload.beta, seed=0, **counts))
     nothing = np.zeros(0, np.int64)
     owned = tuple(np.arange(workload.stored).reshape(workload.clients, -1))
     return Federation(dataset, Partition(owned, (np.arange(2), *[nothing] * (workload.clients - 1))))
@@ -70,13 +73,14 @@ def simulation(
     *,
     method: str = "fedavg",
     precision: str = "float32",
+    block: int | None = None,
 ) -> Simulation:
-    """A method as the workload describes it, computing in the given precision."""
+    """A method as the workload describes it, computing in the given precision; block: as in `Simulation`."""
     local = Local(workload.epochs, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     chosen = METHODS[method]()
     return Simulation(
         chosen.build(build(workload, precision)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
-        cohort=workload.participants, lanes=lanes, devices=devices, dtype=TYPES[precision],
+        cohort=workload.participants, lanes=lanes, devices=devices, dtype=TYPES[precision], block=block,
     )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """`accelerator all`: everything that has to compile for an accelerator, the table of it, and what became worse.
 
-Records are written one by one and bear a digest of the files that they depend on, so a survey that was stopped goes on
-where it was, and after a change of the engine the models' records still hold.
+Records are written one by one and bear a digest of the program that was compiled. A survey lowers every case anew,
+which takes seconds, and compiles what is another program than its record's: neither a survey that was stopped nor a
+change that leaves the programs as they are makes records stale.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ LARGE = "resnet10,resnet12,efficientnet_b0,mobilenet_v2"
 RESNETS = ("resnet10", "resnet18", "resnet50")
 SECTIONS = ("rounds", "methods", "other programs", "models", "forms")
 Record = dict[str, Any]
-Measure = Callable[[Case, str], Record]
+Measure = Callable[[Case, str, str], Record]
 
 
 def all_cases() -> dict[str, dict[str, Case]]:
@@ -83,28 +82,14 @@ def is_quick(section: str, case: Case) -> bool:
     return not (case.workload in ("w2", "w3") and case.lanes > 1)
 
 
-def digest(section: str) -> str:
-    """Of the source files that the records of a section depend on, and JAX."""
-    package = ROOT / "fedjax_pcdd"
-    alone = section in ("models", "forms")
-    folders = ["models"] if alone else ["models", "data", "losses", "methods", "engine"]
-    files = [file for folder in folders for file in (package / folder).iterdir() if file.suffix in (".py", ".json")]
-    files += [package / "trees.py", package / "errors.py"]
-    names = ["programs", "targets", "workloads"] + (
-        ["convolutions", "forms"] if alone else ["hlo", "round_time", "turns"]
-    )
-    files += [ROOT / "benchmarks" / f"{name}.py" for name in names]
-    text = b"".join(file.read_bytes() for file in sorted(files))
-    return hashlib.sha256(text + version("jax").encode()).hexdigest()[:12]
-
-
 class Survey:
     """The records of all targets, as they are in the file."""
 
-    def __init__(self, path: Path | None = RESULTS):
-        """Args: path: without its ending; None to keep them nowhere."""
-        self.path = path
-        self.targets: dict[str, dict[str, dict[str, Record]]] = read(path) if path else {}
+    def __init__(self, path: Path = RESULTS, *, writes: bool = True):
+        """Args: path: without its ending."""
+        self.path, self.writes = path, writes
+        self.targets: dict[str, dict[str, dict[str, Record]]] = read(path)
+        self.cases: dict[str, dict[str, Case]] = {}
         self._lock = threading.Lock()
 
     def records(self, target: str, section: str) -> dict[str, Record]:
@@ -118,12 +103,16 @@ class Survey:
             records = sections.get(section, {}) | {name: record}
             sections[section] = {name: records[name] for name in sorted(records, key=in_order)}
             self.targets[target] = {name: sections[name] for name in SECTIONS if name in sections}
-            if self.path:
-                self._write(self.path)
+            if self.writes:
+                self._write()
 
-    def _write(self, path: Path) -> None:
+    def _write(self) -> None:
+        path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix, text in ((".json", json.dumps(self.targets, indent=1) + "\n"), (".md", markdown(self.targets))):
+        for suffix, text in (
+            (".json", json.dumps(self.targets, indent=1) + "\n"),
+            (".md", markdown(self.targets, self.cases)),
+        ):
             new = path.with_suffix(f"{suffix}.new")
             new.write_text(text)
             os.replace(new, path.with_suffix(suffix))
@@ -147,38 +136,35 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:
 def run(
     survey: Survey, target: str, measure: Measure, *, quick: bool, only: str = "", workers: int = 2
 ) -> Iterator[tuple[str, str, Record]]:
-    """Measure what has no record of the present source yet.
+    """Measure what is not the program of its record.
 
     Args:
-      measure: gives the record of a case on a target.
+      measure: gives the record of a case on a target; {"program": digest} where the case has the given digest.
       quick: leave out what is not `is_quick`.
-      only: leave out names that do not contain this.
+      only: leave out those whose "section: name" does not contain this.
       workers: compilations at once, fewer where memory is short.
 
     Yields:
       (section, name, record) of each, the old ones too, as they come.
     """
-    jobs: list[tuple[str, str, Case, str]] = []
-    for section, cases in all_cases().items():
-        source, known = digest(section), survey.records(target, section)
-        for name, case in cases.items():
-            if only not in name or (quick and not is_quick(section, case)):
-                continue
-            if known.get(name, {}).get("source") == source:
-                yield section, name, known[name]
-            else:
-                jobs.append((section, name, case, source))
 
-    def one(job: tuple[str, str, Case, str]) -> tuple[str, str, Record]:
-        section, name, case, source = job
-        record = summary(measure(case, target)) | {"source": source}
+    def one(job: tuple[str, str, Case]) -> tuple[str, str, Record]:
+        section, name, case = job
+        known = survey.records(target, section).get(name, {})
+        measured = measure(case, target, known.get("program", ""))
+        if "ok" not in measured:
+            return section, name, known
+        record = summary(measured)
         if section == "forms" and not record["ok"]:
             record["failing"] = failing_forms(case, target, measure)
         survey.add(target, section, name, record)
         return section, name, record
 
+    survey.cases = all_cases()
+    jobs = [(section, name, case) for section, cases in survey.cases.items() for name, case in cases.items()]
+    chosen = [job for job in jobs if only in f"{job[0]}: {job[1]}" and (not quick or is_quick(job[0], job[2]))]
     with ThreadPoolExecutor(affordable(workers)) as pool:
-        yield from pool.map(one, jobs)
+        yield from pool.map(one, chosen)
 
 
 def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
@@ -186,7 +172,7 @@ def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
     from benchmarks.forms import forms_of, model_layers
 
     names = map(str, forms_of(model_layers()[case.layer or ""]))
-    return [name for name in names if not measure(replace(case, form=name), target)["ok"]]
+    return [name for name in names if not measure(replace(case, form=name), target, "")["ok"]]
 
 
 def affordable(workers: int) -> int:
@@ -200,8 +186,11 @@ def affordable(workers: int) -> int:
 
 def summary(record: Record) -> Record:
     """What is kept of a record."""
-    names = ("ok", *COUNTS, "compile_s", "longest", "uncounted", "reason")
-    return {name: record[name] for name in names if record.get(name) not in (None, "")}
+    names = ("ok", *COUNTS, "compile_s", "longest", "branches", "uncounted", "reason", "program")
+    kept = {name: record[name] for name in names if record.get(name) not in (None, "")}
+    bodies = record.get("bodies", ()) if record.get("kernels") else ()
+    launched = [[body["runs"], body["kernels"]] for body in bodies if body["kernels"]]
+    return kept | ({"launched": launched} if launched else {})
 
 
 def worse(section: str, name: str, record: Record, known: Mapping[str, Any] | None) -> str:
@@ -224,11 +213,11 @@ def worse(section: str, name: str, record: Record, known: Mapping[str, Any] | No
     return ""
 
 
-def markdown(targets: Mapping[str, Mapping[str, Mapping[str, Record]]]) -> str:
-    """All records as tables, what does not compile first."""
+def markdown(targets: Mapping[str, Mapping[str, Mapping[str, Record]]], cases: Mapping[str, Mapping[str, Case]]) -> str:
+    """All records as tables; first what does not compile, and which of the cases have no record yet."""
     lines = ["# What XLA makes of the engine on accelerators", "", NOTE]
     for target, sections in targets.items():
-        lines += ["", f"## {target}", "", *_failures(sections)]
+        lines += ["", f"## {target}", "", *_failures(sections), *_unknown(sections, cases)]
         for section, records in sections.items():
             lines += ["", f"### {section}", "", *_table(records)]
     return "\n".join(lines) + "\n"
@@ -244,9 +233,18 @@ def _failures(sections: Mapping[str, Mapping[str, Record]]) -> list[str]:
     return lines
 
 
+def _unknown(sections: Mapping[str, Mapping[str, Record]], cases: Mapping[str, Mapping[str, Case]]) -> list[str]:
+    lacking = {section: len(own.keys() - sections.get(section, {}).keys()) for section, own in cases.items()}
+    parts = [f"{count} of {len(cases[section])} {section}" for section, count in lacking.items() if count]
+    old = sum("program" not in record for records in sections.values() for record in records.values())
+    lines = ["", f"Not compiled yet: {', '.join(parts)}."] if parts else []
+    return lines + (["", f"{old} records are of earlier programs, without a digest."] if old else [])
+
+
 def _table(records: Mapping[str, Record]) -> list[str]:
-    columns = [c for c in (*COUNTS, "compile_s") if any(c in r for r in records.values())]
-    heads = {"turns": "turns", "kernels": "kernels", "temp_mb": "temp MiB", "compile_s": "compile, s"}
+    heads = {"turns": "turns", "kernels": "kernels", "launched": "that is", "temp_mb": "temp MiB"}
+    heads |= {"compile_s": "compile, s"}
+    columns = [column for column in heads if any(column in record for record in records.values())]
     lines = [f"| | compiles | {' | '.join(heads[c] for c in columns)} |", "|---" * (len(columns) + 2) + "|"]
     for name, record in records.items():
         cells = [_cell(record, column) for column in columns]
@@ -255,17 +253,27 @@ def _table(records: Mapping[str, Record]) -> list[str]:
 
 
 def _cell(record: Record, column: str) -> str:
-    value = record.get(column)
+    """A value as text.
+
+    >>> _cell({"kernels": 39, "launched": [[1, 19], [5, 4]], "branches": 5}, "kernels")
+    'at most 39'
+    >>> _cell({"launched": [[1, 19], [5, 4]]}, "launched")
+    '19 + 5 · 4'
+    """
+    value, longest = record.get(column), record.get("longest")
     if value is None:
         return "–"
-    longest = record.get("longest")
-    note = f" (longest client: {longest} steps)" if column == "turns" and longest and longest > 1 else ""
-    return (f"{value:,.0f}" if column != "compile_s" else f"{value:.0f}") + note
+    if column == "launched":
+        return " + ".join(f"{runs:,} · {kernels}" if runs != 1 else f"{kernels}" for runs, kernels in value)
+    if column == "turns" and longest and longest > 1:
+        return f"{value:,} (longest client: {longest} steps)"
+    return f"{'at most ' if column == 'kernels' and record.get('branches') else ''}{value:,.0f}"
 
 
 NOTE = """Compiled by `python -m benchmarks.accelerator all` for devices that were not there: nothing was timed on one.
 Turns are those of loops of unknown length in one run of the program, each of which costs a GPU a trip to the host;
-kernels are all that the run launches; temp MiB is memory beside arguments and results; seconds to compile are those of
-a busy CPU and say little. A model is compiled on a batch of 50 images of 32x32 pixels (`efficientnet_b0_isic` 64x64,
-`lstm` texts of 80 letters). Forms are those of a convolution's three operations, alone and in 4 lanes, in float32 and
-bfloat16, all in one program. A TPU runs a program as a whole: kernels are not counted there."""
+kernels are all that the run launches, that is those outside of loops and, for each loop, turns · kernels of its body;
+of branches the larger is counted ("at most"). Temp MiB is memory beside arguments and results; seconds to compile are
+those of a busy CPU and say little. A model is compiled on a batch of 50 images of 32x32 pixels (`efficientnet_b0_isic`
+64x64, `lstm` texts of 80 letters). Forms are those of a convolution's three operations, alone and in 4 lanes, in
+float32 and bfloat16, all in one program. A TPU runs a program as a whole: kernels are not counted there."""

@@ -79,12 +79,13 @@ def compare(name: str, experiments: int, rounds: int, repeats: int, lanes: str) 
             return [Asked(*pair, {"command": side}) for pair in pairs]
 
         def alone() -> list:
-            return [run(*one) for one in asked("alone")]
+            return [run(one.config, one.method, one.origin) for one in asked("alone")]
 
         def together() -> list:
             return run_together(asked("together"))
 
-        run(*asked("warm-up")[0])
+        first = asked("warm-up")[0]
+        run(first.config, first.method, first.origin)
         for _ in range(repeats):
             for side, work in (("alone", alone), ("together", together)):
                 found[side].append(measure(work))

@@ -17,7 +17,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """A round of FedAvg: SGD on each of the cohort's clients, all of the same size.
+    """A round of FedAvg: SGD on each of the cohort's clients, all of the same size but with `beta`.
 
     Args:
       model: "logistic_regression" or a name that `fedjax_pcdd.models.build` knows.
@@ -28,6 +28,7 @@ class Workload:
       cohort: S, clients a round; None for all.
       epochs: E, local epochs of each.
       norm: "batch" or "group", of models that normalise.
+      beta: of a Dirichlet partition, whose clients are unequal, `per_client` on average.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Workload:
     cohort: int | None = None
     epochs: int = 1
     norm: str = "batch"
+    beta: float | None = None
 
     @property
     def participants(self) -> int:
@@ -67,6 +69,8 @@ WORKLOADS = {
     "w4": Workload("mlp", (28, 28, 1), clients=500, per_client=20, batch=20),
     "w4lr": Workload("logistic_regression", (28, 28, 1), clients=500, per_client=20, batch=20),
 }
+
+DIRICHLET = Workload("mlp", (28, 28, 1), clients=100, per_client=200, batch=20, beta=0.1)  # PyTorch's loops have none
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -1,9 +1,8 @@
 """Figures and tables beside accuracy: `python experiments/analyse.py angles RUN...`; `--help` lists the analyses."""
 
 import sys
-from pathlib import Path
 
 from fedjax_pcdd.cli.analyse import analyse_main
 
 if __name__ == "__main__":
-    sys.exit(analyse_main(Path(__file__).parent))
+    sys.exit(analyse_main())

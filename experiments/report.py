@@ -1,9 +1,8 @@
 """Tables, curves and a page over run folders: `python experiments/report.py runs/`; `--help` lists the options."""
 
 import sys
-from pathlib import Path
 
 from fedjax_pcdd.cli.report import report_main
 
 if __name__ == "__main__":
-    sys.exit(report_main(Path(__file__).parent))
+    sys.exit(report_main())

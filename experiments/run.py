@@ -1,9 +1,8 @@
 """One run: `python experiments/run.py --method=fedgela --dataset=digits`; `--help` lists the options."""
 
 import sys
-from pathlib import Path
 
 from fedjax_pcdd.cli.run import main
 
 if __name__ == "__main__":
-    sys.exit(main(presets=Path(__file__).parent / "presets"))
+    sys.exit(main())

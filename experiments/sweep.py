@@ -1,9 +1,8 @@
 """A grid of runs: `python experiments/sweep.py --method=fedavg,fedgela --seed=0:3`; `--help` says how it is written."""
 
 import sys
-from pathlib import Path
 
 from fedjax_pcdd.cli.sweep import sweep_main
 
 if __name__ == "__main__":
-    sys.exit(sweep_main(presets=Path(__file__).parent / "presets"))
+    sys.exit(sweep_main())

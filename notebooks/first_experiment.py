@@ -66,11 +66,7 @@ assert federation.sizes.min() >= 10
 
 # %%
 settings = {"rounds": 25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "seed": 0, "lanes": 1, "fine_tune_epochs": 0}
-methods = {
-    "FedAvg": fp.FedAvg(),
-    "FedMR": fp.FedMR(mu1=0.01, mu2=1e-4),
-    "FedGELA": fp.FedGELA(ew=4.0),
-}
+methods = {"FedAvg": fp.FedAvg(), "FedMR": fp.FedMR(mu1=0.01, mu2=1e-4), "FedGELA": fp.FedGELA(ew=4.0)}
 histories = [fp.simulate(federation, method, label=name, **settings) for name, method in methods.items()]
 
 # %% [markdown]

@@ -47,7 +47,7 @@ def keep(figure, name):
 # %% [markdown]
 # ## Data and model
 #
-# The engine keeps images in 256 levels. So the points are stored as images of two pixels, and a `Pipeline` of our own
+# The points are stored as images of two pixels in $[0, 1]$, and a `Pipeline` of our own
 # takes them back to $[-1.6, 1.6]^2$.
 
 
@@ -245,10 +245,7 @@ keep(figure, "four_class_circles")
 federation = fp.partition(data, "pcdd", clients=2, classes_per_client=2)
 rounds = [
     fp.simulate(federation, method, rounds=8, local_epochs=1, label=label, **OPTIONS)
-    for method, label in (
-        (fp.FedAvg(), "FedAvg"),
-        (fp.FedMR(mu1=0.01, mu2=0.1, negatives="all"), "FedMR"),
-    )
+    for method, label in ((fp.FedAvg(), "FedAvg"), (fp.FedMR(mu1=0.01, mu2=0.1, negatives="all"), "FedMR"))
 ]
 for history in rounds:
     print(f"{history.label:8s} GA {history.ga.round(3)}")

@@ -150,6 +150,64 @@ unseen = (counts[k][named] == 0).mean()
 print(f"client {k} misses {(counts[k] == 0).sum()} classes; {100 * unseen:.0f} % of random features go to one of them")
 assert unseen > 0
 
+# %% [markdown]
+# ## How the space is shared (the paper's Figure 3c, which is drawn by hand)
+#
+# Colour every direction of the plane by the class that $\arg\max_c \Phi_{kc}\langle m_c, h\rangle$ names, for three
+# classes. Without $\Phi$ each has a third. A client that lacks the third class and has equally much of the others has
+# $\Phi = (1.5, 1.5, 0)$: the logit 0 of the missing class wins where both others are negative, in 60 degrees, so that
+# the shares are 5/12, 5/12 and 1/6. With the client's own classes alone in the softmax they are 1/2 and 1/2.
+
+
+# %%
+def shares_of(vectors, scales, directions, present=None):
+    """Share of the directions [n, D] that each class is named for; classes that are not present cannot be named."""
+    scores = directions @ vectors * scales
+    if present is not None:
+        scores = np.where(present, scores, -np.inf)
+    return np.bincount(scores.argmax(1), minlength=len(scales)) / len(directions), scores.argmax(1)
+
+
+turns = np.radians(np.arange(0, 360, 0.01) + 0.005)
+circle = np.stack([np.cos(turns), np.sin(turns)], 1)
+triangle = np.stack([np.cos(np.radians([0, 120, 240])), np.sin(np.radians([0, 120, 240]))])
+own = np.array([True, True, False])
+cases = {
+    "without $\\Phi$": (np.ones(3), None, [1 / 3, 1 / 3, 1 / 3]),
+    "all classes": (np.array([1.5, 1.5, 0]), None, [5 / 12, 5 / 12, 1 / 6]),
+    "own classes": (np.array([1.5, 1.5, 0]), own, [1 / 2, 1 / 2, 0]),
+}
+figure, panels = plt.subplots(1, 3, figsize=(7.2, 2.6), layout="constrained", subplot_kw={"projection": "polar"})
+for panel, (title, (scales, present, expected)) in zip(panels, cases.items(), strict=True):
+    shares, named = shares_of(triangle, scales, circle, present)
+    np.testing.assert_allclose(shares, expected, atol=1e-4)
+    for c, colour in enumerate(("#0072B2", "#D55E00", "#009E73")):
+        panel.fill_between(turns, 0, np.where(named == c, 1, np.nan), color=colour, lw=0)
+    panel.set(yticks=[], xticks=np.radians([0, 120, 240]), xticklabels=["0", "1", "2"])
+    panel.set_title(f"{title}: {', '.join(f'{100 * share:.0f} %' for share in shares)}", fontsize=9)
+
+# %% [markdown]
+# Ten classes, random directions in the span of the ETF: of a client with two equal classes each is named for 38.4 %,
+# and the eight missing ones together for 23.2 %; with counts 6 : 3 : 1 the three have 41.4, 30.8 and 18.0 %.
+
+# %%
+frame = fp.models.simplex_etf(C, C, seed=0)
+directions = np.random.default_rng(0).normal(size=(200_000, C)) @ frame.T  # in the span: the ETF has rank C - 1
+for counts, expected, missing in (
+    ([1, 1], [0.384, 0.384], 0.232),
+    ([6, 3, 1], [0.414, 0.308, 0.180], 0.098),
+    ([1] * 10, [0.1] * 10, 0.0),
+):
+    scales = np.zeros(C)
+    scales[: len(counts)] = C * np.array(counts) / sum(counts)
+    shares, _ = shares_of(frame, scales, directions)
+    np.testing.assert_allclose(shares[: len(counts)], expected, atol=0.003)
+    assert abs(shares[len(counts) :].sum() - missing) < 0.003
+    print(f"counts {counts}: {shares[: len(counts)].round(3)}, missing classes {shares[len(counts) :].sum():.3f}")
+    present = scales > 0
+    if len(counts) == 2:
+        np.testing.assert_allclose(shares_of(frame, scales, directions, present)[0][:2], 0.5, atol=0.003)
+
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.5), layout="constrained", width_ratios=(3, 2))
 image = left.imshow(np.ma.masked_equal(phi.T, 0), origin="lower", cmap="viridis_r", aspect="auto", vmin=0)

@@ -147,6 +147,7 @@ def _fast(done: Sequence[Line]) -> str:
         _titled("Lanes, precision and forms", table(heads, cells)),
         _titled("Experiments of a sweep together, and one after another", _sweeps(_named(done, "sweep"))),
         _titled("What the device executes in a round", _launches(_named(done, "launches"))),
+        _titled("Unequal clients: Dirichlet(0.1), 100 clients of 200 samples on average", _unequal(done)),
         _titled("A turn of a loop of small sums", table(["", "sums a turn", "microseconds"], turns)),
         _titled(
             "A training step of ResNet18, batch 50, alone", table(["", "s", "TFLOP/s", "all with compiling, s"], steps)
@@ -194,6 +195,15 @@ def _sweeps(lines: Sequence[Line]) -> str:
 def _launches(lines: Sequence[Line]) -> str:
     rows = _columns(lines, "name", "lanes", "kernels", "predicted_kernels", "copies", "busy_ms")
     return table(["", "lanes", "kernels", "predicted without a device", "copies", "device busy, ms"], rows)
+
+
+def _unequal(done: Sequence[Line]) -> str:
+    """Jobs in blocks of b, from which the program's own choice should not be far."""
+    lines = _named(done, "unequal")
+    names = (line["name"].rpartition(", ")[2] for line in lines)
+    rows = _columns(lines, "lanes", "block", "median_s", "compile_s", "device_peak_memory_mb")
+    heads = ["", "lanes", "b", "s a round", "compiling, s", "peak MiB"]
+    return table(heads, ([name, *row] for name, row in zip(names, rows, strict=True)))
 
 
 def _printed(lines: Sequence[Line]) -> str:

@@ -15,7 +15,6 @@ from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
 from benchmarks.gpu.works import device
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 STAGES = (10, 30, 100)
 FMNIST = {"dataset": "fashion_mnist", "augment": False}
 
@@ -48,12 +47,14 @@ def _preset(name: str, split: str, method: str) -> dict[str, Any]:
     """Options of a cell of a table."""
     from fedjax_pcdd.training.presets import preset_values, read_preset
 
-    return {**preset_values(read_preset(name, EXPERIMENTS / "presets"), method, split), "method": method, "seed": 0}
+    return {**preset_values(read_preset(name), method, split), "method": method, "seed": 0}
 
 
 def printed(split: str, method: str) -> float | None:
     """GA in FedMR's Table 1, per cent."""
-    with open(EXPERIMENTS / "expected" / "fedmr_table1.csv", newline="", encoding="utf-8") as file:
+    from fedjax_pcdd.training.presets import PAPERS
+
+    with open(PAPERS / "expected" / "fedmr_table1.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     values = (row["value"] for row in rows if (row["split"], row["method"]) == (split, method))
     return next((float(value) for value in values), None)
@@ -70,7 +71,7 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
     }
     stages: tuple[int, ...] = STAGES
     if rehearse:
-        order = [dict(list(ten[0].items())[:2])]
+        order = [dict(list(ten[0].items())[1:2])]
         common |= {"model": "mlp", "train_samples": 400, "test_samples": 40, "rounds": 3, "local_epochs": 1}
         common |= {"batch_size": 20, "fine_tune_epochs": 0}
         stages = (1, 3)

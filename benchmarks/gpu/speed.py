@@ -13,7 +13,7 @@ from benchmarks.gpu import training
 from benchmarks.gpu.items import Item
 from benchmarks.gpu.workers import Lacking
 from benchmarks.gpu.works import TINY, device
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import DIRICHLET, WORKLOADS, Workload
 
 ROUNDS = 5
 DIGITS = replace(TINY, model="mcmahan_cnn")
@@ -61,6 +61,7 @@ def items(rehearse: bool) -> list[Item]:
     made += [_turns("dynamic"), _turns("static"), _turns("dynamic", graphs=True)]
     made += [_launches(workload, LANES[workload][0]) for workload in ("w4", "w1")]
     made += [_torch(workload, "vmap") for workload in ("w4", "w1")]
+    made += [_ragged(lanes, block) for lanes in (100, 32) for block in (None, lanes, 32, 8, 1)]
     made += [_torch(workload, "compiled") for workload in ("w1", "w3")]
     made += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
     made += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w4", "w3", "w2")]
@@ -84,8 +85,8 @@ def _rehearsal() -> list[Item]:
         *(_torch("tiny", kind) for kind in TORCH),
     ]
     made += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
-    made += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=2, model="mlp")]
-    return made + [_printed("PFLlib", "fedavg", 2, tiny=True)]
+    made += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=1, model="mlp")]
+    return made + [_ragged(4, 2, tiny=True), _printed("PFLlib", "fedavg", 2, tiny=True)]
 
 
 def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = None, method: str = "fedavg") -> Item:
@@ -122,6 +123,11 @@ def _launches(workload: str, lanes: int) -> Item:
     return Item(f"launches {workload}", launches, {"workload": workload, "lanes": lanes}, 40)
 
 
+def _ragged(lanes: int, block: int | None, *, tiny: bool = False) -> Item:
+    chosen = "chosen by the program" if block is None else f"of {block}"
+    return Item(f"unequal, {lanes} lanes, blocks {chosen}", ragged, {"lanes": lanes, "block": block, "tiny": tiny}, 25)
+
+
 def _accuracy(precision: str, rounds: int = 30, model: str = "mcmahan_cnn") -> Item:
     return Item(f"accuracy {precision}", accuracy, {"precision": precision, "rounds": rounds, "model": model}, 40)
 
@@ -150,7 +156,7 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
 
     from benchmarks import round_time, workloads
     from benchmarks.round_time import device_peak_mb, prepare, time_rounds
-    from fedjax_pcdd.models import convolution_choices
+    from fedjax_pcdd.models import convolution_table
     from fedjax_pcdd.models.convolution_table import Rule
 
     chosen = _timed_forms(workload, lanes, options["precision"]) if form == "timed" else None
@@ -159,17 +165,18 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
             model = round_time.build(workload, options["precision"]).clone(convolutions=chosen)
             stack.enter_context(mock.patch.object(round_time, "build", return_value=model))
         elif form:
-            stack.enter_context(mock.patch.object(convolution_choices, "rule_for", return_value=Rule("direct", form)))
+            stack.enter_context(mock.patch.object(convolution_table, "rule_for", return_value=Rule("direct", form)))
         simulated = prepare(workload, str(lanes), 1, rounds, **options)
         timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
-    timed |= {"lanes": simulated.program.lanes, "device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
-    return timed | ({"rules": convolution_choices.as_json(chosen)} if chosen else {})
+    timed |= {"lanes": simulated.program.lanes, "block": simulated.program.blocks.size}
+    timed |= {"device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
+    return timed | ({"rules": convolution_table.as_json(chosen)} if chosen else {})
 
 
 def _timed_forms(workload: Workload, lanes: int, precision: str) -> Any:
     """The forms of a workload's convolutions that are fastest on this device, as a run times them at its start."""
     from benchmarks.round_time import build
-    from fedjax_pcdd.engine.precision import TYPES
+    from fedjax_pcdd.engine.devices import TYPES
     from fedjax_pcdd.engine.tuning import operations, time_forms
     from fedjax_pcdd.training.tuning import SECONDS
 
@@ -211,6 +218,12 @@ def sweep(name: str, experiments: int, rounds: int, lanes: int) -> dict[str, Any
 
     sides = sweeps.compare(name, experiments, rounds, repeats=1, lanes=str(lanes))
     return {"experiments": experiments, "rounds": rounds, **sides, "ratios": sweeps.ratios(sides)} | device()
+
+
+def ragged(lanes: int, block: int | None, tiny: bool) -> dict[str, Any]:
+    """A round of unequal clients, whose jobs begin and end in blocks of so many."""
+    workload = replace(DIRICHLET, clients=5, shape=TINY.shape) if tiny else DIRICHLET
+    return _timed(workload, lanes, ROUNDS, precision="tf32", block=block) | device()
 
 
 def launches(workload: str, lanes: int) -> dict[str, Any]:
@@ -289,11 +302,7 @@ def turns(sums: int, static: bool) -> dict[str, Any]:
         dynamic = jax.jit(lambda n, x: jax.lax.fori_loop(0, n, body, x))
         loops = {n: lambda x, n=n: dynamic(jnp.int32(n), x) for n in (few, many)}
     seconds = {n: seconds_of(lambda n=n: loops[n](x), 7) for n in loops}
-    return {
-        "sums": sums,
-        "static": static,
-        "turn_us": 1e6 * (seconds[many] - seconds[few]) / (many - few),
-    } | device()
+    return {"sums": sums, "static": static, "turn_us": 1e6 * (seconds[many] - seconds[few]) / (many - few)} | device()
 
 
 def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:

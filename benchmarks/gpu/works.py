@@ -21,7 +21,7 @@ def items(rehearse: bool) -> list[Item]:
     from fedjax_pcdd.methods import METHODS
     from fedjax_pcdd.models import MODELS
 
-    methods, models = ("fedavg", "fedmr") if rehearse else METHODS, ("mlp", "simple_cnn") if rehearse else MODELS
+    methods, models = ("fedmr",) if rehearse else METHODS, ("simple_cnn",) if rehearse else MODELS
     of = {"tiny": rehearse}
     made = [Item("ceilings", ceilings, seconds=40)]
     made += [Item(f"method {name}", method, {"name": name, **of}, 45, together=True) for name in methods]
@@ -29,7 +29,7 @@ def items(rehearse: bool) -> list[Item]:
     made += [Item("killed and resumed", resumed, {"name": "scaffold", **of}, 60, together=True)]
     compared = ("fedavg",) if rehearse else ("fedavg", "scaffold", "fedmr")
     made += [Item(f"lanes {name}", lanes, {"name": name, **of}, 60, together=True) for name in compared]
-    clients = (3, 6) if rehearse else (500, 5000)
+    clients = (3,) if rehearse else (500, 5000)
     return made + [Item(f"memory, {k} clients", memory, {"clients": k, **of}, 30) for k in clients]
 
 

@@ -9,11 +9,12 @@ from typing import Literal, get_args, get_origin
 
 import yaml
 
-from fedjax_pcdd.cli.catalogue import Row, rows
-from fedjax_pcdd.cli.options import flag, sentence
+from fedjax_pcdd.cli.help import MethodRow, method_rows
+from fedjax_pcdd.cli.messages import flag, sentence
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import Option, bounds, options_of
+from fedjax_pcdd.training.presets import PRESETS
 from typeset import paragraphs, typeset
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def title_and_idea(name: str) -> tuple[str, str]:
 def overview() -> str:
     """The page of all methods."""
     lines = []
-    for row in rows():
+    for row in method_rows():
         title, idea = title_and_idea(row.name)
         lines.append((f"[{title}]({row.name}.md)", f"`{row.name}`", typeset(idea), row.paper, row.optimises))
     about = (
@@ -55,13 +56,13 @@ def method_page(name: str) -> str:
     text = (sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[2]
     cited = text.partition("\n")[0]
     cited, rest = (cited, text.removeprefix(cited)) if cited.endswith(".") else ("", text)
-    formula = typeset(" ".join((cls.__doc__ or "").split()))
+    formula = typeset(" ".join((inspect.getdoc(cls) or "").partition("\n\nHyper-parameters:")[0].split()))
     parts = [
         f"# {title}", typeset(idea), f'!!! abstract "In a formula"\n\n    {formula}',
         "## Paper and choices", *paragraphs(cited), *paragraphs(rest),
         "## Try it", f"```bash\n{command(name)}\n```", *_presets(name),
         "## Hyper-parameters", _hyperparameters(cls),
-        "## What travels", LETTERS, _traffic(next(row for row in rows() if row.name == name)),
+        "## What travels", LETTERS, _traffic(next(row for row in method_rows() if row.name == name)),
         "## Beside FedAvg", "A round calls the hooks of a method in a fixed order; these are its own.", _hooks(cls),
         "## The whole file", _source(cls),
     ]  # fmt: skip
@@ -82,7 +83,7 @@ def command(name: str) -> str:
 
 def _presets(name: str) -> list[str]:
     """Where the papers' settings of the method are."""
-    folder, names = ROOT / "experiments/presets", []
+    folder, names = PRESETS, []
     for path in sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
         preset = yaml.safe_load(path.read_text())
         if name in {*preset.get("methods", ()), *(one["method"] for one in preset.get("variants", {}).values())}:
@@ -110,7 +111,7 @@ def _values(option: Option) -> str:
     return ", ".join(f"`{choice}`" for choice in choices) or bounds(option)
 
 
-def _traffic(row: Row) -> str:
+def _traffic(row: MethodRow) -> str:
     header = ("sent down", "sent up", "a client keeps", "held in training", "optimises", "status")
     return table(header, [(row.down, row.up, row.client, row.held, row.optimises, row.status)])
 

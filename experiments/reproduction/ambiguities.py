@@ -130,10 +130,7 @@ def _change(other: Row | None, default: Row | None) -> tuple[Difference, Differe
 
 
 def ambiguities_page(
-    ambiguities: Sequence[Ambiguity],
-    columns: Sequence[Column],
-    expected: Expectations,
-    results: Sequence[Result],
+    ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expected: Expectations, results: Sequence[Result]
 ) -> str:
     """The text of the page."""
     lines = [INTRODUCTION, *_selection(results), *_closest(ambiguities, columns, expected)]

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.cli.options import configure, sentence
+from fedjax_pcdd.cli.messages import sentence
+from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import read_run
 from fedjax_pcdd.training.config import values
+from fedjax_pcdd.training.presets import PAPERS
 from reproduction import results
 from reproduction.eigenvalues import add_eigenvalues
 from reproduction.plan import Cell, configured
@@ -24,22 +26,13 @@ AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
 
 
 class Folders(NamedTuple):
-    """Where things lie: run folders, results, the experiments' folder (presets, expected), the data sets."""
+    """Where things lie: run folders, results, the data sets, the presets, and the papers' numbers."""
 
     runs: Path
     results: Path
-    experiments: Path
     data: Path | None
-
-    @property
-    def presets(self) -> Path:
-        """Folder of the presets."""
-        return self.experiments / "presets"
-
-    @property
-    def expected(self) -> Path:
-        """Folder of the papers' numbers."""
-        return self.experiments / "expected"
+    presets: Path = PAPERS / "presets"
+    expected: Path = PAPERS / "expected"
 
 
 class OutOfTime(BaseException):

@@ -1,11 +1,12 @@
 """Which claims of the papers the results bear out: one method above another on a split, in the paper and here."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.expected import PA, PA_LAST
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, paired
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 from reproduction.columns import BASELINE, Column, Expectations, printed
@@ -22,6 +23,7 @@ class Claim(NamedTuple):
       splits: those it is about.
       tags: of the columns that may bear it out; "" for the table itself.
       printed_on: the split with the paper's numbers, where a table has means alone; None for the same one.
+      hinges: what it is known or thought to depend on.
     """
 
     text: str
@@ -32,12 +34,15 @@ class Claim(NamedTuple):
     splits: tuple[str, ...]
     tags: tuple[str, ...] = ("",)
     printed_on: str | None = None
+    hinges: str = ""
 
 
 class Finding(NamedTuple):
     """What the results say of a claim on one split; `best` and `last_ten` None where it was not tried.
 
-    The p-values of both are adjusted for all claims that were tried at this scale.
+    The p-values of both are adjusted for all claims of the page that were tried; `alone` is the best round's as it is,
+    `in_table` its p-value adjusted for the claims on the same table and scale, `by_last` the difference in PA of the
+    models after their last epoch, for a claim about PA.
     """
 
     claim: Claim
@@ -47,6 +52,9 @@ class Finding(NamedTuple):
     paper: float | None
     best: Difference | None
     last_ten: Difference | None
+    alone: Difference | None = None
+    in_table: float | None = None
+    by_last: Difference | None = None
 
     @property
     def claimed(self) -> float:
@@ -55,8 +63,12 @@ class Finding(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """By the best round, as the papers have it."""
-        return "not tried" if self.best is None else self.best.against(self.claimed)
+        """By the best round, as the papers have it; of PA by the model after the last epoch too: they must agree."""
+        if self.best is None:
+            return "not tried"
+        verdict = self.best.against(self.claimed)
+        agreed = self.by_last is None or self.by_last.mean * self.best.mean > 0
+        return verdict if agreed else "not distinguishable"
 
 
 def read_claims(path: Path) -> list[Claim]:
@@ -82,7 +94,7 @@ def findings(claims: Iterable[Claim], columns: Sequence[Column], expected: Expec
             higher, lower = (numbers.get(name) for name in (claim.higher, claim.lower))
             paper = None if higher is None or lower is None else higher - lower
             tried = [
-                Finding(claim, split, one.tag, one.scale, paper, *differences)
+                Finding(claim, split, one.tag, one.scale, paper, *differences, by_last=_by_last(claim, one))
                 for one in columns
                 if (one.table, one.split) == (claim.table, split) and one.tag in claim.tags
                 and (differences := _differences(claim, one)) is not None
@@ -99,15 +111,52 @@ def _differences(claim: Claim, column: Column) -> tuple[Difference, Difference |
     return None if best is None else (best, paired(higher.last_ten(claim.metric), lower.last_ten(claim.metric)))
 
 
+def _by_last(claim: Claim, column: Column) -> Difference | None:
+    higher, lower = column.row(claim.higher), column.row(claim.lower)
+    if claim.metric != PA or higher is None or lower is None:
+        return None
+    return paired(higher.values(PA_LAST), lower.values(PA_LAST))
+
+
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
-    """With the p-values of one scale as those of one family."""
-    adjusted = list(all_findings)
-    for scale in dict.fromkeys(one.scale for one in all_findings):
-        own = [i for i, one in enumerate(all_findings) if one.scale == scale]
-        bests, tens = (family([getattr(all_findings[i], name) for i in own]) for name in ("best", "last_ten"))
-        for i, best, ten in zip(own, bests, tens, strict=True):
-            adjusted[i] = all_findings[i]._replace(best=best, last_ten=ten)
-    return adjusted
+    """With the p-values of the page as those of one family, and of each table and scale as another."""
+    bests, tens = (family([getattr(one, name) for one in all_findings]) for name in ("best", "last_ten"))
+    of_table: dict[int, float | None] = {}
+    for key in dict.fromkeys((one.claim.table, one.scale) for one in all_findings):
+        own = [i for i, one in enumerate(all_findings) if (one.claim.table, one.scale) == key]
+        adjusted = family([all_findings[i].best for i in own])
+        of_table |= {i: one and one.p for i, one in zip(own, adjusted, strict=True)}
+    return [
+        one._replace(best=best, last_ten=ten, alone=one.best, in_table=of_table[i])
+        for i, (one, best, ten) in enumerate(zip(all_findings, bests, tens, strict=True))
+    ]
+
+
+def as_json(all_findings: Sequence[Finding], planned: Container[tuple[str, str]]) -> list[dict[str, Any]]:
+    """What `--claims --json` prints: each claim on each split, at the scale with most seeds.
+
+    Args:
+      all_findings: as `findings` gives them.
+      planned: tables and splits that a plan for a CPU has.
+    """
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in all_findings:
+        groups.setdefault((one.claim.text, one.split, one.tag), []).append(one)
+    rows = []
+    for own in groups.values():
+        one = max(own, key=lambda one: len(one.best.seeds) if one.best else 0)
+        needs_gpu = (one.claim.table, one.split) not in planned and one.best is None
+        best, alone = one.best, one.alone
+        command = f"python experiments/reproduce.py --scale=paper --only={one.claim.table} --data-dir=data"
+        rows.append({
+            "claim": one.claim.text, "table": one.claim.table, "split": one.split, "tag": one.tag,
+            "scale": one.scale or None, "seeds": len(best.seeds) if best else 0, "needs_gpu": needs_gpu,
+            "paper": one.paper, "difference": best and best.mean,
+            "interval": [best.low, best.high] if best and best.low is not None else None,
+            "p": alone and alone.p, "p_table": one.in_table, "p_page": best and best.p, "verdict": one.verdict,
+            "hinges_on": one.claim.hinges or None, "gpu_command": command if needs_gpu else None,
+        })  # fmt: skip
+    return rows
 
 
 class Count(NamedTuple):

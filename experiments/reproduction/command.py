@@ -3,13 +3,18 @@
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.presets import PAPERS
 from reproduction.plan import Cell, check, read_plan
+
+CPU_PLANS = ("cpu", "mid", "long", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +42,29 @@ class Options:
     list: bool = run_option(False, "", "list the cells and what is done")
     dry_run: bool = run_option(False, "", "print the commands of the unfinished cells")
     page: bool = run_option(
-        False, "", "write docs/reproduction.md and docs/ambiguities.md from the results, and run nothing"
+        False, "", "write docs/reproduction.md, ambiguities.md and coverage.md from the results, and run nothing"
     )
+    coverage: bool = run_option(False, "", "list what the papers show: its command, where it was run, its result")
+    claims: bool = run_option(False, "", "list the papers' claims, and what the results say of them")
+    json: bool = run_option(False, "", "print the list of `coverage` or `claims` as JSON")
     docs_dir: Path = run_option(Path("docs"), "", "folder of the pages")
 
 
-def reproduce_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
+def reproduce_main(experiments: Path, argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:
     """What the arguments ask for.
 
     Args:
-      experiments: folder with `presets`, `expected` and `reproduction`.
+      experiments: folder with `reproduction`.
       argv: arguments without the program's name; None for those of the process.
+      papers: folder with `presets` and `expected`.
 
     Returns:
       Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
     """
-    return command(Options, lambda options: _act(options, experiments), argv, "reproduce.py")
+    return command(Options, lambda options: _act(options, experiments, papers), argv, "reproduce.py")
 
 
-def _act(options: Options, experiments: Path) -> None:
+def _act(options: Options, experiments: Path, papers: Path) -> None:
     # JAX is not needed for the help and for mistakes.
     from reproduction import session
     from reproduction.cells import Folders
@@ -66,9 +75,14 @@ def _act(options: Options, experiments: Path) -> None:
         for path in write_pages(options.results_dir, experiments, options.docs_dir):
             print(f"written: {path}")
         return
-    plan = read_plan(options.scale, experiments / "reproduction", experiments / "presets")
+    if options.coverage or options.claims:
+        print(_listed(options, experiments, papers))
+        return
+    if options.json:
+        raise UserError("`json` is of a list: add `coverage` or `claims`.")
+    plan = read_plan(options.scale, experiments / "reproduction", papers / "presets")
     cells = _chosen(plan.cells, options.only)
-    folders = Folders(options.runs_dir, options.results_dir, experiments, options.data_dir)
+    folders = Folders(options.runs_dir, options.results_dir, options.data_dir, papers / "presets", papers / "expected")
     if options.list or options.dry_run:
         _show(cells, folders, commands=options.dry_run)
         return
@@ -77,6 +91,24 @@ def _act(options: Options, experiments: Path) -> None:
     outcome = session.work_off(cells, folders, session.Budget(seconds), say=lambda text: print(text, flush=True))
     left = len(session.unfinished(cells, folders))
     print(f"{outcome.done} cells done, {left} left{', the time is spent' if outcome.out_of_time else ''}.")
+
+
+def _listed(options: Options, experiments: Path, papers: Path) -> str:
+    """The list of what the papers show, or of their claims, as a table or as JSON."""
+    from reproduction import claims, coverage, pages
+
+    folder = experiments / "reproduction"
+    known = pages.known(options.results_dir, experiments)
+    if options.coverage:
+        rows = coverage.as_json(coverage.read_coverage(folder / "coverage.yaml", known.results))
+    else:
+        cells = [one for name in CPU_PLANS for one in read_plan(name, folder, papers / "presets").cells]
+        rows = claims.as_json(known.findings, {(cell.table, cell.split or "") for cell in cells})
+    if options.json:
+        return json.dumps(rows, indent=1)
+    heads = [name for name in rows[0] if not name.endswith("command")]
+    lines = [["-" if row[name] is None else str(row[name]) for name in heads] for row in rows]
+    return markdown(texts("", heads, lines, left=heads), aligned=True)
 
 
 def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:

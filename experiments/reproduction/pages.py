@@ -1,42 +1,62 @@
-"""docs/reproduction.md and docs/ambiguities.md, made from results, expected numbers and two YAML files of prose."""
+"""The generated pages of docs/, made from results, expected numbers and YAML files of prose."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import failed_write
-from fedjax_pcdd.report.expected import Expected, read_expected
-from reproduction.ambiguities import ambiguities_page, read_ambiguities, tags_of
-from reproduction.claims import counts, findings, read_claims
-from reproduction.columns import columns, with_means
-from reproduction.results import read_results
+from fedjax_pcdd.report.expected import EXPECTED, read_expected
+from fedjax_pcdd.training.presets import PRESETS
+from reproduction.ambiguities import Ambiguity, ambiguities_page, read_ambiguities, tags_of
+from reproduction.claims import Finding, counts, findings, read_claims
+from reproduction.columns import Column, Expectations, columns, with_means
+from reproduction.coverage import coverage_page, read_coverage
+from reproduction.results import read_results, repeating
 from reproduction.results_page import results_page
 
 
-def pages(results: Path, experiments: Path) -> dict[str, str]:
-    """The text of every generated page by its file name.
+class Known(NamedTuple):
+    """What the results say: all of them, all columns, those of the papers' tables, printed numbers, and the claims."""
+
+    results: list[dict[str, Any]]
+    every: list[Column]
+    tables: list[Column]
+    expected: Expectations
+    findings: list[Finding]
+    ambiguities: list[Ambiguity]
+
+
+def known(results: Path, experiments: Path, *, repeated: bool = False) -> Known:
+    """Read results and prose.
 
     Args:
       results: folder of results; it may not exist yet.
-      experiments: folder with `expected` and `reproduction`.
+      experiments: folder with `reproduction`.
+      repeated: whether commands have the options with which they repeat their numbers today.
 
     Raises:
       UserError: a file that cannot be read.
     """
-    known = read_results(results)
-    expected: Mapping[str, Sequence[Expected]] = {
-        table: read_expected(experiments / "expected", table) for table in dict.fromkeys(one["table"] for one in known)
-    }
+    rows = read_results(results)
+    if repeated:
+        rows = [one | {"command": repeating(one, PRESETS)} for one in rows]
     texts = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
     claims = read_claims(experiments / "reproduction" / "claims.yaml")
-    expected |= {c.table: read_expected(experiments / "expected", c.table) for c in claims}
-    every = columns(known, expected)
+    names = dict.fromkeys([*(one["table"] for one in rows), *(one.table for one in claims)])
+    expected = {table: read_expected(EXPECTED, table) for table in names}
+    every = columns(rows, expected)
     readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
     tables = with_means([one for one in every if one.tag not in readings], expected)
+    return Known(rows, every, tables, expected, findings(claims, tables, expected), texts)
+
+
+def pages(results: Path, experiments: Path) -> dict[str, str]:
+    """The text of every generated page by its file name; arguments and errors as of `known`."""
+    rows, every, tables, expected, judged, texts = known(results, experiments, repeated=True)
+    items = read_coverage(experiments / "reproduction" / "coverage.yaml", rows)
     return {
-        "reproduction.md": results_page(
-            known, tables, expected, findings(claims, tables, expected), counts(tables, expected)
-        ),
-        "ambiguities.md": ambiguities_page(texts, every, expected, known),
+        "reproduction.md": results_page(rows, tables, expected, judged, counts(tables, expected)),
+        "ambiguities.md": ambiguities_page(texts, every, expected, rows),
+        "coverage.md": coverage_page(items),
     }
 
 

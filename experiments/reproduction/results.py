@@ -10,12 +10,15 @@ from typing import Any
 
 import jax
 
+from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.expected import measured, read_expected
+from fedjax_pcdd.report.expected import PA_LAST, measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
-from fedjax_pcdd.training.config import FOLDERS, RUN
+from fedjax_pcdd.training.config import FOLDERS, RUN, values
+from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.folder import PACKAGES
+from fedjax_pcdd.training.protocols import needs_epochs
 from reproduction.plan import Cell
 
 KEPT = (
@@ -23,6 +26,7 @@ KEPT = (
     *("pa_best", "pa_best_round", "pa_last", "pa_mean_last10", "pa_protocol"),
     *("domains", "inter", "intra", "seconds_per_round", "compile_seconds", "lanes"),
 )
+OTHERS = ("methods", "leaderboard")  # folders with results of other kinds
 # Options that every result names, whether or not they are the preset's.
 SHOWN = ("dataset", "model", "rounds", "local_epochs", "batch_size", "lr", "train_samples", "test_samples")
 
@@ -41,8 +45,9 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """All results below a folder, in the order of their paths."""
-    return [read_result(path) for path in sorted(folder.rglob("*.json"))]
+    """All results of the papers' tables below a folder, in the order of their paths."""
+    paths = sorted(folder.rglob("*.json"))
+    return [read_result(path) for path in paths if path.relative_to(folder).parts[0] not in OTHERS]
 
 
 def write_result(folder: Path, cell: Cell, result: Mapping[str, Any]) -> None:
@@ -65,6 +70,23 @@ def command(cell: Cell, config: Mapping[str, Any]) -> str:
     )
 
 
+def repeating(result: Mapping[str, Any], presets: Path) -> str:
+    """The command of a result with what a preset or a default had otherwise when it was run.
+
+    Args:
+      result: as it was written; options that are younger than it had their defaults.
+      presets: folder of the presets of today.
+    """
+    words = shlex.split(result["command"])
+    given = {**scan(words[2:]), "data_dir": "."}
+    config, method = configure(given, presets)
+    today, usual = decisive(values(config, method)), RUN | options_of(type(method))
+    then = decisive({name: option.default for name, option in usual.items()}) | result["decisive"]
+    plain = {"None": "none", "True": "true", "False": "false"}
+    changed = {name: plain.get(then[name], then[name]) for name in today if then[name] != today[name]}
+    return shlex.join([*words, *(f"--{name.replace('_', '-')}={value}" for name, value in changed.items())])
+
+
 def identity(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a result that is known before the run; `config` are its options by field name."""
     return {
@@ -85,7 +107,8 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
     """The result of a finished run, with what it has in the place of any paper's numbers; tables share runs."""
     summary = record.summary or {}
-    numbers = {metric: measured(record, metric) for metric in printed_metrics(expected)}
+    metrics = [*printed_metrics(expected), *([PA_LAST] if needs_epochs(record.config["pa_protocol"]) else [])]
+    numbers = {metric: measured(record, metric) for metric in metrics}
     seconds = sum(row["seconds"] + row.get("eval_seconds", 0.0) for row in record.rows)
     return {
         "status": "finished",
@@ -108,7 +131,7 @@ def failed(cell: Cell, config: Mapping[str, Any], sentence: str) -> dict[str, An
 
 def printed_metrics(expected: Path) -> list[str]:
     """Every metric of the papers' tables."""
-    tables = sorted(path.stem for path in expected.glob("*.csv"))
+    tables = sorted(path.stem for path in expected.glob("*.csv") if not path.stem.endswith("_counts"))
     return list(dict.fromkeys(one.metric for table in tables for one in read_expected(expected, table)))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fedjax_pcdd.report.expected import Expected, kind, title
+from fedjax_pcdd.report.expected import PA, PA_LAST, Expected, kind, title
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
 from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
 from fedjax_pcdd.report.tables import Column as Heading
@@ -13,7 +13,7 @@ from reproduction.columns import BASELINE, LAST_TEN, Column, Expectations, Resul
 
 INTRODUCTION = """# Reproduction
 
-Written by `python experiments/reproduce.py --page` from `results/` and `experiments/expected/`; do not edit it.
+Written by `python experiments/reproduce.py --page` from `results/` and `fedjax_pcdd/papers/expected/`; do not edit it.
 
 What the papers claim, what they print, and what came out here. Every row has the command that repeats it (`DATA` is the
 folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` runs all of them, and what is missing
@@ -29,8 +29,16 @@ How to read it:
   without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
 - ± is the standard deviation over seeds beside a mean, the standard error beside a difference. Differences are paired
   by seed. A claim *held* or *did not hold* where a paired t-test says so at the level 0.05, its p-values adjusted by
-  Holm for all claims tried at the scale (in the tables: for their methods); otherwise it is *not distinguishable*,
-  which two or three seeds leave most differences, also large ones. With one seed only the sign is given.
+  Holm for all claims of this page (in the tables: for their methods); otherwise it is *not distinguishable*,
+  which two or three seeds leave most differences, also large ones: with three pairs and as many claims as the page has
+  hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for the
+  claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
+- Cells tagged `before` were run before their protocols and weights were settled as [ambiguities.md](ambiguities.md)
+  says; without the tag they are as settled. Where a number is older than a preset or a default, its command carries the
+  options with which it was run.
+- PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
+  does; the column "PA `last`" has the model after the last epoch. A claim about PA is judged by both; where they
+  disagree it is not distinguishable.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
 """
@@ -105,11 +113,16 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
             paper = NOTHING if one.paper is None else signed(one.paper)
             ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
             where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
-            lines.append((*where, paper, str(one.best), one.verdict, *ten))
-    headings = ("claim", "table", "split", "scale", "paper", "best round", "", "mean of last ten", "")
+            values = (one.alone and one.alone.p, one.in_table, one.best.p)
+            p = [NOTHING if value is None else f"{value:.3f}" for value in values]
+            lines.append((*where, paper, str(one.best), *p, one.verdict, *ten))
+    tests = ("p", "p, table", "p, page")
+    headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = "Differences in percent points, in the metric of the table."
-    return [markdown(replace(table, remarks=remarks))] if lines else []
+    hinges = {one.claim.text: one.claim.hinges for one in findings if one.claim.hinges}
+    words = ["What they hinge on:", "", *(f"- {text}: {on}" for text, on in hinges.items()), ""] if hinges else []
+    return [markdown(replace(table, remarks=remarks)), *words] if lines else []
 
 
 def _counts(counts: Sequence[Count]) -> list[str]:
@@ -133,7 +146,8 @@ def _table(
     lines += [f"Over the preset in all runs: {over}." if over else "As the preset says.", ""]
     for column in members:
         known = {metric for row in column.rows for one in row.results for metric in one["metrics"]}
-        for metric in (metric for metric in dict.fromkeys(one.metric for one in expected) if metric in known):
+        own_metrics = [metric for metric in dict.fromkeys(one.metric for one in expected) if metric in known]
+        for metric in own_metrics or sorted(one for one in known if one.endswith(":mean")):
             lines += _split(column, metric, printed(expected, column.split, metric) if not column.tag else {})
         lines += _commands(column)
     return lines
@@ -143,10 +157,14 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
     """One table: methods down."""
     rows = [row for row in column.rows if row.values(metric)]
     over = family([column.over_baseline(row, metric) for row in rows])
+    last = metric == PA and any(row.values(PA_LAST) for row in rows)
     heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
+    heads += [("PA `last`",)] * last
     columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
     heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
-    lines = tuple(Line(row.label, _cells(row, metric, numbers, one)) for row, one in zip(rows, over, strict=True))
+    lines = tuple(
+        Line(row.label, _cells(row, metric, numbers, one, last=last)) for row, one in zip(rows, over, strict=True)
+    )
     order, count = column.order(metric, numbers)
     text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
     if order is None:
@@ -154,7 +172,9 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
     return [text, f"Rank correlation with the paper over {count} methods: {signed(order)}.", ""]
 
 
-def _cells(row: Row, metric: str, numbers: Mapping[str, float], over: Difference | None) -> tuple[Cell, ...]:
+def _cells(
+    row: Row, metric: str, numbers: Mapping[str, float], over: Difference | None, *, last: bool
+) -> tuple[Cell, ...]:
     values, paper, base = row.values(metric), numbers.get(row.name), numbers.get(BASELINE)
     ours = [over_seeds(row.values(metric).values())]
     if metric in LAST_TEN:
@@ -163,10 +183,13 @@ def _cells(row: Row, metric: str, numbers: Mapping[str, float], over: Difference
     apart = None if paper is None or ours[0].mean is None else ours[0].mean - paper
     words = [
         str(len(values)), NOTHING if paper is None else f"{paper:.2f}", NOTHING if apart is None else signed(apart),
+    ]  # fmt: skip
+    beside = [over_seeds(row.values(PA_LAST).values())] if last else []
+    words_over = [
         NOTHING if over is None else str(over), NOTHING if claimed is None else signed(claimed),
         "" if over is None or claimed is None else over.against(claimed),
     ]  # fmt: skip
-    return (*ours, *(Cell(text=word) for word in words))
+    return (*ours, *(Cell(text=word) for word in words), *beside, *(Cell(text=word) for word in words_over))
 
 
 def _commands(column: Column) -> list[str]:

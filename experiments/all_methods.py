@@ -1,0 +1,153 @@
+"""Every method on the same data: the first tables of docs/results.md, one sweep a method, all its seeds together.
+
+    python experiments/all_methods.py --data-dir=DATA                    # all tables; the same command continues
+    python experiments/all_methods.py --table=digits --method=fedavg,fedmr
+    python experiments/all_methods.py --page                             # docs/results.md from experiments/equal_data
+
+A method runs at its defaults, some also otherwise. A result is experiments/equal_data/TABLE/METHOD.json: accuracies of
+every seed, the command and the version, or the sentence with which it failed. What has a result is not run again.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, markdown, over_seeds
+from fedjax_pcdd.training.folder import SUMMARY
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "experiments" / "equal_data", ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- all methods: begin -->\n", "<!-- all methods: end -->\n"
+
+_MNIST = (
+    "--dataset=fashion_mnist --train-samples=3000 --test-samples=2000 --rounds=30 --local-epochs=2 --batch-size=32 "
+    "--fine-tune-epochs=2 --seed=0:3 --lanes=1"
+)
+TABLES = {
+    "digits": "--dataset=digits --partition=pcdd --classes-per-client=2 --rounds=50 --local-epochs=5 --batch-size=20 "
+    "--fine-tune-epochs=5 --seed=0:5 --lanes=1",
+    "fashion_mnist-P10C2": f"{_MNIST} --partition=pcdd --classes-per-client=2",
+    "fashion_mnist-dir0.1": f"{_MNIST} --partition=dirichlet --beta=0.1",
+}
+TITLES = {
+    "digits": "digits, P10C2, five seeds",
+    "fashion_mnist-P10C2": "Fashion-MNIST, P10C2, simple CNN, three seeds",
+    "fashion_mnist-dir0.1": "Fashion-MNIST, Dirichlet(0.1), simple CNN, three seeds",
+}
+# Beside its defaults, another setting of a method: what of the options that the papers and rulings leave open trains.
+SECOND = {
+    "feddyn": "--server-step=none", "feddc": "--server-step=none", "fedmr": "--negatives=all",
+    "scaffold": "--momentum=0 --lr=0.02", "fedgela": "--ew=1", "fedgf": "--momentum=0",
+    "fedcm": "--momentum=0 --lr=0.1", "mofedsam": "--momentum=0 --lr=0.1",
+}  # fmt: skip
+ROWS = (*METHODS, *(f"{method} {others}" for method, others in SECOND.items()))
+MEASURES = {
+    "ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, mean of last 10",
+    "pa_best": "PA best", "pa_last": "PA last",
+}  # fmt: skip
+
+
+def path_of(table: str, row: str) -> Path:
+    """Where a row's result lies."""
+    return RESULTS / table / f"{row.replace(' --', '-').replace('=', '')}.json"
+
+
+def options(table: str, row: str) -> list[str]:
+    """Of the sweep of one row: the table's, the method's further ones, and what it cannot do without."""
+    method, *needed = row.split()
+    if METHODS[method]().traits().needs_public and table != "digits":
+        needed += ["--public=mnist", "--public-samples=1000"]
+    if method == "fml":
+        needed += ["--meme=mlp" if table == "digits" else "--meme=simple_cnn"]
+    return [f"--method={method}", *shlex.split(TABLES[table]), *needed]
+
+
+def run(table: str, row: str, runs: Path, more: list[str]) -> dict:
+    """The result of one sweep, which continues where it was."""
+    method = row.split()[0]
+    folder, command = runs / table / path_of(table, row).stem, ["experiments/sweep.py", *options(table, row)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, *command, f"--sweep-dir={folder.resolve()}", *more]
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"{method} on {table} was not run: {done.stderr.strip()}")
+    summaries = [json.loads((one / SUMMARY).read_text()) for one in sorted(folder.glob("*-s*")) if _ended(one)]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(f"{method}-s")]
+    seeds = [{"seed": one["seed"]} | {name: one.get(name) for name in MEASURES} for one in summaries]
+    return {
+        "command": shlex.join(["python", *command]), "version": _version(), "seeds": seeds, "failed": failed,
+    }  # fmt: skip
+
+
+def _ended(folder: Path) -> bool:
+    return (folder / SUMMARY).is_file()
+
+
+def _version() -> str:
+    """The commit of the code, with "+" where files of it were changed since."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+
+
+def table(name: str) -> Table:
+    """The results so far, by the mean of the last ten rounds' GA."""
+    rows = []
+    for row in ROWS:
+        if path_of(name, row).is_file():
+            result = json.loads(path_of(name, row).read_text())
+            cells = [over_seeds(_percent(seed[key]) for seed in result["seeds"]) for key in MEASURES]
+            failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
+            note = f"{failed} of {all_seeds} seeds stopped: loss not finite" if failed else ""
+            rows.append(Row(row, (*cells, Cell(text=result["version"]), Cell(text=note))))
+    rows.sort(key=lambda row: -(row.cells[2].mean or 0))
+    columns = (
+        *(Column(text, digits=1, best=1) for text in MEASURES.values()),
+        Column("version"),
+        Column("", left=True),
+    )
+    missing = [row for row in ROWS if not path_of(name, row).is_file()]
+    remarks = f"`python experiments/sweep.py --method=METHOD {TABLES[name]} --data-dir=DATA`. "
+    remarks += f"{len(rows)} of {len(ROWS)} rows" + (f"; not run yet: {', '.join(missing)}." if missing else ".")
+    return Table(TITLES[name], columns, tuple(rows), remarks)
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def write_page() -> None:
+    """Put the tables between the two marks of docs/results.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    tables = "\n".join(markdown(table(name), escape=str) for name in TABLES if table(name).rows)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    """Run what has no result, or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", default=",".join(TABLES), help="of these, in this order")
+    parser.add_argument("--method", default=",".join(ROWS), help="rows, in this order")
+    parser.add_argument("--runs", type=Path, default=Path("runs/methods"), help="folder of the sweeps")
+    parser.add_argument("--page", action="store_true", help="write docs/results.md and end")
+    given, more = parser.parse_known_args()
+    if given.page:
+        write_page()
+        return
+    for name in given.table.split(","):
+        for method in given.method.split(","):
+            path = path_of(name, method)
+            if not path.is_file():
+                result = run(name, method, given.runs, more)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                print(f"{name}: {method}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
