@@ -6,74 +6,37 @@
     federation = fp.partition(digits, "dirichlet", clients=10, beta=0.1, seed=0)
     history = fp.simulate(federation, fp.FedGELA(), rounds=20, seed=0)
 
-`fedjax_pcdd.api` says more. Its names, the classes of all methods, `fp.methods` and `fp.models` are loaded when they
-are first used, so that importing the package costs nothing.
+The names of the Python interface stand in `__init__.pyi`, for type checkers and for `dir(fp)` alike. What they name is
+imported when it is first used, so that importing the package costs nothing.
 """
 
+import ast
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fedjax_pcdd import methods, models
-    from fedjax_pcdd.api import (
-        Callback,
-        Dataset,
-        EarlyStopping,
-        Federation,
-        History,
-        Message,
-        Method,
-        Partition,
-        Pipeline,
-        Quantity,
-        Summary,
-        Traits,
-        UserError,
-        build_model,
-        from_arrays,
-        hyperparameter,
-        load_dataset,
-        load_run,
-        partition,
-        plot,
-        register_augmentation,
-        register_dataset,
-        register_logger,
-        register_method,
-        register_model,
-        register_partition,
-        register_quantity,
-        resume,
-        simulate,
-        table,
-    )
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Callback", "Dataset", "EarlyStopping", "Federation", "History", "Message", "Method", "Partition", "Pipeline",
-    "Quantity", "Summary", "Traits", "UserError", "build_model", "from_arrays", "hyperparameter", "load_dataset",
-    "load_run", "methods", "models", "partition", "plot", "register_augmentation", "register_dataset",
-    "register_logger", "register_method", "register_model", "register_partition", "register_quantity", "resume",
-    "simulate", "table",
-]  # fmt: skip
+
+def _names() -> dict[str, str]:
+    """The module of every public name, "" for a subpackage."""
+    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {name.name: (node.module or "").removeprefix(__name__) for node in imports for name in node.names}
+
+
+_HOMES = _names()
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the API, a subpackage of it, or the class of a method."""
-    if name in ("methods", "models"):
-        return importlib.import_module(f"fedjax_pcdd.{name}")
-    if name in __all__:
-        return getattr(importlib.import_module("fedjax_pcdd.api"), name)
-    if name[0].isupper():
-        registry = importlib.import_module("fedjax_pcdd.methods").METHODS
-        classes = {cls.__name__: cls for cls in registry.values()}
-        if name in classes:
-            return classes[name]
-    raise AttributeError(f"module 'fedjax_pcdd' has no attribute {name!r}")
+    """A public name: a subpackage, or what a module of the package defines."""
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
+    module = importlib.import_module(__name__ + (_HOMES[name] or f".{name}"))
+    return getattr(module, name) if _HOMES[name] else module
 
 
 def __dir__() -> list[str]:
-    """The names of the API and the classes of all methods."""
-    registry = importlib.import_module("fedjax_pcdd.methods").METHODS
-    return sorted([*globals(), *__all__, *(cls.__name__ for cls in registry.values())])
+    """All public names; nothing is imported for them."""
+    return sorted([*globals(), *_HOMES])

@@ -58,8 +58,13 @@ def in_one_line(error: Exception) -> str:
 def failed_write(error: Exception, path: Path) -> Exception:
     """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself."""
     # TensorStore reports a full disk as a ValueError that quotes the operating system.
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT) or re.search("No space left|quota exceeded", str(error)):
         return UserError(f"no space left on the disk of {path}: free some and resume the run.")
+    if number == errno.EFBIG or "File too large" in str(error):
+        return UserError(f"{path} became larger than a file may be here: raise that limit and resume the run.")
+    if number == errno.ELOOP:
+        return UserError(f"{path} is a symbolic link, which nothing is written through: remove it.")
     if isinstance(error, OSError):
         return UserError(f"cannot write to {path} ({error.strerror or error}): choose another `run_dir`.")
     return error

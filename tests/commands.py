@@ -54,12 +54,19 @@ def resumed(folder):
     return results_of(folder, f"--resume={folder}")
 
 
+def wait_for_rounds(process, folder, rounds):
+    """Until a run has recorded so many rounds, or ended."""
+    metrics, deadline = folder / "metrics.jsonl", time.time() + 600  # of a machine that may have much else to do
+    while time.time() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= rounds:
+            return
+        time.sleep(0.01)
+
+
 def kill_after(rounds, folder, *options):
     """Start a run and kill it once so many rounds are recorded."""
     process = start(*options, f"--run-dir={folder}")
-    metrics, deadline = folder / "metrics.jsonl", time.time() + 200
-    while time.time() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < rounds):
-        time.sleep(0.01)
+    wait_for_rounds(process, folder, rounds)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (folder / "summary.json").exists()

@@ -29,6 +29,9 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
 
+collect_ignore = ["eight_devices.py"]  # a program of its own: it sets up devices, which one process can do once
+
+
 def pytest_configure(config):
     """Where one process reads what another has not written to its end, JAX says so and compiles it itself."""
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")

@@ -37,17 +37,18 @@ CASES = {
     "fedavg": {"devices": ((2, 2), (8, 1))},
     "scaffold, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host"},
     "fedmr": {"devices": ((2, 1),)},
-    "fedgela": {"devices": ((4, 1),)},
+    "fedgela": {"devices": ((4, 1),), "tests_epochs": True},
     "stacked messages": {"name": Stacking, "devices": ((2, 1),)},
     "no global model": {"name": "fedrep", "devices": ((4, 1),)},
     "two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 2),)},
     "blocks of two experiments": {"name": "fedprox", "hyper": TWO, "devices": ((2, 3),), "block": 2},
     "blocks, clients on the host": {"name": "scaffold", "devices": ((4, 2),), "client_state": "host", "block": 2},
+    "samples from the host": {"name": "fedrep", "devices": ((4, 1),), "stream": 10**6},
     "blocks of whole jobs": {"name": "fedmr", "devices": ((2, 4), (8, 2)), "block": 4},
 }
 
 
-def simulate(name, devices, lanes, *, hyper=({},), client_state="device", block=None):
+def simulate(name, devices, lanes, *, hyper=({},), **options):
     parts = toy.federation()
     make = METHODS[name] if isinstance(name, str) else name
     methods = [make(**values) for values in hyper]
@@ -55,8 +56,8 @@ def simulate(name, devices, lanes, *, hyper=({},), client_state="device", block=
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4)
     return Simulation(
         methods[0].build(plain), [Experiment(parts, method, local, e) for e, method in enumerate(methods)],
-        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, client_state=client_state, block=block,
-        dtype=jnp.float64, param_dtype=jnp.float64,
+        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, dtype=jnp.float64,
+        param_dtype=jnp.float64, **options,
     )  # fmt: skip
 
 
@@ -80,11 +81,11 @@ def difference(one, other):
     return largest
 
 
-def compare(name, devices, hyper=({},), client_state="device", block=None):
-    alone = trained(simulate(name, 1, 1, hyper=hyper, client_state=client_state))
+def compare(name, devices, hyper=({},), block=None, stream=None, **options):
+    alone = trained(simulate(name, 1, 1, hyper=hyper, **options))
     found = []
     for number, lanes in devices:
-        simulated = simulate(name, number, lanes, hyper=hyper, client_state=client_state, block=block)
+        simulated = simulate(name, number, lanes, hyper=hyper, block=block, stream=stream, **options)
         several = trained(simulated)
         found.append({
             "devices": number, "difference": difference(alone, several), "compilations": simulated.compilations,
@@ -106,9 +107,11 @@ def placement():
 
 def command(folder, devices):
     options = ["--rounds=2", "--local-epochs=1", "--batch-size=32", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
-    assert main([*options, f"--devices={devices}", f"--run-dir={folder}"]) == 0
+    protocol = ["--method=fedgela", "--pa-protocol=best_epoch"]
+    assert main([*options, *protocol, f"--devices={devices}", f"--run-dir={folder}"]) == 0
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [[row["ga"], row["pa"], row["loss"]] for row in rows]
+    names = ("ga", "pa", "loss", "pa_last", "pa_received", "pa_best_epoch", "pa_best_mean")
+    return [[row[name] for name in names] for row in rows]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.methods.method import Context, Facts, Hyper, Keys, Message, ServerContext, Setting
+from fedjax_pcdd.methods.method import Context, Facts, Keys, Local, Message, ServerContext, Setting
 
 
 def setting(clients, *, epochs=1, batch=1):
@@ -13,7 +13,7 @@ def setting(clients, *, epochs=1, batch=1):
 
 
 def hyper(lr=0.1, momentum=0.0):
-    return Hyper(lr, momentum, 0.0, np.inf)
+    return Local(lr=lr, momentum=momentum, weight_decay=0.0, clip=np.inf)
 
 
 def params(values, **collections):

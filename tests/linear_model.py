@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.methods.method import Batch, Context, Facts, Hyper, Keys, Setting
+from fedjax_pcdd.methods.method import Batch, Context, Facts, Keys, Local, Setting
 from fedjax_pcdd.models.classifier import Classifier
 
 
@@ -30,10 +30,12 @@ def context(method, counts, *, features, epochs=2, epoch=0, everyone=None):
     model = method.build(Classifier(Inputs(), len(counts), param_dtype=counts.dtype))
     setting = Setting(len(counts), features, 1, 3, epochs, 4, False)
     facts = Facts(jnp.zeros((), int), counts, counts.sum(), everyone)
-    scalars = jnp.asarray(0.1), jnp.asarray(0.9), jnp.asarray(0.0), jnp.asarray(jnp.inf)
+    local = Local(
+        lr=jnp.asarray(0.1), momentum=jnp.asarray(0.9), weight_decay=jnp.asarray(0.0), clip=jnp.asarray(jnp.inf)
+    )
     step, keys = jnp.zeros((), int), Keys.of(jax.random.key(0))
     epoch, epochs = jnp.asarray(epoch), jnp.asarray(epochs)
-    return Context(model, setting, Hyper(*scalars), (), (), (), facts, epoch, epochs, step, step, keys)
+    return Context(model, setting, local, (), (), (), facts, epoch, epochs, step, step, keys)
 
 
 def loss(method, layers, features, labels, counts, **facts):

@@ -22,7 +22,7 @@ B,fedavg,,ga_pct,40.0,,
 avg,fedavg,,ga_pct,44.0,,mean of A B; ours
 A,fedavg,,rounds_to_target,2,,
 A,fedavg,,speedup,1,,
-A,fedavg,,compute_seconds,3,,
+A,fedavg,,upload_millions,3,,
 """
 
 

@@ -18,20 +18,27 @@ import yaml
 
 import method_pages
 from documentation import relinked
+from fedjax_pcdd.api import grid
+from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.cli import options as cli
-from fedjax_pcdd.cli import sweep
+from fedjax_pcdd.cli import search, sweep
 from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.data.partition import PARTITIONS
+from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
 from fedjax_pcdd.registry import origin_of_file, recall
 from fedjax_pcdd.training.config import run_folder
 from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.loggers import LOGGERS
 
 ROOT = Path(__file__).parent.parent
-PRESETS = ROOT / "experiments/presets"
 FILES = [ROOT / "README.md", ROOT / "BUILD.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
 FILES += sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks/results").glob("*.md")])
 EXAMPLE = (ROOT / "docs/adding_a_method.md").read_text().split("```python\n")[1].split("```")[0]
+
+
+OWN = (ROOT / "docs/bring_your_own.md").read_text()
+RECIPES = [text.split("```")[0] for text in OWN.split("```python\n")[1:]]
 
 
 def name_of(path):
@@ -80,13 +87,39 @@ def assert_close(one, other):
         np.testing.assert_allclose(a, b, 1e-5, 1e-5)
 
 
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """The names that the blocks of the page share, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("session")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for registry in (METHODS, SERVER_OPTIMISERS, PARTITIONS, LOGGERS):
+            patch.setattr(registry, "_parts", dict(registry._parts))
+        yield {"__name__": "bring_your_own"}
+
+
+@pytest.mark.parametrize("number", range(len(RECIPES)))
+def test_every_recipe_of_bring_your_own_runs(session, number):
+    if "import datasets" in RECIPES[number]:
+        pytest.importorskip("datasets")
+    exec(compile(RECIPES[number], f"bring_your_own.md, block {number}", "exec"), session)
+
+
+def test_the_recipes_have_trained_what_they_brought(session):
+    assert session["mine"].class_names == session["pictures"].class_names == ("cat", "dog", "fox", "owl")
+    assert session["table"].x_train.dtype == np.float32
+    assert (session["history"].rows[-1]["worst"], Path("lines.csv").read_text().count("\n")) == (
+        session["history"].pa_per_client.min(), 1
+    )  # fmt: skip
+
+
 def test_the_example_method_has_thirty_lines_at_most():
     assert EXAMPLE.count("\n") <= 30
 
 
 def test_the_example_method_runs_from_the_command_line(registered, tmp_path):
     options = ["--method=fedkeep", "--mu=0.5", "--clients=3", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=1"]
-    assert main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"], PRESETS) == 0
+    assert main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
 
 
@@ -119,10 +152,14 @@ def test_every_command_of_the_documentation_parses(registered, words, monkeypatc
     if script.endswith("/run.py"):
         given = cli.scan(argv)
         if "resume" not in given:
-            assert information(given) or cli.configure(given, PRESETS)
+            assert information(given) or cli.configure(given)
     elif script.endswith("/sweep.py"):
-        given = {name: text for name, text in cli.scan(argv).items() if name not in ("sweep_dir", "together")}
-        assert all(cli.configure(experiment.given, PRESETS) for experiment in sweep.expand(given))
+        given = {name: text for name, text in cli.scan(argv).items() if name not in sweep.OPTIONS}
+        assert all(cli.configure(experiment.given) for experiment in grid.expand(given))
+    elif script.endswith("/search.py"):
+        pytest.importorskip("optuna")
+        given = {name: text for name, text in cli.scan(argv).items() if name not in search.OPTIONS}
+        assert next(Search(given, {}).stages(1))
     else:
         shown = help_of(script, argv, monkeypatch, capsys)
         assert all(word.partition("=")[0] in shown for word in argv if word.startswith("-"))
@@ -172,7 +209,7 @@ def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_the_page_of_a_method_parses(name):
-    assert cli.parse(shlex.split(method_pages.command(name))[2:], PRESETS)
+    assert cli.parse(shlex.split(method_pages.command(name))[2:])
 
 
 def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():
@@ -185,9 +222,10 @@ def folders_of(words):
     script, *argv = words
     given = cli.scan(argv) if script.endswith(("/run.py", "/sweep.py")) else {}
     if script.endswith("/run.py") and "resume" not in given and not information(given):
-        return [str(run_folder(cli.configure(given, PRESETS)[0]))]
+        return [str(run_folder(cli.configure(given)[0]))]
     if script.endswith("/sweep.py"):
-        return [f"runs/sweep/{experiment.name}" for experiment in sweep.expand(given)]
+        folder = given.pop("sweep_dir")  # or its name is a digest
+        return [f"{folder}/{experiment.name}" for experiment in grid.expand(given)]
     return []
 
 
@@ -196,7 +234,8 @@ def test_runs_that_a_page_names_are_made_by_its_own_commands(page, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     made = []
     for words in commands(ROOT / page):
-        for named in re.findall(r"(?:^|[ =])(runs/\S*)", " ".join(words)):
+        read = [word for word in words if not word.startswith("--sweep-dir=")]
+        for named in re.findall(r"(?:^|[ =])(runs/\S*)", " ".join(read)):
             assert any(fnmatch(folder, named.rstrip("/") + end) for folder in made for end in ("", "/*")), named
         made += folders_of(words)
     assert made

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "fedjax_pcdd"
 FLOORS = {
     **dict.fromkeys(("errors", "trees", "registry", "__init__"), 0), **dict.fromkeys(("losses", "models", "data"), 1),
     "methods": 2, "engine": 3, "analysis": 4, "training": 5, **dict.fromkeys(("api", "report"), 6), "cli": 7,
-    "testing": 7,
+    **dict.fromkeys(("testing", "__main__"), 7),
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 OPTION = re.compile(r"(?<![\w-])--[a-z]")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-QUICK = ("lemma_1", "simplex_etf", "three_class_aggregation")
+QUICK = ("lemma_1", "simplex_etf", "theorem_1", "three_class_aggregation")
 LONG = ("fedgela_convergence", "first_experiment", "four_class_circles")
 PICTURES = ("fedgela_convergence", "first_experiment", "four_class_circles", "three_class_aggregation")
 
@@ -58,9 +58,39 @@ def test_notebook_has_the_cells_of_its_script(name):
 
 
 @pytest.mark.parametrize("name", [*QUICK, *LONG])
-def test_notebook_is_stored_without_outputs(name):
-    notebook = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
-    assert not any(cell.get("outputs") for cell in notebook["cells"])
+def test_notebook_is_stored_with_the_outputs_of_a_whole_run_without_errors(name):
+    text = (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
+    assert kinds
+    assert "error" not in kinds
+    assert all(output.get("name") != "stderr" for cell in cells for output in cell["outputs"])
+    assert len(text) < 400_000
+
+
+CELLS = (
+    "import fedjax_pcdd as fp\n"
+    "federation = fp.partition(fp.load_dataset('digits'), clients=2, beta=1.0)\n"
+    "settings = dict(rounds=2, local_epochs=1, lanes=1, fine_tune_epochs=0)\n"
+    "history = fp.simulate(federation, progress=True, **settings)",
+    "history.plot()",
+    "figure = history.plot()",
+    "figure",
+    "fp.simulate(federation, lr=-1)",
+)
+
+
+@pytest.mark.slow
+def test_in_a_notebook_bars_move_in_place_figures_come_once_and_errors_speak_python():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
+    nbclient.NotebookClient(notebook, timeout=500, allow_errors=True).execute()
+    bar, plotted, kept, again, error = (cell["outputs"] for cell in notebook["cells"])
+    assert [output["data"]["text/plain"].partition("  ")[0] for output in bar] == ["round 2/2"]
+    for outputs in (plotted, kept, again):
+        assert ["image/png" in output["data"] for output in outputs] == [True]
+    assert [(one["ename"], one["evalue"]) for one in error] == [("UserError", "lr must be above 0, not -1.")]
 
 
 @pytest.mark.parametrize("name", PICTURES)

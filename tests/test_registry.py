@@ -1,22 +1,26 @@
 """Parts from outside: by decorator, entry point and import path; recorded, and the same when a run is continued."""
 
+import inspect
 import json
 from importlib.metadata import EntryPoint
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import yaml
+from flax import struct
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, registry
 from fedjax_pcdd.cli import options
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.data import lists, sources
+from fedjax_pcdd.data import lists, partition, sources
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, load_object
 from fedjax_pcdd.training.config import build, run_folder
+from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import read_run
 
 METHOD = '''
@@ -117,7 +121,7 @@ def test_a_run_of_parts_from_outside_is_recorded_and_resumes_to_the_same_bits(fo
     rows = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (folder / "straight", cut)]
     assert rows[0]["ga_per_class"] == rows[1]["ga_per_class"]
     assert rows[0]["loss"] == rows[1]["loss"]
-    assert fp.load_run(cut).label == "own.py:FedStep"
+    assert fp.load_run(cut).label == "FedStep"
 
 
 def test_a_run_is_not_continued_with_another_content(folder):
@@ -158,10 +162,12 @@ def test_mistakes_in_an_import_path_are_one_sentence(folder):
     refused("there is no file nowhere.py: check the path", methods.get, "nowhere.py:FedStep")
     refused("nowhere:Net cannot be imported: ModuleNotFoundError", load_object, "nowhere:Net")
     refused("parts.py:Net is no method: derive a dataclass from fp.Method", methods.get, "parts.py:Net")
+    (folder / "bare.py").write_text("import fedjax_pcdd as fp\n\n\nclass Keep(fp.FedAvg):\n    pass\n")
+    refused("Keep is no dataclass: write @flax.struct.dataclass above", lambda: methods.get("bare.py:Keep")())
     (folder / "broken.py").write_text("1 / 0")
     refused("broken.py:X cannot be imported: ZeroDivisionError: division by zero", load_object, "broken.py:X")
     shape = {"num_classes": 3, "image_shape": (8, 8, 1)}
-    refused("must be a Flax module or a function", lambda: models.build("parts.py:norm_of", **shape))
+    refused("must be a Flax module, or what returns one", lambda: models.build("parts.py:norm_of", **shape))
     refused("must be a function that returns a Dataset", sources.load, "builtins:dict")
 
 
@@ -203,7 +209,9 @@ def test_the_partition_of_any_run_is_a_partition(folder):
     federation = fp.partition(digits, "dirichlet", clients=3, seed=1)
     federation.save(folder / "kept.npz")
     again = fp.partition(digits, "kept.npz")
-    jax.tree.map(np.testing.assert_array_equal, tuple(again.partition), tuple(federation.partition))
+    for one, other in zip(again.partition, federation.partition, strict=True):
+        np.testing.assert_array_equal(one.flat, other.flat)
+        np.testing.assert_array_equal(one.sizes, other.sizes)
 
 
 @pytest.mark.parametrize(
@@ -217,15 +225,15 @@ def test_the_partition_of_any_run_is_a_partition(folder):
 )
 def test_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
     np.savez(tmp_path / "bad.npz", **arrays)
-    refused(sentence, lambda: lists.partition(str(tmp_path / "bad.npz"), LABELS, LABELS))
+    refused(sentence, lambda: partition.partition(str(tmp_path / "bad.npz"), LABELS, LABELS))
 
 
 def test_a_partition_function_gets_what_it_asks_for_and_no_more(folder):
     known = {"clients": 4, "seed": 0, "num_classes": 2, "groups": None}
-    parts = lists.partition("parts.py:by_hand", LABELS, LABELS, **known)
+    parts = partition.partition("parts.py:by_hand", LABELS, LABELS, **known)
     assert [len(x) for x in parts.train] == [5, 5, 5, 5]
     refused(
-        "asks asks for wards, which there is not", lambda: lists.partition("parts.py:asks", LABELS, LABELS, **known)
+        "asks asks for wards, which there is not", lambda: partition.partition("parts.py:asks", LABELS, LABELS, **known)
     )
 
 
@@ -249,3 +257,33 @@ def test_an_augmentation_of_ones_own_is_applied_to_training_images_alone(folder)
     images = jnp.full((2, 8, 8, 1), 255, jnp.uint8)
     trained, tested = (prepare(own, images, jax.random.key(0), train=train) for train in (True, False))
     assert (float(trained.mean()), float(tested.mean())) == (0.5, 1.0)
+
+
+def test_a_server_optimiser_of_ones_own_goes_around_any_method_that_averages(monkeypatch):
+    @struct.dataclass
+    class Signs(fp.ServerOptimised):
+        """w <- w - server_lr * sign(w - m)."""
+
+        def server_rule(self):
+            return optax.scale_by_sign()
+
+    monkeypatch.setitem(methods.SERVER_OPTIMISERS, "signs", Signs)
+    config, method = build({"method": "fedprox+signs", "mu": 0.5, "server_lr": 0.01})
+    assert (config.method, method.mu, method.server_lr) == ("fedprox+signs", 0.5, 0.01)
+    assert methods.SERVER_OPTIMISERS.group == "fedjax_pcdd.server_optimisers"
+    assert methods.get("fedprox+signs") is methods.get("fedprox+signs")
+    with pytest.raises(UserError, match="did you mean 'signs'"):
+        methods.get("fedprox+sign")
+
+
+@pytest.mark.parametrize("name", [*methods.METHODS, "fedavg+adam", "moon+prototypes"])
+def test_the_docstring_of_a_method_says_what_its_fields_know(name):
+    text = inspect.getdoc(methods.get(name))
+    own = options_of(methods.get(name))
+    assert all(f"{option.help}" in text and f"\n  {option.name}" in text for option in own.values())
+    assert ("Hyper-parameters:" in text) == bool(own)
+    assert not text.startswith("\n")
+
+
+def test_defaults_and_bounds_stand_in_the_docstring():
+    assert "\n  mu (mu): weight of the proximal term [at least 0]; default: 0.01." in inspect.getdoc(fp.FedProx)

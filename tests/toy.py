@@ -87,4 +87,4 @@ def groups(
 def context(**known: Any) -> Context:
     """A context of which a test gives only what its hook looks at."""
     fields: dict[str, Any] = dict.fromkeys(Context._fields)
-    return Context(**fields | known)
+    return Context(**fields | {"hyper": Local()} | known)

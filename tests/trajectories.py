@@ -106,7 +106,7 @@ class Problem:
             model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
             param_dtype=jnp.float64, weights=weights,
         )  # fmt: skip
-        images = jnp.asarray(self.x[:, None, None, :] * 255)
+        images = jnp.asarray(self.x[:, None, None, :])  # float images are not scaled
         simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
         return toy.shared(simulation)
 

@@ -13,14 +13,7 @@ from fedjax_pcdd.losses.logit_adjustment import l2_normalise
 
 
 def pairwise_angles(vectors: jax.Array) -> jax.Array:
-    """Angle of each pair of rows.
-
-    Args:
-      vectors: [C, D] of any length; a zero row is at 90 degrees to all others.
-
-    Returns:
-      [C, C] degrees in [0, 180], exactly 0 on the diagonal.
-    """
+    """Angle [C, C] of each pair of rows [C, D] in degrees, exactly 0 on the diagonal; a zero row is at 90 to all."""
     unit = l2_normalise(vectors)
     cosines = jnp.matmul(unit, unit.T, precision="highest")
     angles = jnp.degrees(jnp.arccos(jnp.clip(cosines, -1, 1)))
@@ -28,31 +21,16 @@ def pairwise_angles(vectors: jax.Array) -> jax.Array:
 
 
 class Angles(NamedTuple):
-    """Mean angles of one client in degrees, scalars; -1 where there is no pair.
+    """Mean angles of one client in degrees, scalars; -1 where there is no pair."""
 
-    Attributes:
-      existing: between two classes that the client has.
-      missing: between two classes that it lacks.
-      between: between one that it has and one that it lacks.
-      all: between any two.
-    """
-
-    existing: jax.Array
-    missing: jax.Array
-    between: jax.Array
-    all: jax.Array
+    existing: jax.Array  # between two classes that the client has
+    missing: jax.Array  # between two classes that it lacks
+    between: jax.Array  # between one that it has and one that it lacks
+    all: jax.Array  # between any two
 
 
 def mean_angle(vectors: jax.Array, members: jax.Array) -> jax.Array:
-    """Mean angle over the unordered pairs of some rows.
-
-    Args:
-      vectors: [C, D].
-      members: [C] bool, rows that count: the classes a client owns, those it misses, or all.
-
-    Returns:
-      Scalar in degrees; -1 when fewer than two rows count.
-    """
+    """Mean angle in degrees over the pairs of those rows [C, D] that are members [C]; -1 of fewer than two."""
     members = members.astype(bool)
     return _mean(pairwise_angles(vectors), members[:, None] & members)
 

@@ -1,4 +1,7 @@
-"""The one way in which curves over the rounds are drawn: of runs, histories, tracked quantities and reports."""
+"""Curves over the rounds: the one way in which they are drawn, and the rounds to an accuracy.
+
+Rounds to an accuracy and speed-ups are those of FedMR's Table 4 and FedRL's Table 2.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,6 +14,7 @@ import numpy as np
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
 STYLES = ("-", "--", ":", "-.")
 FEW = 30  # points that are marked one by one
+IN_WORDS = {"ga": "GA", "pa": "PA in training"}
 OWN_COLOURS = {"ga": COLOURS[0], "pa": COLOURS[1], "loss": "#555555"}
 
 
@@ -96,8 +100,35 @@ def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -
     for name, (rounds, values) in curves.items():
         shift = max(missing, 0) / 2 * (1 if name == upper else -1) if len(ends) > 1 else 0.0
         best = values.argmax()
-        text = f"{name.upper()} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
+        text = f"{IN_WORDS[name]} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
         axes.annotate(
             text, (1.01, ends[name] + shift), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
             color=OWN_COLOURS[name], fontsize=9, va="center",
         )  # fmt: skip
+
+
+def rounds_to(accuracies: np.ndarray, target: float, *, above: bool = False) -> int | None:
+    """The first round, from 1, whose accuracy reaches a target; None if it is never reached.
+
+    Args:
+      accuracies: [T] of each round; NaN where it was not measured.
+      target: FedMR's is the best accuracy of FedAvg, FedRL's that of FedAvg's last round.
+      above: it must be exceeded, as FedRL counts.
+
+    >>> rounds_to(np.array([0.2, 0.5, 0.4, 0.6]), 0.5)
+    2
+    >>> rounds_to(np.array([0.2, 0.5, 0.4, 0.6]), 0.5, above=True)
+    4
+    """
+    values = np.asarray(accuracies, float)
+    reached = np.flatnonzero(values > target if above else values >= target)
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def speed_up(rounds: int | None, reference: int) -> float | None:
+    """How many times fewer rounds than the reference, 400 / 149 = 2.68 in FedMR's Table 4; None if never reached.
+
+    >>> round(speed_up(149, 400), 2)
+    2.68
+    """
+    return None if rounds is None else reference / rounds

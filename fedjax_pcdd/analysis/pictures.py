@@ -1,12 +1,18 @@
-"""Pictures of the tracked quantities: one colour a run, solid for the global model, dashed for the clients' own."""
+"""Pictures of the analyses.
 
-from collections.abc import Mapping, Sequence
+Tracked quantities have one colour a run, solid for the global model, dashed for the clients' own. Letters: K
+participants, N public images, C classes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedjax_pcdd.analysis.curves import curve, frame, look
+from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.registry import short_name
 
 STYLES = {"global": "-", "local": "--"}
@@ -76,6 +82,31 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
     figure.savefig(path)
 
 
+def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str | Path) -> None:
+    """Draw one quantity, a column for each group of runs and a row for each number (FedGELA, Figure 5).
+
+    Args:
+      name: angles or features, whose classes that a client lacks are the second row.
+      groups: lines of track.jsonl by the group and the run's label; a label has one colour in all groups.
+      path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [("classes that a client has", "existing"), ("classes that it lacks", "missing")]
+    labels = list(dict.fromkeys(label for runs in groups.values() for label in runs))
+    figure = Figure(figsize=(1.2 + 3.4 * len(groups), 6.4), dpi=100, layout="constrained")
+    panels = figure.subplots(2, len(groups), squeeze=False, sharey="row")
+    for column, (group, runs) in zip(panels.T, groups.items(), strict=True):
+        for panel, (title, key) in zip(column, rows, strict=True):
+            _curves(panel, name, {label: runs.get(label, ()) for label in labels}, key)
+            frame(panel, title=f"{group}\n{title}", upwards="angle (degrees)" if panel in panels[:, 0] else "")
+    figure.suptitle(TITLES[name], fontsize=11)
+    everything = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
+    lines, words = _key(panels[0][0], name, everything)
+    figure.legend(lines, words, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
 def _curves(panel: Any, name: str, runs: Mapping[str, Rows], key: str) -> None:
     for i, rows in enumerate(runs.values()):
         for model, style in STYLES.items():
@@ -105,3 +136,109 @@ def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[st
     entries += [("simplex ETF", ":", "0.5")] * (name in ("angles", "features"))
     lines = [panel.plot([], [], style, color=colour)[0] for _, style, colour in entries]
     return lines, [text for text, _, _ in entries]
+
+
+class Bilateral(NamedTuple):
+    """GA and PA against the energy E_W of FedGELA's classifier (FedGELA, Figure 4), means over the seeds."""
+
+    ew: np.ndarray  # [n] in rising order
+    ga: np.ndarray  # [n]
+    ga_std: np.ndarray  # [n] sample standard deviation, nan for a single seed
+    pa: np.ndarray
+    pa_std: np.ndarray
+    seeds: np.ndarray  # [n] how many
+
+
+def bilateral(points: Iterable[tuple[float, float, float]]) -> Bilateral:
+    """Curves from (E_W, GA, PA) of single runs.
+
+    >>> curves = bilateral([(1e4, 0.5, 0.9), (1e2, 0.6, 0.8), (1e4, 0.7, 0.9)])
+    >>> curves.ew.tolist(), curves.ga.tolist(), curves.seeds.tolist()
+    ([100.0, 10000.0], [0.6, 0.6], [1, 2])
+    """
+    values = np.array(list(points), float).reshape(-1, 3)
+    energies = np.unique(values[:, 0])
+    groups = [values[values[:, 0] == ew, 1:] for ew in energies]
+    means = np.array([group.mean(0) for group in groups]).reshape(-1, 2)
+    nothing = np.full(2, np.nan)
+    spread = np.array([group.std(0, ddof=1) if len(group) > 1 else nothing for group in groups]).reshape(-1, 2)
+    seeds = np.array([len(group) for group in groups], int)
+    return Bilateral(energies, means[:, 0], spread[:, 0], means[:, 1], spread[:, 1], seeds)
+
+
+def draw_bilateral(curves: dict[str, Bilateral], references: dict[str, tuple[float, float]], path: str | Path) -> None:
+    """Write a PNG of GA beside PA (shares in [0, 1]) in percent over log10 E_W, a line a label.
+
+    Args:
+      curves: by label.
+      references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
+      path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 3.6), dpi=100, layout="constrained")
+    panels = figure.subplots(1, 2)
+    for i, (label, one) in enumerate(curves.items()):
+        both = zip(panels, (one.ga, one.pa), (one.ga_std, one.pa_std), references.get(label, (None, None)), strict=True)
+        for panel, mean, spread, fedavg in both:
+            bars = {"marker": "o", "capsize": 3, "label": label, "color": look(i)[0]}
+            panel.errorbar(np.log10(one.ew), 100 * mean, 100 * np.nan_to_num(spread), **bars)
+            if fedavg is not None:
+                panel.axhline(100 * fedavg, color=look(i)[0], linestyle="--", linewidth=1)
+    for panel, title in zip(panels, ("generic accuracy (GA)", "personal accuracy (PA)"), strict=True):
+        frame(panel, title=title, across="log10 E_W; dashed: FedAvg", upwards="%")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def correlation_matrices(logits: jax.Array) -> jax.Array:
+    """M_uv of each participant: correlation of its logits for class u with the mean logits for v (FCCL, Figure 5).
+
+    Args:
+      logits: [K, N, C], N >= 2.
+
+    Returns:
+      [K, C, C] in float32 or better, entries in [-1, 1] (equation 1); a class without any spread has 0.
+    """
+    return jax.vmap(lambda own: cross_correlation(own, logits.mean(0)))(logits)
+
+
+def draw_matrices(
+    matrices: np.ndarray,
+    names: Sequence[str],
+    path: str | Path,
+    *,
+    private: np.ndarray | None = None,
+    clip: bool = False,
+) -> None:
+    """A picture of matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
+
+    Args:
+      matrices: of the public images.
+      names: of the participants.
+      path: of the PNG.
+      private: [K, C, C] of each participant's own images, for a second row.
+      clip: draw what is below 0 as 0, as the published code does.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [one for one in (matrices, private) if one is not None]
+    figure = Figure(figsize=(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows)), dpi=120, layout="constrained")
+    panels = figure.subplots(len(rows), len(matrices), squeeze=False)
+    for line, several, title in zip(panels, rows, ("public images", "own images"), strict=False):
+        for panel, matrix, name in zip(line, several, names, strict=True):
+            image = panel.imshow(np.maximum(matrix, 0) if clip else matrix, vmin=-1, vmax=1, cmap="RdBu_r")
+            panel.set(title=name, xlabel="class of the mean", xticks=[], yticks=[])
+        line[0].set_ylabel(f"class of its own\n{title}")
+    figure.colorbar(image, ax=list(panels.flat), shrink=0.8)
+    figure.savefig(path)
+
+
+def diagonals(matrices: np.ndarray) -> tuple[float, float]:
+    """Means over the diagonals of matrices [K, C, C], and over all else.
+
+    >>> diagonals(np.array([[[1.0, 0.5], [0.0, 0.5]]]))
+    (0.75, 0.25)
+    """
+    same = np.eye(matrices.shape[-1], dtype=bool)
+    return float(matrices[:, same].mean()), float(matrices[:, ~same].mean())

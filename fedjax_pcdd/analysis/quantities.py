@@ -13,12 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.analysis.angles import Angles, class_angles
-from fedjax_pcdd.analysis.spectrum import (
-    class_eigenvalue_variance,
-    class_spectra,
-    eigenvalue_variance,
-    mean_spectrum,
-)
+from fedjax_pcdd.analysis.spectrum import class_eigenvalue_variance, class_spectra, eigenvalue_variance, mean_spectrum
 from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
@@ -57,18 +52,23 @@ def _feature_angles(view: View) -> Angles:
     return _for_all_clients(lambda present: class_angles(means, present, counts > 0), view.present)
 
 
+def _client_feature_angles(view: View) -> Angles:
+    """Classes that the client has by its own samples, those that it lacks by all tests, both under its own model."""
+    return _feature_angles(view)._replace(missing=_feature_angles(view._replace(samples=view.tests, row=None)).missing)
+
+
 def _for_all_clients(function: Callable, present: jax.Array) -> Angles:
     """For the classes [C] of one client, or [S, C] of several."""
     return function(present) if present.ndim == 1 else jax.vmap(function)(present)
 
 
-def _degrees(found: Angles) -> Numbers:
-    values = {name: np.asarray(value, float) for name, value in found._asdict().items()}
+def _degrees(angles: Angles) -> Numbers:
+    values = {name: np.asarray(value, float) for name, value in angles._asdict().items()}
     return {name: np.where(value < 0, np.nan, value) for name, value in values.items()}
 
 
-def _mean_degrees(found: Angles, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
-    return {name: mean_of(value[counts]) for name, value in _degrees(found).items()}
+def _mean_degrees(angles: Angles, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+    return {name: mean_of(value[counts]) for name, value in _degrees(angles).items()}
 
 
 def mean_of(values: np.ndarray) -> float | None:
@@ -124,8 +124,8 @@ _OWN = {
     ),
     "features": Quantity(
         "angles between the mean features of classes (FedGELA, Figures 3 and 5)",
-        _feature_angles, lambda view, probe: _feature_angles(view),
-        lambda found: {"existing": _degrees(found)["existing"]}, _mean_degrees,
+        _client_feature_angles, lambda view, probe: _feature_angles(view),
+        lambda found: {name: _degrees(found)[name] for name in ("existing", "missing")}, _mean_degrees,
     ),
     "spectrum": Quantity(
         "variance of the 50 largest eigenvalues of the features' correlation (FedMR, Table 7), and spectra",

@@ -8,14 +8,9 @@ from numpy.typing import ArrayLike
 
 
 def correlation(features: ArrayLike, *, unbiased: bool = False) -> np.ndarray:
-    """M = Z^T Z / (B - 1) of the features standardised over the batch.
+    """M = Z^T Z / (B - 1) [D, D] of the features [B, D] standardised over the batch; 0 for constant dimensions.
 
-    Args:
-      features: [B, D], B >= 2.
-      unbiased: standardise with the divisor B - 1, which makes the diagonal 1; else with B, as the paper.
-
-    Returns:
-      [D, D]; rows and columns of constant dimensions are 0.
+    `unbiased` standardises with the divisor B - 1, which makes the diagonal 1; else with B, as the paper.
     """
     standard = _standardised(features, unbiased)
     return standard.T @ standard / (len(standard) - 1)
@@ -39,8 +34,8 @@ def _eigenvalues(features: ArrayLike, unbiased: bool = False) -> np.ndarray:
     standard = _standardised(features, unbiased)
     samples, dimensions = standard.shape
     small = standard @ standard.T if samples < dimensions else standard.T @ standard
-    found = np.linalg.eigvalsh(small / (samples - 1))[::-1]
-    return np.pad(found, (0, dimensions - len(found)))
+    values = np.linalg.eigvalsh(small / (samples - 1))[::-1]
+    return np.pad(values, (0, dimensions - len(values)))
 
 
 def eigenvalue_variance(features: ArrayLike, top: int = 50, *, unbiased: bool = False) -> tuple[np.ndarray, float]:
@@ -60,13 +55,7 @@ def eigenvalue_variance(features: ArrayLike, top: int = 50, *, unbiased: bool = 
 
 
 def class_eigenvalue_variance(features: ArrayLike, labels: ArrayLike, top: int = 50) -> float:
-    """Mean of `eigenvalue_variance` within each class of two or more samples; nan when there is none.
-
-    Args:
-      features: [B, D].
-      labels: [B] integers.
-      top: as in `eigenvalue_variance`.
-    """
+    """Mean of `eigenvalue_variance` within each class [B] of two or more samples; nan when there is none."""
     features, labels = np.asarray(features), np.asarray(labels)
     classes, counts = np.unique(labels, return_counts=True)
     values = [eigenvalue_variance(features[labels == c], top)[1] for c in classes[counts >= 2]]
@@ -74,31 +63,13 @@ def class_eigenvalue_variance(features: ArrayLike, labels: ArrayLike, top: int =
 
 
 def mean_spectrum(batches: ArrayLike, top: int = 50) -> tuple[np.ndarray, float]:
-    """`eigenvalue_variance` of several mini-batches, averaged: FedMR's Table 7 from more than one batch of 128.
-
-    Args:
-      batches: [n, B, D].
-      top: as in `eigenvalue_variance`.
-
-    Returns:
-      (the largest eigenvalues [min(top, D)], the variance), means over the batches.
-    """
-    found = [eigenvalue_variance(batch, top) for batch in np.asarray(batches)]
-    return np.mean([values[:top] for values, _ in found], axis=0), float(np.mean([value for _, value in found]))
+    """The largest eigenvalues [min(top, D)] and the variance, means over mini-batches [n, B, D] (FedMR, Table 7)."""
+    each = [eigenvalue_variance(batch, top) for batch in np.asarray(batches)]
+    return np.mean([values[:top] for values, _ in each], axis=0), float(np.mean([value for _, value in each]))
 
 
 def class_spectra(features: ArrayLike, labels: ArrayLike, num_classes: int, top: int = 10) -> np.ndarray:
-    """The largest eigenvalues of the correlation matrix within each class.
-
-    Args:
-      features: [B, D].
-      labels: [B] integers in [0, C).
-      num_classes: C.
-      top: how many eigenvalues of each class; all if D is smaller.
-
-    Returns:
-      [C, min(top, D)] in descending order; nan for classes with fewer than two samples.
-    """
+    """The largest eigenvalues [C, min(top, D)] within each class, descending; nan with fewer than two samples."""
     features, labels = np.asarray(features), np.asarray(labels)
     spectra = np.full((num_classes, min(top, features.shape[1])), np.nan)
     for c, own in ((c, features[labels == c]) for c in range(num_classes)):

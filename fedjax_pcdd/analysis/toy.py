@@ -16,19 +16,12 @@ CENTRES = np.array([[1.0, 0.0], [0.0, np.sqrt(3)], [0.0, -np.sqrt(3)]])
 
 
 class Aggregation(NamedTuple):
-    """Classifiers without bias; rows are class vectors.
+    """Classifiers without bias; rows are class vectors."""
 
-    Attributes:
-      optimal: [3, 2] w*, of all classes together.
-      clients: [3, 3, 2] w_k; the row of the class that a client lacks is 0.
-      aggregated: [3, 2] the clients' mean.
-      angle_shift_degrees: [3] angle between the rows of `optimal` and `aggregated`.
-    """
-
-    optimal: np.ndarray
-    clients: np.ndarray
-    aggregated: np.ndarray
-    angle_shift_degrees: np.ndarray
+    optimal: np.ndarray  # [3, 2] w*, of all classes together
+    clients: np.ndarray  # [3, 3, 2] w_k; the row of the class that a client lacks is 0
+    aggregated: np.ndarray  # [3, 2] the clients' mean
+    angle_shift_degrees: np.ndarray  # [3] angle between the rows of `optimal` and `aggregated`
 
 
 def three_class_aggregation() -> Aggregation:
@@ -72,14 +65,7 @@ def optimal_pair(present: tuple[int, int]) -> np.ndarray:
 
 
 def error_rates(classifier: np.ndarray, *, radius: float = 0.5, samples: int = 20_000, seed: int = 0) -> np.ndarray:
-    """Share [3] of the points of each class's disc that argmax_c <w_c, x> assigns to another class.
-
-    Args:
-      classifier: [3, 2].
-      radius: of the discs, uniformly filled.
-      samples: points of each class.
-      seed: of the points.
-    """
+    """Share [3] of the points of each class's disc, uniformly filled, that argmax_c <w_c, x> assigns elsewhere."""
     random = np.random.default_rng(seed)
     angle, distance = random.uniform(0, 2 * np.pi, samples), radius * np.sqrt(random.uniform(0, 1, samples))
     offsets = distance[:, None] * np.stack([np.cos(angle), np.sin(angle)], -1)

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.engine.jobs import World, context_of, load, train_step
+from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
 from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Context, Keys, Message, Method, ServerContext
 from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
@@ -30,24 +32,15 @@ PUBLIC = 5000  # N, public images
 
 
 class Traffic(NamedTuple):
-    """Scalars of one client in one round.
+    """Scalars of one client in one round."""
 
-    Attributes:
-      up, down: sent to and by the server.
-      client: kept between rounds.
-      held: in memory during local training, but for activations, optimiser and data.
-      model: P + Q of the model that this method trains.
-      head: of them in the head.
-      features: D.
-    """
-
-    up: int
-    down: int
-    client: int
-    held: int
-    model: int
-    head: int
-    features: int
+    up: int  # sent to the server
+    down: int  # sent by it
+    client: int  # kept between rounds
+    held: int  # in memory during local training, but for activations, optimiser and data
+    model: int  # P + Q of the model that this method trains
+    head: int  # of them in the head
+    features: int  # D
 
 
 def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> Traffic:
@@ -59,16 +52,12 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
       image_shape: (H, W, channels).
     """
     simulated = _simulation(method, model, image_shape)
-    server, client = _begun(simulated)
-    method, job = select(simulated.methods, 0), _Job(simulated)
-    lane = jax.eval_shape(job.loaded, server, client)
-    sent = jax.eval_shape(job.uploaded, server, client, lane)[1]
+    method, (job, server, client, lane, sent) = select(simulated.methods, 0), _traced(simulated)
     needed = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
     changed = _changed(simulated, method, server, sent)
     reads = _used(job.steps, server, client, lane)
-    leaves = jax.tree.leaves(server)
-    number = len(leaves)
-    down = sum(x.size for x, used, moves in zip(leaves, needed[:number], changed, strict=True) if used and moves)
+    leaves = zip(jax.tree.leaves(server), needed, changed, strict=False)
+    down = sum(x.size for x, used, moves in leaves if used and moves)
     held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
     said, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
@@ -81,16 +70,19 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
 
 def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
     """Scalars that `Method.upload` sends, but for what is said of public images; arguments as `traffic`."""
-    simulated = _simulation(method, model, image_shape)
-    server, client = _begun(simulated)
-    job = _Job(simulated)
+    return _size(_traced(_simulation(method, model, image_shape))[-1])
+
+
+def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
+    """A job, and the shapes of the server before it, of the client, of the loaded lane, and of what is sent."""
+    (server, client), job = _begun(simulated), _Job(simulated)
     lane = jax.eval_shape(job.loaded, server, client)
-    return _size(jax.eval_shape(job.uploaded, server, client, lane)[1])
+    return job, server, client, lane, jax.eval_shape(job.uploaded, server, client, lane)[1]
 
 
 def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
     """Shapes of the server before the first round, and of a client."""
-    shape = simulated.experiments[0].federation.image_shape
+    shape = simulated.image_shape
     fresh = jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), shape))
 
     def begin():
@@ -112,30 +104,30 @@ class _Job:
         self.simulated, self.indices = simulated, jnp.asarray(batches[0][0])
         self.program = simulated.program
 
-    def world(self, server: Tree) -> World:
+    def inputs(self, server: Tree) -> Inputs:
         one = self.simulated
         servers = jax.tree.map(lambda x: x[None], server)
         keys = jnp.repeat(one.keys[:1], len(self.jobs.row))
-        return World(one.methods, one.hyper, servers, one.data, self.jobs, keys, jnp.int32(0))
+        return Inputs(one.methods, one.hyper, servers, one.data, self.jobs, keys, jnp.int32(0))
 
     def loaded(self, server: Tree, client: Tree):
         stacked = jax.tree.map(lambda x: x[None], client)
-        return load(self.program, self.world(server), stacked, (), 0, 0)
+        return load(self.program, self.inputs(server), stacked, (), 0, 0)
 
     def steps(self, server: Tree, client: Tree, lane):
         """One local step and the upload, given the loaded lane."""
         lane = lane._replace(client=client)
-        lane = train_step(self.program, self.world(server), lane, self.indices, 0)
+        lane = train_step(self.program, self.inputs(server), lane, self.indices, 0)
         return lane.variables, lane.optimiser, lane.loss, self.uploaded(server, client, lane)
 
     def trained(self, server: Tree, client: Tree):
-        return train_step(self.program, self.world(server), self.loaded(server, client), self.indices, 0)
+        return train_step(self.program, self.inputs(server), self.loaded(server, client), self.indices, 0)
 
     def uploaded(self, server: Tree, client: Tree, lane) -> tuple[Tree, Message]:
-        world = self.world(server)
+        inputs = self.inputs(server)
         lane = lane._replace(client=client)
-        context = context_of(self.program, world, lane, 1)
-        summary = summary_of(self.program, world, lane, context)
+        context = context_of(self.program, inputs, lane, 1)
+        summary = summary_of(self.program, inputs, lane, context)
         return select(self.simulated.methods, 0).upload(lane.variables, summary, context)
 
 
@@ -194,9 +186,7 @@ def _size(tree: Tree) -> int:
 def _model_part(simulated: Simulation, variables: Tree) -> Tree:
     """The variables that the model itself has; methods may train further ones."""
     own = jax.eval_shape(
-        lambda: simulated.program.model.init(
-            jax.random.key(0), jnp.zeros((1, *simulated.experiments[0].federation.image_shape)), train=False
-        )
+        lambda: simulated.program.model.init(jax.random.key(0), jnp.zeros((1, *simulated.image_shape)), train=False)
     )
     return {name: tree for name, tree in own.items() if name in variables}
 
@@ -216,7 +206,7 @@ def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...])
     )  # fmt: skip
 
 
-def in_words(count: int, found: Traffic, classes: int) -> str:
+def in_words(count: int, sizes: Traffic, classes: int) -> str:
     """A count as a sum of known sizes: P of the model (statistics included), C prototypes of D, N C logits, the head.
 
     >>> in_words(130, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
@@ -226,19 +216,73 @@ def in_words(count: int, found: Traffic, classes: int) -> str:
     >>> in_words(168, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
     '2P - head + 1'
     """
-    prototypes, logits = classes * found.features, PUBLIC * classes
-    known = {
-        logits: "N C",
-        2 * logits: "2 N C",
-        classes: "C",
-        prototypes: "C D",
-        prototypes + classes: "C D + C",
-    }
-    known |= {-found.head: "-head", 1 - found.head: "-head + 1", 1: "1", 0: ""} if found.head else {1: "1", 0: ""}
-    for models in range(9):
-        rest = count - models * found.model
-        if rest in known:
-            terms = [f"{models}P" if models > 1 else "P"] * (models > 0) + [known[rest]] * bool(known[rest])
-            return " + ".join(terms).replace("+ -", "- ") or "0"
-    models, rest = divmod(count, found.model)
-    return " + ".join([f"{models}P" if models > 1 else "P"] * (models > 0) + [str(rest)] * bool(rest))
+    prototypes, logits = classes * sizes.features, PUBLIC * classes
+    known = {logits: "N C", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
+    known |= {-sizes.head: "-head", 1 - sizes.head: "-head + 1"} if sizes.head else {}
+    known |= {1: "1", 0: ""}
+    fitting = [number for number in range(9) if count - number * sizes.model in known]
+    number = fitting[0] if fitting else count // sizes.model
+    rest = count - number * sizes.model
+    terms = [f"{number}P" if number > 1 else "P"] * (number > 0) + [known.get(rest, str(rest))]
+    return " + ".join(filter(None, terms)).replace("+ -", "- ") or "0"
+
+
+class Column(NamedTuple):
+    """A data set of FedMR's Table 3: the paper's model, C, and (H, W, channels)."""
+
+    model: str
+    classes: int
+    shape: tuple[int, int, int]
+
+
+COLUMNS = {
+    "fmnist": Column("resnet18", 10, (28, 28, 1)),
+    "svhn": Column("resnet18", 10, (32, 32, 3)),
+    "cifar10": Column("resnet18", 10, (32, 32, 3)),
+    "cifar100": Column("wrn28_10", 100, (32, 32, 3)),
+    "isic2019": Column("efficientnet_b0_isic", 8, (200, 200, 3)),
+}
+
+
+class Upload(NamedTuple):
+    """Scalars of one client in one round: messages of FedAvg and FedMR, batch-norm layers, and C D of the latter.
+
+    The table lists the whole state of the published model, which has, beside parameters and running statistics, one
+    counter of batches for each batch-norm layer, and of the prototypes [C, D] alone. Our models have no such counters,
+    and our clients send the number of samples of each class [C] beside the prototypes; so the printed numbers follow.
+    """
+
+    fedavg: int
+    fedmr: int
+    counters: int
+    prototypes: int
+
+    @property
+    def without_prototypes(self) -> int:
+        """As the paper counts."""
+        return self.fedavg + self.counters
+
+    @property
+    def with_prototypes(self) -> int:
+        """As the paper counts."""
+        return self.without_prototypes + self.prototypes
+
+
+def upload(column: Column) -> Upload:
+    """Counts for a column of the table; its model is traced, not run."""
+    plain = models.build(column.model, num_classes=column.classes, image_shape=column.shape)
+    fedavg, fedmr = (uploaded(METHODS[name](), plain, column.shape) for name in ("fedavg", "fedmr"))
+    counters = models.sizes(plain, column.shape).full - fedavg
+    return Upload(fedavg, fedmr, counters, fedmr - fedavg - column.classes)
+
+
+def as_printed(sent: Upload) -> tuple[float, float, float]:
+    """Millions without and with prototypes, and the additional cost in percent, rounded as the paper does.
+
+    It adds rounded millions, and cuts the percentage of them off after three digits.
+
+    >>> as_printed(Upload(11182410, 11187540, 20, 5120))
+    (11.182, 11.187, 0.044)
+    """
+    without, more = (round(count / 1000) for count in (sent.without_prototypes, sent.prototypes))
+    return without / 1000, (without + more) / 1000, math.floor(1e5 * more / without) / 1000

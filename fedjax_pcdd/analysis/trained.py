@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import by_client
-from fedjax_pcdd.engine.jobs import World
+from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
-from fedjax_pcdd.engine.precision import full_precision
-from fedjax_pcdd.engine.program import Data, Program, State, Tree, running
+from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
-from fedjax_pcdd.methods.method import Hyper, Message, Method
+from fedjax_pcdd.methods.method import Local, Message, Method
 from fedjax_pcdd.trees import select
 
 # Of (data, server, variables, row) of one client: anything small.
@@ -72,7 +72,7 @@ def look_after_training(
     program: Program,
     look: Look,
     methods: Method,
-    hyper: Hyper,
+    hyper: Local,
     data: Data,
     keys: jax.Array,
     state: State,
@@ -91,18 +91,13 @@ def look_after_training(
     program = replace(program, in_place=False)  # the state stays as it is
     watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look)
     one = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(keys[0], round), number))
-    world = World(watched, hyper, state.servers, data, jobs, one(jobs.number), round)
-    return run_lanes(program, world, state, plan).message.each
+    inputs = Inputs(watched, hyper, state.servers, data, jobs, one(jobs.number), round)
+    return run_lanes(program, inputs, state, plan).message.each
 
 
 @full_precision
 def look_between_rounds(
-    program: Program,
-    look: Look,
-    methods: Method,
-    data: Data,
-    state: State,
-    rows: jax.Array,
+    program: Program, look: Look, methods: Method, data: Data, state: State, rows: jax.Array
 ) -> Tree:
     """What is found in the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
 
@@ -117,7 +112,6 @@ def look_between_rounds(
 
     def one(entry):
         row, client, statistics = entry
-        variables = {**method.personal_variables(server, client), **running(statistics)}
-        return look(data, server, variables, row)
+        return look(data, server, with_own(method.personal_variables(server, client), statistics), row)
 
     return by_client(program, one, (rows, state.clients, state.statistics))

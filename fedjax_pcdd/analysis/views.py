@@ -24,23 +24,15 @@ PROBE = 128  # B of the paper whose spectra are compared, FedMR
 
 
 class View(NamedTuple):
-    """One model, and the samples it is looked at with.
-
-    Attributes:
-      program: what the simulation is compiled for.
-      server: the server's state, which may hold a fixed classifier.
-      variables: of the model.
-      samples: a split of the data set.
-      row: whose samples; None for everybody's, each once.
-      present: [C] bool, classes that the client has in training; [S, C] for a global model, of S clients.
-    """
+    """One model, and the samples it is looked at with."""
 
     program: Program
-    server: Tree
-    variables: Tree
-    samples: Samples
-    row: Any
-    present: jax.Array
+    server: Tree  # which may hold a fixed classifier
+    variables: Tree  # of the model
+    samples: Samples  # a split of the data set
+    row: Any  # whose samples; None for those of all clients, each once
+    present: jax.Array  # [C] bool, classes that the client has in training; [S, C] for a global model, of S clients
+    tests: Samples | None = None  # all of them, where a client's model is looked at
 
 
 def class_vectors(view: View) -> jax.Array | None:
@@ -66,43 +58,30 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
     headless = "head" not in view.variables["params"]
 
     def sums(index, mask):
-        found = features(view, index)
-        return class_sums(l2_normalise(found) if headless else found, samples.labels[index], classes, mask=mask)
+        z = features(view, index)
+        return class_sums(l2_normalise(z) if headless else z, samples.labels[index], classes, mask=mask)
 
     if view.row is not None:
         total, counts = client_batches(sums, samples, view.row, program.train_pass)
     else:
-        everybody = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
+        whole = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
         batch = program.eval_batch
         template = jax.eval_shape(sums, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
-        total, counts = sum_over_samples(sums, everybody, 0, samples.labels.shape[0], Pass(batch), template)
+        total, counts = sum_over_samples(sums, whole, 0, samples.labels.shape[0], Pass(batch), template)
     return total / jnp.maximum(counts, 1)[:, None], counts
 
 
 def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
-    """Up to PROBE samples of the view's client, evenly spread over its list, so over its classes.
-
-    Returns:
-      (index [PROBE], mask [PROBE]).
-    """
+    """Up to PROBE samples of the view's client, evenly spread over its list, so over its classes: index and mask."""
     size = view.samples.size[view.row]
     used = jnp.minimum(size, PROBE)
-    place = jnp.arange(PROBE) * size // jnp.maximum(used, 1)
-    index = view.samples.order[view.samples.start[view.row] + jnp.minimum(place, jnp.maximum(size - 1, 0))]
+    position = jnp.arange(PROBE) * size // jnp.maximum(used, 1)
+    index = view.samples.order[view.samples.start[view.row] + jnp.minimum(position, jnp.maximum(size - 1, 0))]
     return index, jnp.arange(PROBE) < used
 
 
 def random_probe(samples: int, seed: int, most: int = 10) -> np.ndarray:
-    """Random samples of a test set in batches of PROBE, or one smaller batch.
-
-    Args:
-      samples: n, of the test set.
-      seed: what they are drawn with.
-      most: batches at most.
-
-    Returns:
-      [n, B] indices, each once.
-    """
+    """Random samples of a test set of so many, each once: [n, B] in up to `most` batches of PROBE, or a smaller one."""
     batch = min(PROBE, samples)
     batches = min(most, samples // batch)
     return np.random.default_rng(seed).permutation(samples)[: batches * batch].reshape(batches, batch).astype(np.int32)

@@ -5,21 +5,23 @@ Letters: n samples, K clients, C classes.
 
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset, as_images, largest_groups
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import RunConfig
 
-__all__ = ["Dataset", "Federation", "Partition", "build_model", "from_arrays", "load_dataset", "partition"]
+_LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
 
 
 def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -> Dataset:
@@ -36,7 +38,14 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
     >>> digits.x_train.shape, digits.num_classes
     ((1442, 8, 8, 1), 10)
     """
-    return sources.load(name, data_dir)
+    dataset = sources.load(name, data_dir)
+    _LOADED[dataset] = {"dataset": name, "data_dir": None if data_dir is None else Path(data_dir)}
+    return dataset
+
+
+def options_that_load(dataset: Dataset) -> dict[str, Any] | None:
+    """The options by which a run finds a data set of `load_dataset` again; None for others."""
+    return _LOADED.get(dataset)
 
 
 def from_arrays(
@@ -53,8 +62,8 @@ def from_arrays(
     """A data set from arrays.
 
     Args:
-      x_train: images [n, H, W, channels] or [n, H, W], or feature vectors [n, D], which become images [n, 1, D, 1];
-        uint8, or numbers in [0, 1], which are stored in 256 levels.
+      x_train: images [n, H, W, channels] or [n, H, W], or feature vectors [n, D], which become images [n, 1, D, 1].
+        Integer images in [0, 255] reach the model scaled to [0, 1], all other numbers as they are, as float32.
       y_train: [n] integers in [0, C).
       x_test, y_test: the same for the test samples.
       name: by which the customary normalisation is chosen ("cifar10", "svhn", ...); others are scaled to [0, 1].
@@ -67,28 +76,16 @@ def from_arrays(
 
     >>> points = from_arrays([[0.0, 1.0], [0.5, 0.25]], [0, 1], [[1.0, 1.0]], [1])
     >>> points.x_train.shape, points.x_train.ravel().tolist()
-    ((2, 1, 2, 1), [0, 255, 128, 64])
+    ((2, 1, 2, 1), [0.0, 1.0, 0.5, 0.25])
     """
     y_train, y_test = np.asarray(y_train), np.asarray(y_test)
     if num_classes is None:
         largest = [int(y.max()) for y in (y_train, y_test) if y.size and y.dtype.kind in "iu"]
         num_classes = max(largest, default=0) + 1
     names = None if class_names is None else tuple(class_names)
-    images = _images(x_train, "x_train"), _images(x_test, "x_test")
+    images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
     train, test = (None, None) if groups is None else map(np.asarray, groups)
     return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)
-
-
-def _images(x: ArrayLike, name: str) -> np.ndarray:
-    """uint8 images [n, H, W, channels]."""
-    x = np.asarray(x)
-    if x.dtype != np.uint8:
-        if x.dtype.kind not in "fiu" or (x.size and not (x.min() >= 0 and x.max() <= 1)):
-            raise UserError(f"{name} must be uint8, or numbers in [0, 1]: scale it, and undo that by a pipeline.")
-        x = np.rint(255 * x.astype(np.float64)).astype(np.uint8)
-    if x.ndim == 2:
-        return x[:, None, :, None]
-    return x[..., None] if x.ndim == 3 else x
 
 
 def partition(
@@ -107,8 +104,9 @@ def partition(
 
     Args:
       dataset: what is shared out.
-      kind: "dirichlet"; "pcdd", by which every client owns `classes_per_client` classes; "iid"; or "natural", one
-        client for each writer or domain.
+      kind: "dirichlet"; "pcdd", by which every client owns `classes_per_client` classes; "extended_dirichlet", the same
+        with shares by Dirichlet(beta); "quantity", unequal sizes by Dirichlet(beta); "iid"; or "natural", one client
+        for each writer or domain.
       clients: K; None for 10, and for all groups where the partition is natural.
       beta: Dirichlet concentration, > 0; the smaller, the fewer classes a client sees.
       classes_per_client: for "pcdd".

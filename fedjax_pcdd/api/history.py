@@ -3,11 +3,16 @@
 Letters: T rounds, K clients, C classes.
 """
 
+import io
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
+from matplotlib.figure import Figure
 
 from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
@@ -16,10 +21,12 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
 
-CURVES = {"ga": "generic accuracy", "pa": "personal accuracy", "loss": "training loss"}
+CURVES = {"ga": "generic accuracy", "pa": "personal accuracy in training", "loss": "training loss"}
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
@@ -37,6 +44,7 @@ class History(TrainedModels):
       summary: best and last of GA and PA as in summary.json, PA after fine-tuning where the method asks for it; empty
         in a callback.
       simulation: what computed it.
+      given: the objects that were given in place of options.
     """
 
     label: str
@@ -47,6 +55,19 @@ class History(TrainedModels):
     state: State = field(repr=False)
     summary: dict[str, Any] = field(repr=False)
     simulation: Simulation | Groups = field(repr=False)
+    given: Given = field(default=NOTHING, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is compiled, which is built again when it is needed."""
+        return {name: value for name, value in vars(self).items() if name != "simulation"}
+
+    def __getattr__(self, name: str) -> Any:
+        """The simulation of a history that was pickled."""
+        if name != "simulation" or "config" not in vars(self):
+            raise AttributeError(f"a history has no '{name}'")
+        given = self.given._replace(federation=self.federation)
+        object.__setattr__(self, name, setup([(self.config, self.method)], given).simulation)
+        return vars(self)[name]
 
     def __len__(self) -> int:
         """T."""
@@ -68,6 +89,16 @@ class History(TrainedModels):
         return self._column("pa")
 
     @property
+    def pa_std(self) -> np.ndarray:
+        """Standard deviation over clients of their personal accuracies, [T]."""
+        return self._column("pa_std")
+
+    @property
+    def pa_worst10(self) -> np.ndarray:
+        """Mean of the worst tenth of the clients' personal accuracies, at least one client's, [T]."""
+        return self._column("pa_worst10")
+
+    @property
     def loss(self) -> np.ndarray:
         """Training loss of the round's clients, weighted as the aggregation, [T]."""
         return self._column("loss")
@@ -83,11 +114,34 @@ class History(TrainedModels):
         return self._table("pa_per_client", self.federation.num_clients)
 
     def _column(self, name: str) -> np.ndarray:
-        return np.array([np.nan if row[name] is None else row[name] for row in self.rows], float)
+        return np.array([np.nan if row.get(name) is None else row[name] for row in self.rows], float)
 
     def _table(self, name: str, width: int) -> np.ndarray:
         nothing = [np.nan] * width
         return np.array([row.get(name) or nothing for row in self.rows], float).reshape(-1, width)
+
+    def save(self, path: str | Path, client: int | None = None) -> Path:
+        """Write the weights of the global model, or of a client's, as safetensors; gives the path.
+
+        Names are those of the variables with dots between them, as `params.head.kernel`; the metadata have label,
+        method, rounds and summary as JSON. `pickle` keeps a whole history.
+
+        Raises:
+          UserError: another suffix, a method without a global model, or safetensors is missing.
+        """
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise UserError(f"weights are saved as .safetensors, not as '{path.name}': choose such a name.")
+        try:
+            from safetensors.numpy import save_file
+        except ImportError as error:
+            raise UserError("safetensors is missing: pip install 'fedjax-pcdd[safetensors]'.") from error
+        variables = self.variables if client is None else self.client_variables(client)
+        arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
+        known = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, path, known | {"summary": json.dumps(self.summary)})
+        return path
 
     def plot(self, ax: Any = None, *, what: str = "ga", label: str | None = None, **style: Any) -> Any:
         """Draw a curve over the rounds.
@@ -122,6 +176,19 @@ class History(TrainedModels):
         return [{"label": self.label} | {k: row[k] for k in ("round", *CURVES, "seconds")} for row in self.rows]
 
 
+class ShownOnce(Figure):
+    """A figure that a notebook shows as the value of a cell, and then not below the cell again."""
+
+    def _ipython_display_(self) -> None:
+        import matplotlib.pyplot as plt
+        from IPython.display import Image, display  # pyright: ignore[reportMissingImports] -- a notebook has it
+
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", bbox_inches="tight")
+        display(Image(picture.getvalue()))
+        plt.close(self)
+
+
 def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss")) -> Any:
     """Compare histories: a panel for each curve, a line for each history.
 
@@ -137,7 +204,9 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
     """
     import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
 
-    figure, panels = plt.subplots(1, len(what), figsize=(3.6 * len(what), 3.0), layout="constrained", squeeze=False)
+    size = (3.6 * len(what), 3.0)
+    figure = plt.figure(FigureClass=ShownOnce, figsize=size, layout="constrained")
+    panels = figure.subplots(1, len(what), squeeze=False)
     for ax, name in zip(panels[0], what, strict=True):
         for i, history in enumerate(histories):
             colour, style = look(i)

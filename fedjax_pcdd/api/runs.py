@@ -1,16 +1,16 @@
-"""Runs that live in folders: run, resume and load them, one or several as one compiled program.
+"""Runs: in memory or in folders, new, continued or loaded; one, or several as one compiled program.
 
-Each experiment has a folder of its own, whether or not it is trained with others: it holds the same files, and can be
-resumed alone. The seconds of an experiment that shares a program are its share, so that the sum over all is what they
-cost. Letters: E experiments, K clients.
+Each experiment with a folder has one of its own, whether or not it is trained with others: it holds the same files, and
+can be resumed alone. The seconds of an experiment that shares a program are its share, so that the sum over all is what
+they cost. Letters: E experiments, K clients.
 """
 
 import copy
-import dataclasses
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,24 +21,18 @@ import numpy as np
 from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.data.federation import heat_map
-from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
+from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, spelled
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.build import Setup
+from fedjax_pcdd.training.build import NOTHING, Given, Pair, Setup
 from fedjax_pcdd.training.callbacks import Profile, as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoint, Checkpoints, check_space, required_bytes
-from fedjax_pcdd.training.config import RunConfig, dump, run_folder
-from fedjax_pcdd.training.fine_tuning import after_training
-from fedjax_pcdd.training.folder import (
-    CLIENTS,
-    SUMMARY,
-    Records,
-    RunFolder,
-    describe_machine,
-    peak_memory_mb,
-)
+from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, dump, values
+from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
+from fedjax_pcdd.training.inputs import RESOLVED, check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Each, Progress, Run, loop, own_state
 from fedjax_pcdd.training.metrics import new_history, result
 from fedjax_pcdd.training.presets import read_run
@@ -56,23 +50,26 @@ def warn(sentence: str) -> None:
 
 
 class Asked(NamedTuple):
-    """One experiment that is to be run, or continued where its configuration says `resume`."""
+    """One experiment: new, continued where its configuration says `resume`, in memory where that has no folder."""
 
     config: RunConfig
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
     callbacks: Sequence[Callback] = ()  # beside those that the options ask for
     last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
+    given: Given = NOTHING
+    noted: Mapping[str, Any] | None = None  # of a run in memory, what was settled when it began
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether nothing is written."""
+        return self.config.run_dir is None and self.config.resume is None
 
 
 def run(
-    config: RunConfig,
-    method: Method,
-    origin: Mapping[str, Any] | None = None,
-    callbacks: Sequence[Callback] = (),
-    last: Sequence[Callback] = (),
-    say: Say = warn,
-) -> Result:
+    config: RunConfig, method: Method, origin: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = (),
+    last: Sequence[Callback] = (), say: Say = warn,
+) -> Result:  # fmt: skip
     """Run, or resume, one experiment.
 
     Args:
@@ -91,14 +88,24 @@ def run(
     return summary
 
 
-def run_together(asked: Sequence[Asked], say: Say = warn) -> list[Result | UserError]:
+def run_together(
+    asked: Sequence[Asked],
+    say: Say = warn,
+    finish: Callable[["Record", Run, Result], Any] = lambda _, __, result: result,
+) -> list[Any]:
     """Run, or resume, experiments that share a program (`sweep.program_key`).
 
     Those that were interrupted in different rounds are trained with those of the same round. Where the device is out of
-    memory, they go on from the newest checkpoint with half of the lanes, which resolved.json then notes.
+    memory, they go on from the newest checkpoint (in memory: from the start) with half of the lanes, which
+    resolved.json then notes.
+
+    Args:
+      asked: all in folders, or one in memory.
+      say: as in `run`.
+      finish: makes what is returned of an experiment from its record, its run and what summary.json holds.
 
     Returns:
-      For each what summary.json holds, or the error with which it failed, which stops none of the others.
+      What `finish` gave of each, or the error with which it failed, which stops none of the others.
 
     Raises:
       UserError: one of them cannot be prepared or continued, none has trained then; or a device that fails.
@@ -111,19 +118,21 @@ def run_together(asked: Sequence[Asked], say: Say = warn) -> list[Result | UserE
         if len(set(rounds)) == 1:
             try:
                 with in_sentences("training"):
-                    return session.results(session.train())
+                    runs = session.train()
+                    results = zip(session.records, runs, session.results(runs), strict=True)
+                    return [r if isinstance(r, Exception) else finish(record, run, r) for record, run, r in results]
             except OutOfMemory as error:
                 fewer = session.with_fewer_lanes(error, say)
     del session  # and what it has on the device
     if fewer:
-        return run_together(fewer, say)
+        return run_together(fewer, say, finish)
     groups: dict[int, list[int]] = {}
     for e, round in enumerate(rounds):
         groups.setdefault(round, []).append(e)
-    results: dict[int, Result | UserError] = {}
+    told: dict[int, Any] = {}
     for members in groups.values():
-        results |= zip(members, run_together([asked[e] for e in members], say), strict=True)
-    return [results[e] for e in range(len(asked))]
+        told |= zip(members, run_together([asked[e] for e in members], say, finish), strict=True)
+    return [told[e] for e in range(len(asked))]
 
 
 class Session:
@@ -139,18 +148,17 @@ class Session:
 
     def __init__(self, asked: Sequence[Asked], say: Say, opened: ExitStack):
         """Prepare all, open or create the folders, and go back to the newest checkpoints."""
-        for name in ("tensorboard", "wandb"):
-            if getattr(asked[0].config, name):
-                loggers.load(name)
-        self.setup = setup([(one.config, one.method) for one in asked])
+        loggers.check(asked[0].config)
+        self.setup = setup([(one.config, one.method) for one in asked], asked[0].given)
         for e in range(len(asked)):
             for sentence in self.setup.advice(e):
                 say(sentence)
-        state = self.setup.simulation.start()
+        state = self.setup.start()
         self.records = []
         for e, one in enumerate(asked):
-            self.records.append(Record(one, self.setup, e, self._own(state, e)))
-            opened.callback(self.records[-1].checkpoint.checkpoints.close)
+            record = (Record if one.in_memory else FolderRecord)(one, self.setup, e, self._own(state, e), say)
+            opened.callback(record.close)
+            self.records.append(record)
         noted = max((r.noted for r in self.records if r.noted), key=lambda noted: noted["lanes"], default=None)
         self.simulation = self.setup.settled(state, noted, say)
         for record in self.records:
@@ -169,7 +177,8 @@ class Session:
         callbacks = [record.callbacks for record in self.records]
         used = callbacks[0] if len(callbacks) == 1 else [Each(callbacks)]
         since, self.since = self.since, []  # the best models in it are replaced by better ones
-        runs: Any = loop(self.simulation, self.state, self.setup.config.rounds, used, since)
+        state, self.state = self.state, State((), (), ())  # which is donated
+        runs: Any = loop(self.simulation, state, self.setup.config.rounds, used, since)
         return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
 
     def with_fewer_lanes(self, error: OutOfMemory, say: Say) -> list[Asked]:
@@ -188,83 +197,116 @@ class Session:
     def results(self, runs: Sequence[Run]) -> list[Result | UserError]:
         """Fine-tune where PA asks for it, and write all results."""
         results = [result(run.history, run.method) for run in runs]
-        if self.setup.tunes and not all(run.error for run in runs):
+        if not all(run.error for run in runs):
             best = _joined([run.best for run in runs]) if self.setup.keeps_best else None
             state = _joined([run.state for run in runs]) if any(run.stopped for run in runs) else runs[0].runs.state
-            changes = after_training(
-                self.simulation, self.setup.config.fine_tune_epochs, runs[0].round, state, best, results
-            )
-            results = [result | change for result, change in zip(results, changes, strict=True)]
+            results = self.setup.concluded(self.simulation, runs[0].round, state, best, results)
         written = zip(self.records, runs, results, strict=True)
         return [run.error or record.conclude(run, result) for record, run, result in written]  # pyright: ignore
 
 
 class Record:
+    """What is kept of one experiment: in memory nothing but what its callbacks keep."""
+
+    noted: Mapping[str, Any] | None  # what was settled when the run began, None before
+
+    def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
+        """Args: e: of this one among the experiments of the setup; state: its own, before the first round."""
+        self.asked, self.setup, self.e, self.noted, self.say = asked, setup, e, asked.noted, say
+        own = as_callbacks([*asked.callbacks, *asked.last])
+        self._first = [(callback, copy.deepcopy(callback.state())) for callback in own]
+        self.callbacks = [setup.accuracies(e, per_client=True), *own]
+
+    def close(self) -> None:
+        """Let files go."""
+
+    def resolve(self, notes: Mapping[str, Any]) -> None:
+        """Note what the options did not say."""
+        self.noted = notes
+
+    def begin(self, state: State) -> tuple[State, Progress]:
+        """State and progress that training begins with."""
+        return state, Progress(0, new_history(self.setup.federations[self.e].num_clients), self._best(state))
+
+    def _best(self, state: State) -> Any:
+        generic = jax.vmap(self.setup.methods[self.e].generic_variables)
+        return jax.tree.map(jnp.copy, generic(state.servers)) if self.setup.keeps_best else ()
+
+    def continued(self) -> Asked:
+        """What goes on, its callbacks as they were at the start."""
+        for callback, state in self._first:
+            if state is not None:
+                callback.restore(state)
+        return self.asked._replace(noted=self.noted)
+
+    def conclude(self, run: Run, result: Result) -> Result | UserError:
+        """The summary."""
+        config, lanes = self.asked.config, run.simulation.program.lanes
+        head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": run.round}
+        return head | {"lanes": lanes} | result | {"compilations": run.simulation.compilations}
+
+
+class FolderRecord(Record):
     """What one experiment writes: its folder, and the callbacks that fill it."""
 
-    def __init__(self, asked: Asked, setup: Setup, e: int, state: State):
+    def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Open or create the folder; UserError before anything is written."""
-        self.asked, self.setup, self.e = asked, setup, e
+        super().__init__(asked, setup, e, state, say)
         config = asked.config
-        self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
-        self.noted = self.folder.read_json("resolved.json")  # None: nothing is settled yet
-        beside = as_callbacks([*asked.callbacks, *asked.last])
-        self._first = [(callback, copy.deepcopy(callback.state())) for callback in beside]
-        path = self.folder.path
-        checkpoints = Checkpoints(
-            path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
-            clients_every=config.checkpoint_clients_every,
-        )  # fmt: skip
-        kept = f"; the checkpoints before it in {path} are good"
-        measured = [setup.accuracies(e, kept=kept), *as_callbacks(list(asked.callbacks))]
-        self.checkpoint = Checkpoint(checkpoints, measured)
-        self.callbacks = [*measured, *self._writers(), self.checkpoint, *asked.last]
+        with ExitStack() as opened:
+            self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
+            opened.callback(self.folder.close)
+            checkpoints = Checkpoints(
+                self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
+                clients_every=config.checkpoint_clients_every,
+            )  # fmt: skip
+            opened.callback(checkpoints.close)
+            self.noted = read_resolved(self.folder, checkpoints.newest_record)
+            self.inputs = setup.inputs(e, config, asked.method)
+            check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
+            self.folder.keep_partition(setup.federations[e], heat_map)
+            measured = [setup.accuracies(e, kept=self._kept), *as_callbacks(list(asked.callbacks))]
+            self.checkpoint = Checkpoint(checkpoints, measured)
+            self.callbacks = [*measured, *self._writers(), self.checkpoint, *as_callbacks(list(asked.last))]
+            self.close = opened.pop_all().close
+
+    def _kept(self) -> str:
+        """The end of a sentence about a model that is not finite."""
+        round = self.checkpoint.checkpoints.newest_full
+        kept = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
+        return f"; in {self.folder.path} {kept}"
 
     def _created(self, state: State) -> RunFolder:
-        config, federation = self.asked.config, self.setup.federations[self.e]
-        path = run_folder(config)
+        config = self.asked.config
+        path = Path(config.run_dir or ".")
         size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
         check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
-        folder = RunFolder.create(path, dump(config, self.asked.method))
-        federation.save(path / "partition.npz")
-        heat_map(federation, path / "partition.png")
-        return folder
+        return RunFolder.create(path, dump(config, self.asked.method))
 
     def _writers(self) -> list[Callback]:
         config, folder = self.asked.config, self.folder
         writers: list[Callback] = [Records(folder), *self.setup.pictures(folder)]
         if config.track:
-            names = names_of(config.track)
-            writers.append(
-                Tracking(names, folder, every=config.track_every, local=config.track_local, seed=config.seed)
-            )
-        if config.tensorboard:
-            writers.append(loggers.TensorBoard(folder.path / "tensorboard"))
-        if config.wandb:
-            writers.append(loggers.WandB(folder.path, dataclasses.asdict(config)))
-        writers += loggers.made(config.loggers, folder.path, dataclasses.asdict(config))
-        if config.profile:
-            writers.append(Profile(folder.path / "profile"))
-        return writers
+            names, every, local = names_of(config.track), config.track_every, config.track_local
+            writers.append(Tracking(names, folder, every=every, local=local, seed=config.seed))
+        writers += loggers.made(config, folder.path)
+        return [*writers, Profile(folder.path / "profile")] if config.profile else writers
 
     def continued(self) -> Asked:
-        """What goes on from the newest checkpoint, or from the start, where its callbacks are as they were then."""
-        for callback, state in self._first:
-            if state is not None:
-                callback.restore(state)
+        """What goes on from the newest checkpoint, or from the start."""
         path = self.folder.path
-        return self.asked._replace(config=dataclasses.replace(self.asked.config, resume=path, run_dir=path))
+        return super().continued()._replace(config=replace(self.asked.config, resume=path, run_dir=path))
 
     def resolve(self, notes: Mapping[str, Any]) -> None:
         """Note in resolved.json what the options did not say; what a run that had begun noted stays."""
         hyperparameters = {
             name: value if isinstance(value, str | int | bool | None) else float(value)
-            for name, value in dataclasses.asdict(self.setup.methods[self.e]).items()
+            for name, value in asdict(self.setup.methods[self.e]).items()
         }
         origin = {} if self.asked.config.resume else self.asked.origin
-        known = self.folder.read_json("resolved.json") or {}
-        settled = {**notes} | self._together()
-        self.folder.write_json("resolved.json", {"hyperparameters": hyperparameters, **origin} | known | settled)
+        known = {"hyperparameters": hyperparameters, "inputs": self.inputs, **origin} | dict(self.noted or {})
+        self.noted = self.checkpoint.resolved = known | dict(notes) | self._together()
+        write_resolved(self.folder, self.noted)
 
     def _together(self) -> dict[str, int]:
         several = len(self.setup.pairs)
@@ -272,26 +314,20 @@ class Record:
 
     def begin(self, state: State) -> tuple[State, Progress]:
         """State and progress of the newest intact checkpoint, or of the start."""
-        generic = jax.vmap(self.setup.methods[self.e].generic_variables)
-        best = jax.tree.map(jnp.copy, generic(state.servers)) if self.setup.keeps_best else ()
-        restored = self.checkpoint.begin(state, best) if self.asked.config.resume else None
-        start = Progress(0, new_history(self.setup.federations[self.e].num_clients), best)
-        return restored or (state, start)
+        resumed = self.checkpoint.begin(state, self._best(state)) if self.asked.config.resume else None
+        check_inputs(self.checkpoint.began_with, self.inputs, self.folder.path, self.say)
+        return resumed or super().begin(state)
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:
         """Write the summary and the curves."""
         config = self.asked.config
-        head = {
-            "method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": run.round,
-            "lanes": run.simulation.program.lanes,
-        }  # fmt: skip
-        summary = head | result | self.setup.more_results(run) | self._cost(run) | self._together()
+        summary = super().conclude(run, result | self.setup.more_results(run) | self._cost(run) | self._together())
         try:
             self.folder.write_json(SUMMARY, summary)
+            title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
+            self.folder.draw("curves.png", lambda path: draw_curves(run.history.rows, path, title))
         except UserError as error:
             return error
-        title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-        draw_curves(run.history.rows, self.folder.path / "curves.png", title)
         return summary
 
     def _cost(self, run: Run) -> Result:
@@ -304,6 +340,7 @@ class Record:
         memory = peak_memory_mb()
         return {
             "seconds_per_round": typical,
+            "seconds_local": float(seconds[1:].mean()) if len(seconds) > 1 else typical,
             "compile_seconds": self.setup.clock.seconds / together,
             "compilations": run.simulation.compilations,
             "samples_per_second": samples / typical if typical else None,
@@ -319,13 +356,14 @@ def _joined(trees: Sequence[Any]) -> Any:
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool = False) -> History:
+def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool = False, **objects: Any) -> History:
     """Continue an interrupted run to its last round; on a CPU to the bits that it would have had.
 
     Args:
       folder: of the run.
       callbacks: as for `simulate`; those that have a state take it from the checkpoint.
       progress: whether a bar is shown.
+      objects: as for `load_run`.
 
     Returns:
       As `load_run`.
@@ -333,34 +371,83 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
-    config, method = read_run(Path(folder))
-    config = dataclasses.replace(config, resume=Path(folder), run_dir=Path(folder))
-    shown = [bar()] if progress else []
-    run(config, method, callbacks=as_callbacks(callbacks), last=shown)
-    return load_run(folder)
+    one = recorded(Path(folder), objects)
+    one = one._replace(callbacks=as_callbacks(callbacks), last=[bar()] if progress else [])
+    return finished(one)
 
 
-def load_run(folder: str | Path) -> History:
+def finished(asked: Asked, label: str | None = None) -> History:
+    """The history of one experiment, when it is over; UserError where it fails."""
+
+    def history(record: Record, run: Run, summary: Result) -> History:
+        config, rows = record.asked.config, list(run.history.rows)
+        if isinstance(record, FolderRecord):
+            rows = with_clients(rows, record.folder)
+        return History(
+            label or short_name(config.method), run.method, run.federation, config, rows, run.state, summary,
+            run.simulation, asked.given,
+        )  # fmt: skip
+
+    (history_or_error,) = run_together([asked], finish=history)
+    if isinstance(history_or_error, Exception):
+        raise history_or_error
+    return history_or_error
+
+
+def with_clients(rows: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
+    """The rounds of a run in a folder, with the accuracies of its clients."""
+    pa = {row["round"]: row.get("pa_per_client") for row in folder.rows(CLIENTS)}
+    return [{**row, "pa_per_client": pa.get(row["round"])} for row in rows]
+
+
+def recorded(folder: Path, objects: Mapping[str, Any]) -> Asked:
+    """A run that is continued, with the objects that config.yaml cannot describe; UserError where one is missing."""
+    config, method = read_run(folder)
+    given, resolved = Given(**objects), {}
+    with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
+        resolved = RunFolder(folder).read_json(RESOLVED) or {}
+    missing = [name for name in resolved.get("given", ()) if getattr(given, name) is None]
+    if missing:
+        names = ", ".join(f"{name}=..." for name in missing)
+        raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {names}.")
+    return Asked(replace(config, resume=folder, run_dir=folder), method, given=given)
+
+
+def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
+    """UserError that names the options in which the run of a folder is another one than is wanted."""
+    old, new = values(*recorded), values(*wanted)
+    fields = [name for name in difference(recorded, wanted) if name not in MAY_CHANGE and name not in FOLDERS]
+    if fields:
+        parts = ", ".join(f"`{name}` was {old.get(name)}, not {new.get(name)}" for name in fields[:4])
+        more = f", and {len(fields) - 4} more differ" if len(fields) > 4 else ""
+        raise UserError(f"{folder} holds another run: {parts}{more}. Choose another folder, or the options it has.")
+
+
+def load_run(folder: str | Path, **objects: Any) -> History:
     """A run from its folder, as `simulate` would have returned it: its rounds, and the models of its last checkpoint.
 
+    Args:
+      folder: of the run.
+      objects: `federation`, `model` and `pipeline`, where `simulate` was given some that no option describes.
+
     Raises:
-      UserError: there is no run, or no intact checkpoint.
+      UserError: there is no run, no intact checkpoint, or an object is missing.
     """
-    folder = Path(folder)
-    config, method = read_run(folder)
-    config = dataclasses.replace(config, resume=folder, run_dir=folder, devices="auto")
-    parts = setup([(config, method)])
+    files, one = RunFolder(Path(folder)), recorded(Path(folder), objects)
+    config = replace(one.config, devices="auto")
+    parts = setup([(config, one.method)], one.given)
     start, generic = parts.simulation.start(), jax.vmap(parts.methods[0].generic_variables)
     best = jax.eval_shape(generic, start.servers) if parts.keeps_best else ()
-    with Checkpoints(folder / "checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:
         raise UserError(f"{folder} has no checkpoint left: run it again.")
-    files = RunFolder(folder)
-    pa = {row["round"]: row["pa_per_client"] for row in files.rows(CLIENTS)}
-    rows = [row | {"pa_per_client": pa.get(row["round"])} for row in files.rows() if row["round"] <= restored.round]
+    began_with = restored.history.get("resolved", {}).get("inputs")
+    check_inputs(began_with, parts.inputs(0, config, one.method), files.path, warn)
+    rows = with_clients([row for row in files.rows() if row["round"] <= restored.round], files)
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
+    summary = files.read_json(SUMMARY) or {}
     return History(
-        config.method, parts.methods[0], parts.federations[0], config, rows, state, files.read_json(SUMMARY) or {},
-        parts.simulation,
+        short_name(config.method), parts.methods[0], parts.federations[0], config, rows, state, summary,
+        parts.simulation, one.given,
     )  # fmt: skip

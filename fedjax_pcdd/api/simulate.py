@@ -1,30 +1,29 @@
-"""`simulate`: one experiment in memory, computed as `experiments/run.py` computes it.
+"""`simulate`: one experiment in memory or in a folder, computed as the command line computes it.
 
 Letters: K clients, C classes, T rounds.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from fedjax_pcdd import methods
+from fedjax_pcdd.api.data import options_that_load
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.runs import warn
+from fedjax_pcdd.api.runs import Asked, check_same, finished, load_run, recorded
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.training.build import Given, Setup
-from fedjax_pcdd.training.callbacks import Function, as_callbacks
+from fedjax_pcdd.registry import origin_of
+from fedjax_pcdd.training.build import Given
+from fedjax_pcdd.training.callbacks import Function, Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.fields import Option, check, convert, options_of
-from fedjax_pcdd.training.fine_tuning import after_training
-from fedjax_pcdd.training.loop import Callback, Run, loop
-from fedjax_pcdd.training.metrics import result
+from fedjax_pcdd.training.folder import CONFIG, SUMMARY
+from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.progress import bar
-from fedjax_pcdd.training.tasks import setup
 
 # Run options that have a meaning in memory, beside the arguments of `simulate` that have the same names.
 OPTIONS = tuple(
@@ -32,8 +31,8 @@ OPTIONS = tuple(
     for name, option in RUN.items()
     if option.group in ("model", "training", "evaluation") and name != "model" and not name.startswith("track")
 ) + (
-    *("cohort", "client_state", "tune", "data_dir", "models", "public", "public_samples", "public_batch"),
-    *("pretrain_epochs", "pretrain_batch_size"),
+    *("cohort", "client_state", "data", "data_memory", "tune", "data_dir", "models", "public", "public_samples"),
+    *("public_batch", "pretrain_epochs", "pretrain_batch_size", "validation", "select_on"),
 )
 
 
@@ -41,9 +40,9 @@ def simulate(
     federation: Federation,
     method: Method | str = "fedavg",
     *,
-    model: str | Classifier | None = None,
+    model: Any = None,
     rounds: int = 50,
-    local_epochs: int = 10,
+    local_epochs: int | None = 10,
     batch_size: int = 100,
     lr: float = 0.01,
     seed: int = 0,
@@ -51,6 +50,9 @@ def simulate(
     pipeline: Pipeline | None = None,
     callback: Callable[[History], object] | None = None,
     callbacks: Sequence[Callback | Callable] = (),
+    metrics: Mapping[str, Callable[[Run], float]] | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
     label: str | None = None,
     progress: bool = False,
     **options: Any,
@@ -60,10 +62,11 @@ def simulate(
     Args:
       federation: as `fp.partition` made it.
       method: an object like `fp.FedGELA(ew=4.0)`, or a name for its defaults.
-      model: an architecture by its name, or a module that `fp.build_model` made; None for mlp on the digits, lstm on
-        text, else simple_cnn.
+      model: an architecture by its name, a module that `fp.build_model` made, or any Flax module, Linen or NNX, or a
+        class of them: a backbone from images to features, or a whole classifier that ends with a dense layer. A list
+        of these where clients have models of their own. None for mlp on the digits, lstm on text, else simple_cnn.
       rounds: T.
-      local_epochs: E.
+      local_epochs: E; None where `local_steps` says how many updates.
       batch_size: B.
       lr: learning rate of the clients.
       seed: of initial weights, cohorts and batches; the partition has its own.
@@ -73,13 +76,18 @@ def simulate(
         the run.
       callbacks: `fp.Callback` objects, as `fp.EarlyStopping("pa", patience=5)`, or functions of the run and the report
         of a round; a True that one of them returns ends the run.
+      metrics: functions of the run by the names that their numbers get in the history's rows, called where a round is
+        evaluated; a run has `variables`, `client_variables(k)`, `outputs(images)`, `federation` and `history`.
+      run_dir: folder of a run, as the command line writes it, checkpoints included; None to write nothing.
+      resume: continue the run in `run_dir` if there is one, or load it if it is finished.
       label: what curves and tables call this experiment; None for the method's name.
       progress: whether a bar is shown.
-      options: further options of `experiments/run.py`, with its defaults: cohort, momentum, weight_decay, optimizer,
+      options: further options of the command line, with its defaults: cohort, momentum, weight_decay, optimizer,
         optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision,
-        client_state, tune, eval_every, fine_tune_epochs, eval_batch; data_dir, public, public_samples, public_batch for
-        methods that need public images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have
-        models of their own.
+        local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
+        client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol, eval_batch,
+        validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
+        models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
 
     Returns:
       Accuracies and losses of all rounds, and the final state.
@@ -97,65 +105,54 @@ def simulate(
     named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
-    _check_objects(model=model, pipeline=pipeline, callback=callback)
+    _check_objects(pipeline=pipeline, callback=callback)
     chosen = methods.get(method)() if isinstance(method, str) else method
     config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options)))
-    own_model = model if isinstance(model, Classifier) else None
-    parts = setup([(config, chosen)], Given(federation, own_model, pipeline))
-    for sentence in parts.advice(0):
-        warn(sentence)
-
-    def history(run: Run, summary: dict[str, Any]) -> History:
-        return History(
-            label or config.method, run.method, federation, config, list(run.history.rows), run.state, summary,
-            run.simulation,
-        )  # fmt: skip
-
-    told: list[Callback] = [parts.accuracies(0, per_client=True), *as_callbacks(callbacks)]
+    given = Given(federation, None if isinstance(model, str) else model, pipeline)
+    told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
     if callback is not None:
-        told.append(Function(lambda run, _: callback(history(run, {}))))
-    return _trained(parts, [*told, *([bar()] if progress else [])], history)
+        told.append(Function(lambda run, _: callback(_so_far(run, label or config.method, config, given))))
+    asked = Asked(config, chosen, callbacks=told, last=[bar()] if progress else [], given=given)
+    if run_dir is None:
+        return finished(asked, label)
+    return _in_folder(asked, Path(run_dir), resume, label)
 
 
-def _trained(parts: Setup, callbacks: list[Callback], history: Callable, noted: Any = None) -> History:
-    """A run from its start to its end; anew with half of the lanes where the device is out of memory."""
-    first = [(callback, copy.deepcopy(callback.state())) for callback in callbacks]
-    with in_sentences("preparing the run"):
-        state = parts.simulation.start()
-        simulation = parts.settled(state, noted, warn)
-    try:
-        with in_sentences("training"):
-            run: Any = loop(simulation, parts.prepared(simulation, state), parts.config.rounds, callbacks)
-            return history(run, _summary(parts, run))
-    except OutOfMemory as error:
-        noted = parts.notes_out_of_memory(simulation, error, warn)
-    del simulation, state  # and what they have on the device
-    for callback, kept in first:
-        if kept is not None:
-            callback.restore(kept)
-    return _trained(parts, callbacks, history, noted)
+def _so_far(run: Run, label: str, config: RunConfig, given: Given) -> History:
+    rows = list(run.history.rows)
+    return History(label, run.method, run.federation, config, rows, run.state, {}, run.simulation, given)
 
 
-def _check_objects(*, model: Any, pipeline: Any, callback: Any) -> None:
+def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> History:
+    """A run that is written into a folder, continued or loaded there."""
+    config, method, given = asked.config, asked.method, asked.given
+    lasting = (int, float, str, bool, type(None))
+    unwritten = [n for n in options_of(type(method)) if not isinstance(getattr(method, n), lasting)]
+    if unwritten:
+        raise UserError(f"`{unwritten[0]}` is no number or name, which is all that a run folder holds: drop `run_dir`.")
+    assert given.federation is not None
+    if config.method == type(method).__name__:
+        methods.METHODS.setdefault(config.method, type(method))  # a script's own class, for who loads the run in there
+    known = options_that_load(given.federation.dataset)
+    where: dict[str, Any] = {"run_dir": folder, "partition": str(folder / "partition.npz")} | (known or {})
+    config = replace(config, **where)
+    objects = {name: one for name, one in given._asdict().items() if one is not None}
+    if not resume or not (folder / CONFIG).is_file():
+        missing = [name for name in objects if name != "federation" or known is None]
+        return finished(asked._replace(config=config, origin={"given": missing} if missing else {}), label)
+    continued = recorded(folder, objects)
+    check_same((continued.config, continued.method), (config, method), folder)
+    if (folder / SUMMARY).is_file():
+        return load_run(folder, **objects)
+    return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
+
+
+def _check_objects(*, pipeline: Any, callback: Any) -> None:
     """UserError for an object that is not understood."""
-    if not isinstance(model, str | Classifier | None):
-        raise UserError(f"takes a name, as 'mlp', or a module of fp.build_model, not {model!r}.", field="model")
     if not isinstance(pipeline, Pipeline | None):
         raise UserError(f"takes an fp.Pipeline, not {pipeline!r}.", field="pipeline")
     if not (callback is None or callable(callback)):
         raise UserError(f"takes a function of the history, not {callback!r}.", field="callback")
-
-
-def _summary(parts: Setup, run: Run) -> dict[str, Any]:
-    """As summary.json, but for what the machine and the clock say."""
-    config, summary = parts.config, result(run.history, run.method)
-    if parts.tunes:
-        best = run.best if parts.keeps_best else None
-        (change,) = after_training(run.simulation, config.fine_tune_epochs, run.round, run.state, best, [summary])
-        summary |= change
-    head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": run.round}
-    lanes = run.simulation.program.lanes
-    return head | {"lanes": lanes} | summary | {"compilations": run.simulation.compilations}
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -167,9 +164,13 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _name(method: Method | str) -> str:
-    """A method's name on the command line, that of its class where it has none."""
-    names = {cls: name for name, cls in methods.METHODS.items()}
-    return method if isinstance(method, str) else names.get(type(method), type(method).__name__)
+    """A method's name on the command line or its import path; that of its class where it has none."""
+    if isinstance(method, str):
+        return method
+    cls = type(method)
+    name = next((name for name, known in methods.METHODS.items() if known is cls), None)
+    origin = None if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ else origin_of(cls)
+    return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 
 
 def _config(federation: Federation, method: Method, given: Mapping[str, Any]) -> RunConfig:

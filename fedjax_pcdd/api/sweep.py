@@ -1,25 +1,34 @@
 """Many experiments, each in a folder of its own: what shares a program is trained together, what is finished stays.
 
-A sweep that was interrupted continues where it was, and each of its folders can be continued alone.
+A sweep that was interrupted continues where it was, and each of its folders can be continued alone. Several processes,
+on one machine or many with a shared file system, may work on one folder: each claims the experiments that it runs,
+takes over those of processes that died, and ends with the results of all.
 """
 
-import dataclasses
-import json
+import hashlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from rich.console import Console
 
-from fedjax_pcdd.api.runs import Asked, Result, run, run_together
+from fedjax_pcdd.api.grid import Experiment, stages, summarise
+from fedjax_pcdd.api.history import History
+from fedjax_pcdd.api.runs import Asked, Result, check_same, load_run, run, run_together, warn
 from fedjax_pcdd.engine.devices import free_memory
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
-from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig
-from fedjax_pcdd.training.folder import CONFIG, SUMMARY
+from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, RunConfig, values
+from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
+from fedjax_pcdd.training.lock import InUse, Lock, owner
+from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
 from fedjax_pcdd.training.tasks import has_participants
@@ -33,6 +42,8 @@ FREE = {
 
 MOST = 16  # more gain little
 COPIES = 6  # of a state: before and after a round, what its jobs wrote, the best one, and two for a checkpoint
+CLAIMS = "claims"  # folder of the locks of experiments, and of the sentences with which some failed
+PAUSE = 1.0  # seconds between two looks at what other processes have done
 
 
 class Planned(NamedTuple):
@@ -44,59 +55,132 @@ class Planned(NamedTuple):
     origin: Mapping[str, Any] = {}  # as in `Asked`
 
 
+class Standing(NamedTuple):
+    """How far an experiment is."""
+
+    name: str
+    state: str  # done, running, failed, or waiting
+    round: int
+    rounds: int
+    by: str | None = None  # who runs it
+    seconds: float | None = None  # of training to go, None where no round tells
+
+
 class Sweep:
     """Runs what is not finished of the experiments.
 
     Attributes:
       results: by name what summary.json holds, or the error of a failure.
+      left: what is to be run of the others.
     """
 
     def __init__(self, planned: Sequence[Planned], folder: Path, failed: Callable[[str, UserError], None]):
         """Look what is finished.
 
         Args:
+          planned: what to run.
           folder: where each experiment has a folder of its name.
           failed: told of the name of an experiment that failed, and why.
-        """
-        self.folder, self._failed = folder, failed
-        self.results: dict[str, Result | UserError] = {}
-        self.left = {one.name: asked for one in planned if (asked := self._asked(one)) is not None}
 
-    def _asked(self, planned: Planned) -> Asked | None:
+        Raises:
+          UserError: a folder holds another experiment than is planned for it; nothing is run then.
+        """
+        self.folder, self._failed, self._planned = folder, failed, {one.name: one for one in planned}
+        self.results: dict[str, Result | UserError] = {}
+        self._most: dict[Hashable, int] = {}  # experiments in one program, by its key
+        self._known = {name: self._failure(name) for name in self._planned}  # of sweeps before this one
+        self.left = {name: asked for name in self._planned if (asked := self._asked(name)) is not None}
+
+    def standings(self) -> list[Standing]:
+        """How far each experiment is, and with whom."""
+        return [self._standing(name, planned.config.rounds) for name, planned in self._planned.items()]
+
+    def _standing(self, name: str, rounds: int) -> Standing:
+        rows = RunFolder(self.folder / name).rows()
+        by, seconds = owner(self.folder / CLAIMS / f"{name}.lock"), sorted(row["seconds"] for row in rows)
+        done = rows[-1]["round"] if rows else 0
+        if isinstance(self.results.get(name), dict):
+            return Standing(name, "done", done, rounds)
+        left = (rounds - done) * seconds[len(seconds) // 2] if seconds else None
+        state = "running" if by else "failed" if self._failure(name) else "waiting"
+        return Standing(name, state, done, rounds, by, left)
+
+    def _asked(self, name: str) -> Asked | None:
         """What is to be run of an experiment: all, the rest, or nothing, which is None."""
-        folder = self.folder / planned.name
-        if (folder / SUMMARY).is_file():
-            self.results[planned.name] = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-            return None
+        planned, folder = self._planned[name], self.folder / name
         config, method, lies = planned.config, planned.method, {"run_dir": folder}
         try:
             if (folder / CONFIG).is_file():
-                (config, method), lies = read_run(folder), {"run_dir": folder, "resume": folder}
-        except UserError as error:
-            self._note(planned.name, error)
-            return None
-        return Asked(dataclasses.replace(config, **lies, quiet=True), method, planned.origin)
+                recorded, lies = read_run(folder), {"run_dir": folder, "resume": folder}
+                check_same(recorded, (config, method), folder)
+                config, method = recorded
+            if (summary := RunFolder(folder).read_json(SUMMARY)) is not None:
+                self.results[name] = summary
+                return None
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{folder} has files that cannot be read: remove it, or choose another folder.") from error
+        return Asked(replace(config, **lies, quiet=True), method, planned.origin)
+
+    def _failure(self, name: str) -> str | None:
+        file = self.folder / CLAIMS / f"{name}.failed"
+        return file.read_text(encoding="utf-8") if file.is_file() else None
 
     def _note(self, name: str, result: Result | UserError) -> None:
         self.results[name] = result
+        self.left.pop(name, None)
         if isinstance(result, UserError):
             self._failed(name, result)
 
     def run(self, bar: SweepBar, together: int | None = None) -> dict[str, Result | UserError]:
-        """Run it all.
+        """Run it all, or wait for what other processes run of it.
 
         Args:
           bar: told of every round.
           together: most experiments in one program, None for as many as fit into memory.
         """
-        names, asked = list(self.left), list(self.left.values())
+        (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         with bar:
-            for group in groups([(one.config, one.method) for one in asked]):
-                first = asked[group[0]]
-                most = together or (affordable(first.config, first.method) if len(group) > 1 else 1)
-                for part in portions(group, most):
-                    self._run_part({names[i]: asked[i] for i in part}, bar)
+            while self.left:
+                if not self._pass(bar, together):
+                    time.sleep(PAUSE)
         return self.results
+
+    def _pass(self, bar: SweepBar, together: int | None) -> bool:
+        """Run what nobody else does; whether there was anything."""
+        asked, names, ran = list(self.left.values()), list(self.left), False
+        for group in groups([(one.config, one.method) for one in asked]):
+            for part in portions(group, self._affordable(asked[group[0]], len(group), together)):
+                with ExitStack() as claims:
+                    mine = {names[i]: one for i in part if (one := self._claimed(names[i], claims, bar)) is not None}
+                    if mine:
+                        self._run_part(mine, bar)
+                        ran = True
+        return ran
+
+    def _affordable(self, first: Asked, members: int, together: int | None) -> int:
+        key = program_key(first.config, first.method)
+        if first.config.validation is not None:  # whose samples differ by partition
+            return 1
+        if together:
+            return together
+        if members > 1 and key not in self._most:
+            self._most[key] = affordable(first.config, first.method)
+        return self._most.get(key, 1)
+
+    def _claimed(self, name: str, claims: ExitStack, bar: SweepBar) -> Asked | None:
+        """What is to be run of an experiment, by nobody but this process; None where another one is at it or done."""
+        try:
+            claims.enter_context(Lock.take(self.folder / CLAIMS / f"{name}.lock", wait=0))
+        except InUse:
+            return None
+        asked, failure = self._asked(name), self._failure(name)
+        if asked is not None and failure in (None, self._known[name]):
+            return asked
+        self._note(name, UserError(failure) if asked is not None and failure else self.results[name])
+        bar.end(name)
+        return None
 
     def _run_part(self, asked: Mapping[str, Asked], bar: SweepBar) -> None:
         """Run experiments together, or one by one where there is but one or some cannot be prepared."""
@@ -106,24 +190,38 @@ class Sweep:
         except UserError:
             results = []  # alone, it is said of the one that it concerns
         for name, result in zip(shown, results, strict=False):
-            self._note(name, result)
+            self._conclude(name, result)
         for name, one in shown.items():
-            if name not in self.results:
-                self._run_alone(name, one)
+            # It may have been started with others, and even have been finished.
+            if name in self.left and (again := self._asked(name)) is not None:
+                try:
+                    result = run(again.config, again.method, again.origin, last=one.last, say=_silent)
+                except UserError as error:
+                    result = error
+                self._conclude(name, result)
+            self.left.pop(name, None)
             bar.end(name)
 
-    def _run_alone(self, name: str, asked: Asked) -> None:
-        # It may have been started with others, and even have been finished.
-        again = self._asked(Planned(name, asked.config, asked.method, asked.origin))
-        if again is not None:
-            try:
-                self._note(name, run(again.config, again.method, again.origin, last=asked.last, say=_silent))
-            except UserError as error:
-                self._note(name, error)
+    def _conclude(self, name: str, result: Result | UserError) -> None:
+        """Note a result, and a failure for other processes, too."""
+        file = self.folder / CLAIMS / f"{name}.failed"
+        if isinstance(result, UserError):
+            file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
+        else:
+            file.unlink(missing_ok=True)
+        self._note(name, result)
 
 
 def _silent(sentence: str) -> None:
     """A sweep says nothing of single settings."""
+
+
+def sweep_folder(pairs: Sequence[Pair]) -> Path:
+    """Where a sweep lies that names no folder: by its content but for the seeds, so that more of these join it."""
+    indifferent = {*FOLDERS, *MAY_CHANGE, "seed"}
+    content = {str([(n, v) for n, v in values(*pair).items() if n not in indifferent]) for pair in pairs}
+    digest = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()
+    return Path("runs") / f"sweep-{digest[:8]}"
 
 
 def program_key(config: RunConfig, method: Method) -> Hashable:
@@ -134,8 +232,9 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     steps of Adam make another order of summation more than rounding.
     """
     single = (
-        config.client_state == "host"
+        config.client_state != "device"
         or config.wandb
+        or config.mlflow
         or config.loggers
         or config.track
         or config.profile
@@ -183,3 +282,71 @@ def free_bytes() -> float:
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
+
+
+class Results(dict[str, Any]):
+    """What came of a sweep: by the names of its experiments what summary.json holds, or the error of a failure.
+
+    Attributes:
+      folder: where each experiment has a folder of its name.
+    """
+
+    def __init__(self, folder: Path, experiments: Sequence[Experiment], results: Mapping[str, Any]):
+        super().__init__(results)
+        self.folder, self._experiments = folder, experiments
+
+    def table(self) -> list[dict[str, Any]]:
+        """Means and standard deviations over seeds in percent, one row a setting; `pandas.DataFrame` takes it."""
+        return summarise(self._experiments, self)
+
+    def load(self, name: str) -> History:
+        """The history of an experiment, as `fp.load_run`."""
+        return load_run(self.folder / name)
+
+
+def sweep(
+    grid: Mapping[str, Any], *, folder: str | Path | None = None, together: int | None = None, progress: bool = False
+) -> Results:
+    """Run every combination of options, each in a folder of its own; what is finished is not run again.
+
+    Args:
+      grid: options of the command line by their names in Python, each one value, or a list, tuple or range of them; one
+        that only some of the methods have goes to those.
+      folder: of the sweep; None for one below runs/ that is named by the grid.
+      together: most experiments that are trained as one program; None for as many as fit into memory.
+      progress: whether a bar is shown.
+
+    Raises:
+      UserError: a mistake in the grid, or a folder that holds other experiments; nothing is run then.
+    """
+    results: dict[str, Any] = {}
+    steps = stages({name: listed(value) for name, value in grid.items()}, results)
+    return Results(*run_stages(steps, results, Path(folder) if folder else None, together, progress), results)
+
+
+def run_stages(
+    steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
+    progress: bool = False,
+) -> tuple[Path, list[Experiment]]:  # fmt: skip
+    """Run stages one after another in a folder, None for one named by the first; gives it and all experiments.
+
+    Args:
+      steps: what to run; the next is asked for when the results of those before it are there.
+      results: by name, filled.
+      together, progress: as in `sweep`.
+    """
+    experiments: list[Experiment] = []
+    for stage in steps:
+        pairs = [configure(one.given) for one in stage]
+        folder = folder or sweep_folder(pairs)
+        planned = [Planned(one.name, *pair) for one, pair in zip(stage, pairs, strict=True)]
+        part = Sweep(planned, folder, lambda name, error: warn(f"{name}: {error.sentence}"))
+        rounds = {name: one.config.rounds for name, one in part.left.items()}
+        experiments += stage
+        results |= part.run(SweepBar(rounds, Console(quiet=not progress)), together)
+    return folder or Path(), experiments
+
+
+def listed(value: Any) -> str:
+    """Values as the command line lists them."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)

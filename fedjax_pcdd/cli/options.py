@@ -1,66 +1,34 @@
-"""Arguments of a run, in two stages: method and preset first, then the options that follow from them.
+"""Arguments: how they are read, refused and explained; those of a run in two stages, method and preset first.
 
-Everything is generated from `RunConfig` and the method's dataclass; a new hyper-parameter appears by itself.
+Everything is generated from dataclasses (`RunConfig`, a method, the form of a command): a new field appears by itself.
 """
 
+import inspect
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.errors import UserError, nearest, spelled
+from fedjax_pcdd.cli.messages import flag, guarded, sentence
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
-from fedjax_pcdd.training.config import (
-    FOLDERS,
-    MAY_CHANGE,
-    RESERVED,
-    RUN,
-    TASK_DEFAULTS,
-    RunConfig,
-    build,
-    difference,
-    values,
-)
-from fedjax_pcdd.training.fields import convert, options_of
-from fedjax_pcdd.training.presets import preset_method, preset_values, read_preset, read_run
+from fedjax_pcdd.training import options
+from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RESERVED, RUN, RunConfig, build, difference
+from fedjax_pcdd.training.config import values as values_of
+from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
+from fedjax_pcdd.training.presets import PRESETS, read_run
 
-PRESETS = Path("experiments/presets")
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
-def flag(name: str) -> str:
-    """A field as an option, as `--batch-size`."""
-    return "--" + name.replace("_", "-")
-
-
-def sentence(text: str) -> str:
-    """A sentence with its fields as options.
-
-    >>> sentence("`batch_size` must be at least 1 with `bn=local`.")
-    '--batch-size must be at least 1 with --bn=local.'
-    """
-    return spelled(text, flag)
-
-
-def guarded(work: Callable[[], int | None]) -> int:
-    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence."""
-    try:
-        return work() or 0
-    except UserError as error:
-        print(sentence(error.sentence), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        advice = f"; {stop}" if str(stop) else "."
-        print(sentence(f"stopped{advice}"), file=sys.stderr)
-        return 130
-
-
-def parse(argv: Sequence[str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
+def parse(argv: Sequence[str]) -> tuple[RunConfig, Method]:
     """Configuration and method that arguments stand for; UserError for any mistake in them."""
-    return configure(scan(argv), presets)
+    return configure(scan(argv))
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
@@ -86,6 +54,7 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
             raise UserError(f"unexpected '{token}': options are written --name=value.")
         word, equals, text = token.partition("=")
         name = word[2:].replace("-", "_")
+        name = name.lower() if name.isupper() else name
         if not equals and name in switches:
             text = "true"
         elif name.removeprefix("no_") in switches and name not in switches:
@@ -113,67 +82,17 @@ def _switches(named: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
     every = [RUN, *map(options_of, [*METHODS.values(), *named])]
     names = {option.name for options in every for option in options.values() if option.kind is bool}
-    return names | {"help", *LISTS}
+    return names | {"help", "status", *LISTS}
 
 
 def _without_value(name: str) -> str:
     known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
-    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else no_option(name, known)
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else options.no_option(name, known)
 
 
-def no_option(name: str, known: Sequence[str] | set[str]) -> str:
-    """A sentence about an option that there is not, with the nearest that there is."""
-    advice = nearest(name, known)
-    close = advice.replace("_", "-").replace("'", "'--", 1) if advice.startswith("did") else "--help lists them all."
-    return f"there is no option {flag(name)}: {close}"
-
-
-def configure(given: Mapping[str, str], presets: Path) -> tuple[RunConfig, Method]:
-    """Second stage: defaults, then the preset or the recorded run, then what was given."""
-    if "resume" in given:
-        return _resumed(given)
-    chosen = read_preset(given["preset"], presets) if "preset" in given else None
-    for option in ("split", "variant"):
-        if chosen is None and option in given:
-            raise UserError(f"chooses a {option} of a preset: add `preset`, or drop it.", field=option)
-    fixed = preset_method(chosen, given.get("variant")) if chosen else None
-    name = given.get("method", fixed or RUN["method"].default)
-    own = _own_values(given, name)
-    base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
-    task = (base | own).get("task")
-    if task:
-        _check_task(own)
-    return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
-
-
-def _check_task(own: Mapping[str, Any]) -> None:
-    """UserError where options say how a data set is spread over clients, beside a task."""
-    for name in own:
-        if name in RUN and RUN[name].group == "data" and name != "data_dir":
-            raise UserError(f"a task brings its own data and participants: drop `{name}`, or `task`.")
-
-
-def _own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
-    """Checked values of the run options and of the method's hyper-parameters among the arguments."""
-    known = RUN | options_of(methods.get(method))
-    result = {}
-    for name, text in given.items():
-        if name in known:
-            result[name] = convert(known[name], text)
-        elif name not in RESERVED:
-            raise UserError(_foreign(name, method, [*known, *RESERVED]))
-    return result
-
-
-def _foreign(name: str, method: str, known: Sequence[str]) -> str:
-    owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
-    wrappers = [suffix for suffix in methods.WRAPPERS if name in options_of(methods.get(f"fedavg+{suffix}"))]
-    if wrappers and not owners:
-        owners = [f"{method}+{suffix}" for suffix in wrappers]
-    if not owners:
-        return no_option(name, known)
-    several = ", ".join(owners)
-    return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`."
+def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
+    """Configuration and method of a new run, or of a recorded one."""
+    return _resumed(given) if "resume" in given else options.configure(given, presets)
 
 
 def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
@@ -185,11 +104,11 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
     if folder is None:
         raise UserError("takes the folder of a run, not none.", field="resume")
     recorded = read_run(folder)
-    old = values(*recorded)
+    old = values_of(*recorded)
     if given.get("method", old["method"]) != old["method"]:
         methods.get(given["method"])
         raise UserError(_changed({"method": given["method"]}, old))
-    new = old | _own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
+    new = old | options.own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
     pair = build(new)
     fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in FOLDERS]
     if fields:
@@ -201,3 +120,76 @@ def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     parts = [f"`{name}` was {old[name]} in this run, not {value}" for name, value in new.items()]
     it = "it" if len(parts) == 1 else "them"
     return f"{', '.join(parts)}: resume without {it}, or start a new run with `run_dir`."
+
+
+def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, program: str) -> int:
+    """Do what the arguments of a command ask for that is no run.
+
+    Args:
+      form: a dataclass; its fields are the options, a field `runs` the words beside them.
+      work: with the options.
+      argv: arguments without the program's name; None for those of the process.
+      program: its name.
+
+    Returns:
+      Exit code, as `guarded`.
+    """
+
+    def whole() -> None:
+        if (options := _parsed(form, sys.argv[1:] if argv is None else argv, program)) is not None:
+            work(options)
+
+    return guarded(whole)
+
+
+def _parsed(form: Any, argv: Sequence[str], program: str) -> Any:
+    """The options; None after the help."""
+    known = dict(options_of(form))
+    runs = known.pop("runs", None)
+    words: list[str] | None = None if runs is None else []
+    given = scan(argv, {name for name, option in known.items() if option.kind is bool} | {"help"}, words)
+    if "help" in given:
+        usage = f"usage: {program} [--NAME=VALUE ...]" + (f" RUN...\n\nRUN: {runs.help}" if runs else "")
+        print("\n\n".join([usage, inspect.cleandoc(form.__doc__), entries(known.values())]))
+        return None
+    for name in given:
+        if name not in known:
+            raise UserError(options.no_option(name, [*known, "help"]))
+    values: dict[str, Any] = {name: convert(known[name], text) for name, text in given.items()}
+    return form(**values) if words is None else form(runs=tuple(map(Path, words)), **values)
+
+
+def entries(options: Iterable[Option]) -> str:
+    """The help of options, each on lines of its own: its values, meaning, bounds and default."""
+    return "\n".join(_entry(option, width()) for option in options)
+
+
+def width() -> int:
+    """Of the help, in columns."""
+    return max(60, min(120, shutil.get_terminal_size().columns))
+
+
+def _entry(option: Option, width: int) -> str:
+    limits, symbol = bounds(option), f"{option.symbol}: " if option.symbol else ""
+    text = symbol + sentence(option.help) + (f" [{limits}]" if limits else "")
+    if option.default is not None and option.name not in LISTS:  # where it is None, the text says what that means
+        text += f" (default: {option.default})"
+    head, indent = f"  {_form(option)}", " " * 28
+    first = head.ljust(len(indent)) if len(head) < len(indent) - 1 else f"{head}\n{indent}"
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return first + f"\n{indent}".join(lines)
+
+
+def _form(option: Option) -> str:
+    """How an option is written.
+
+    >>> from typing import Literal
+    >>> _form(Option("retry", bool, False, True)), _form(Option("lanes", Literal["auto"] | int, False, "auto"))
+    ('--retry, --no-retry', '--lanes auto|INT')
+    """
+    name = flag(option.name)
+    if option.kind is bool:
+        return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
+    plain = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
+    values = [*map(str, choices(option.kind)), *(plain[part] for part in members(option.kind) if part in plain)]
+    return f"{name} {'|'.join(values)}"

@@ -1,4 +1,4 @@
-"""The command lines of experiments/report.py and experiments/compare.py."""
+"""The commands `report` and `compare`."""
 
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedjax_pcdd.cli.arguments import command
+from fedjax_pcdd.cli.messages import called
+from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.report.compare import compare, comparison_tables
-from fedjax_pcdd.report.contents import own_table, paper_tables
+from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
 from fedjax_pcdd.report.expected import kind, read_expected, title
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
@@ -19,6 +20,7 @@ from fedjax_pcdd.report.plots import LABELS, curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
 from fedjax_pcdd.training.fields import run_option
 from fedjax_pcdd.training.folder import CONFIG
+from fedjax_pcdd.training.presets import PAPERS
 
 LEGEND = (
     "Mean ± standard deviation over seeds; in brackets the paper's number and the difference to it. "
@@ -34,6 +36,9 @@ class ReportOptions:
     preset: str | None = run_option(
         None, "", "only the runs of this published table, as fedmr/table1; by default every run where it was recorded"
     )
+    rows: str | None = run_option(None, "", "option whose values are the rows of a table of your own, as method")
+    columns: str | None = run_option(None, "", "option whose values are its columns, as beta")
+    metric: str = run_option("ga_best", "", "what stands in its cells: an entry of summary.json, mean over seeds")
     output: Path = run_option(
         Path("report"), "", "folder for report.html, report.md, report.csv, report.tex and the curves"
     )
@@ -49,22 +54,22 @@ class CompareOptions:
     confidence: float = run_option(0.95, "", "of the intervals; one less it is the level of the verdicts")
 
 
-def report_main(experiments: Path, argv: Sequence[str] | None = None) -> int:
+def report_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:
     """Write a report.
 
     Args:
-      experiments: folder with `presets` and `expected`.
       argv: arguments without the program's name; None for those of the process.
+      papers: folder with `presets` and `expected`.
 
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return command(ReportOptions, lambda options: _report(options, experiments), argv, "report.py")
+    return command(ReportOptions, lambda options: _report(options, papers), argv, called("report"))
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
     """Print a comparison; arguments and exit code as `report_main`."""
-    return command(CompareOptions, _compare, argv, "compare.py")
+    return command(CompareOptions, _compare, argv, called("compare"))
 
 
 def _compare(options: CompareOptions) -> None:
@@ -79,18 +84,22 @@ def _runs(folders: Sequence[Path]) -> list[RunRecord]:
     return collect(folders)
 
 
-def _report(options: ReportOptions, experiments: Path) -> None:
+def _report(options: ReportOptions, folder: Path) -> None:
     """Write every file of a report and say where they are."""
-    runs, cells = _runs(options.runs), Cells(experiments / "presets")
+    runs, cells = _runs(options.runs), Cells(folder / "presets")
     preset = options.preset and options.preset.removesuffix(".yaml")
     if preset:
         cells.preset(preset)
     groups = group(runs, cells, preset)
     if preset and not groups:
         raise UserError(f"none of the {len(runs)} runs is a finished one of {preset}: leave --preset out to see them.")
-    papers, unread = _papers(groups, experiments / "expected")
+    papers, unread = _papers(groups, folder / "expected")
     notes = [*_notes(runs, groups), *unread]
-    files = _files(groups, papers, runs, notes)
+    if options.columns and not options.rows:
+        raise UserError("needs `rows`, as `rows=method`.", field="columns")
+    rows, columns, metric = ((name or "").replace("-", "_") for name in (options.rows, options.columns, options.metric))
+    own = [pivot(runs, rows, columns or None, metric)] if rows else []
+    files = _files(groups, papers, runs, notes, own)
     _write(options.output, files)
     names = ", ".join(name for name in files if "/" not in name)
     print("\n".join([*notes, f"written to {options.output}: {names}"]))
@@ -123,17 +132,18 @@ def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
     if left:
         notes.append(f"{left} finished runs do not belong to this preset and are left out.")
     if any(len(entry.runs) == 1 for entry in entries):
-        notes.append("Where there is one seed alone, differences are mostly noise; compare.py tells with several.")
+        notes.append("Where there is one seed alone, differences are mostly noise; `compare` tells with several.")
     return notes
 
 
-def _files(groups, papers, runs, notes) -> dict[str, str]:
+def _files(groups, papers, runs, notes, own) -> dict[str, str]:
     """Text of every file by its name."""
     own_tables = [own_table(one) for one in groups]
-    tables = [*papers, *own_tables]
+    tables = [*own, *papers, *own_tables]
     commands = {run.path: command_of(run) for run in runs}
     pictures = {}
-    lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), "", *map(markdown, papers)]
+    lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), ""]
+    lines += map(markdown, [*own, *papers])
     for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
         lines.append(markdown(table))
         for name in LABELS:
@@ -144,7 +154,7 @@ def _files(groups, papers, runs, notes) -> dict[str, str]:
         lines.append("")
     lines += ["### Runs", "", *(f"- {code(str(path))}: {code(text)}" for path, text in commands.items())]
     return {
-        "report.html": page(groups, papers, runs, notes, commands),
+        "report.html": page(groups, papers, runs, notes, commands, own),
         "report.md": "\n".join(lines) + "\n",
         "report.csv": comma_separated(tables),
         "report.tex": "\n".join(map(latex, tables)),
@@ -164,4 +174,4 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 def command_of(run: RunRecord) -> str:
     """How a run was started; where that is not recorded, a command with the same options."""
-    return run.command or shlex.join(["python", "experiments/run.py", f"--preset={run.path / CONFIG}"])
+    return run.command or f"{called('run')} {shlex.quote(f'--preset={run.path / CONFIG}')}"

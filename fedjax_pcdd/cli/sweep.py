@@ -1,177 +1,251 @@
 """Sweeps: a grid of runs from one command line, resumable, with a table of means over seeds.
 
-    python experiments/sweep.py --method=fedavg,fedgela --beta=0.1,0.5 --seed=0:5 --ew=1e3,1e4
+    fedjax-pcdd sweep --method=fedavg,fedgela --beta=0.1,0.5 --seed=0:5 --ew=1e3,1e4
 
 Every option may list several values with commas, integers also as a range FIRST:END without END. An option that only
-some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run.py` has.
+some of the methods have goes to those. Each experiment is a run of its own in a folder of its own, as `run` has.
 Experiments that differ in nothing but numbers (seed, partition, learning rate, hyper-parameters) are trained together,
 as one compiled program; programs run one after another. Results are those of single runs but for rounding, and the
 seconds of an experiment are its share. What is finished is not run again; what was interrupted continues.
+
+A preset with a `grid` (fedmr/table9) is searched: each hyper-parameter in turn, at the best values of those before it.
 """
 
 import csv
-import io
-import itertools
+import math
+import os
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fedjax_pcdd import methods
-from fedjax_pcdd.cli.options import PRESETS, configure, flag, guarded, scan, sentence
-from fedjax_pcdd.cli.run import origin
-from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.registry import short_name
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, terminal
-from fedjax_pcdd.training.fields import Option, convert, options_of
+from fedjax_pcdd.api.grid import MEASURES, Experiment, stages, summarise
+from fedjax_pcdd.cli.messages import called, flag, guarded, sentence
+from fedjax_pcdd.cli.options import configure, scan
+from fedjax_pcdd.cli.run import GRACE, origin
+from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
+from fedjax_pcdd.training.fields import Option, convert
+from fedjax_pcdd.training.presets import read_preset
 
-WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
-MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
-TOGETHER = Option("together", Literal["auto"] | int, False, "auto", low=1)
+if TYPE_CHECKING:
+    from fedjax_pcdd.api.sweep import Standing, Sweep
+
+CONSOLE = Console()
+COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")  # of schedulers
+OPTIONS = {
+    "together": Option("together", Literal["auto"] | int, False, "auto", low=1),
+    "workers": Option("workers", int, False, 1, low=1),
+    "launcher": Option("launcher", Literal["processes", "slurm", "local"], False, "processes"),
+    "sweep_dir": Option("sweep_dir", Path, True, None),
+    "status": Option("status", bool, False, False),
+}
 HELP = f"""{__doc__}
---sweep-dir=DIR is the sweep's folder (default runs/sweep). --together=N trains at most N experiments together, 1 one
-after another; auto, the default, as many as fit into memory, up to 16. All other options are those of run.py."""
+--sweep-dir=DIR     the sweep's folder; by default one below runs/ that is named by the grid, whatever its seeds
+--together=N        most experiments that are trained together, 1: one after another; auto, the default: as many as fit
+                    into memory, up to 16
+--workers=N         processes that divide the experiments, each with its share of the cores, or one GPU
+--launcher=slurm    starts the workers as jobs of Slurm through submitit, whose parameters are --slurm.NAME=VALUE, as
+                    --slurm.partition=gpu; local: processes through submitit
+--status            shows who does what, what is done, failed and left, and runs nothing
+
+The same command on other machines that see the folder divides the work with this one. All other options are those of
+run."""
 
 
-class Experiment(NamedTuple):
-    """One point of the grid."""
+def as_table(rows: Sequence[Mapping[str, Any]], select_on: str = "test", shown: Sequence[str] = ()) -> RichTable:
+    """For the terminal, in percent; best rounds are chosen by samples of that kind, and some options are shown."""
+    from fedjax_pcdd.training.progress import with_pa_named  # which loads JAX
 
-    name: str  # of its folder
-    group: str  # what repetitions with other seeds share
-    given: dict[str, str]  # options as on the command line
-
-
-def values_of(name: str, text: str) -> list[str]:
-    """The values that an option lists.
-
-    >>> values_of("seed", "0:3")
-    ['0', '1', '2']
-    >>> values_of("beta", "0.1,0.5")
-    ['0.1', '0.5']
-    >>> values_of("models", "mlp,simple_cnn")
-    ['mlp,simple_cnn']
-    """
-    if name in WHOLE:
-        return [text]
-    values: list[str] = []
-    for part in text.split(","):
-        first, colon, end = part.partition(":")
-        if colon and first.strip().isdecimal() and end.strip().isdecimal():
-            values += [str(i) for i in range(int(first), int(end))]
-        else:
-            values.append(part.strip())
-    if not values or "" in values:
-        raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
-    return values
-
-
-def expand(given: Mapping[str, str]) -> list[Experiment]:
-    """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
-    listed = {name: values_of(name, text) for name, text in given.items()}
-    names = listed.pop("method", ["fedavg"])
-    short = {method: short_name(method) for method in names}
-    short = short if len(set(short.values())) == len(short) else {method: method for method in names}
-    owned = {method: set(options_of(methods.get(method))) for method in names}
-    some = set().union(*owned.values())
-    experiments = []
-    for method in names:
-        own = {name: values for name, values in listed.items() if name not in some or name in owned[method]}
-        for point in itertools.product(*own.values()):
-            options = dict(zip(own, point, strict=True))
-            varied = [name for name in own if len(own[name]) > 1]
-            label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
-            group = "-".join([short[method], *label]).replace("/", "_")
-            name = f"{group}-s{options['seed']}" if "seed" in options else group
-            experiments.append(Experiment(name, group, {"method": method, **options}))
-    return experiments
-
-
-def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Mean and standard deviation (of a sample, ddof 1) over the seeds of each group, in percent."""
-    rows = []
-    for group, members in itertools.groupby(sorted(experiments, key=lambda e: e.group), key=lambda e: e.group):
-        outcomes = [results[e.name] for e in members]
-        finished = [r for r in outcomes if isinstance(r, dict)]
-        row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
-        for measure in MEASURES:
-            cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
-            row |= {measure: cell.mean, f"{measure}_std": cell.std}
-        rows.append(row)
-    return rows
-
-
-def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each group."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def as_table(rows: Sequence[Mapping[str, Any]]) -> RichTable:
-    """For the terminal, in percent."""
-    columns = [Column("seeds"), *(Column(measure.replace("_", " ").upper()) for measure in MEASURES)]
+    headings = [with_pa_named(measure.replace("_", " ").upper(), rows) for measure in MEASURES]
+    columns = [Column("seeds"), *map(Column, headings)]
     lines = []
     for row in rows:
-        failed = f" ({row['failed']} failed)" if row["failed"] else ""
+        seeds = f"{row['seeds']} ({row['failed']} failed)" if row["failed"] else str(row["seeds"])
         cells = [Cell(row[measure], row[f"{measure}_std"]) for measure in MEASURES]
-        lines.append(Row(row["experiment"], (Cell(text=f"{row['seeds']}{failed}"), *cells)))
-    return terminal(Table("", tuple(columns), tuple(lines), stub="experiment"))
+        label = " ".join([row["experiment"], *(f"{name}={row[name]}" for name in shown)])
+        lines.append(Row(label, (Cell(text=seeds), *cells)))
+    title = f"percent; best rounds chosen by {select_on} samples"
+    return terminal(Table(title, tuple(columns), tuple(lines), stub="experiment"))
 
 
-def sweep_main(argv: Sequence[str] | None = None, presets: Path = PRESETS) -> int:
+def sweep_main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep that the arguments describe.
 
     Returns:
       Exit code: 0; 1 where an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(argv, presets))
+    return guarded(lambda: _main(argv))
 
 
-def _main(argv: Sequence[str], presets: Path) -> int:
-    given = scan(argv)
+def _main(argv: Sequence[str]) -> int:
+    slurm = [word for word in argv if word.startswith("--slurm.")]
+    given = scan([word for word in argv if word not in slurm])
     if "help" in given:
         print(HELP)
         return 0
-    folder = Path(given.pop("sweep_dir", "runs/sweep"))
+    own, results = own_options(given, OPTIONS), {}
+    words = [f"{flag(name)}={text}" for name, text in given.items()]
+
+    def before(part: "Sweep", folder: Path) -> bool:
+        if own["status"]:
+            CONSOLE.print(terminal(status(part.standings())))
+        elif part.left and not results and (own["workers"] > 1 or own["launcher"] != "processes"):
+            from fedjax_pcdd.api.sweep import CLAIMS, MOST
+
+            share = _most(own) or min(MOST, math.ceil(len(part.left) / own["workers"]))
+            command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]
+            launch([*command, f"--together={share}"], folder / CLAIMS, own, slurm)
+        return not own["status"]
+
+    folder, experiments = train(stages(given, results), results, own["sweep_dir"], _most(own), before)
+    return 0 if own["status"] else conclude(folder, summarise(experiments, results), given)
+
+
+def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
+    """The values of a command's own options, which are taken out of what is given.
+
+    Raises:
+      UserError: a wrong value, or an option that is for one run alone.
+    """
     for name in ("run_dir", "resume"):
         if name in given:
             raise UserError("is for one run: use `sweep_dir` for a sweep's folder.", field=name)
     if "coordinator" in given:
         raise UserError("`coordinator` is for one run: a sweep is one process, which can use several `devices`.")
-    together = convert(TOGETHER, given.pop("together", "auto"))
-    experiments = expand(given)
-    results = _run(experiments, folder, presets, None if together == "auto" else together)
-    rows = summarise(experiments, results)
-    (folder / "summary.csv").write_text(as_csv(rows))
-    Console().print(as_table(rows))
-    print(f"written to {folder / 'summary.csv'}; report: python experiments/report.py {folder}")
+    return {name: convert(option, given.pop(name, str(option.default))) for name, option in known.items()}
+
+
+def _most(own: Mapping[str, Any]) -> int | None:
+    """Of experiments that are trained together; None for as many as fit."""
+    return None if own["together"] == "auto" else own["together"]
+
+
+def train(
+    steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
+    before: Callable[["Sweep", Path], bool] = lambda part, folder: True,
+) -> tuple[Path, list[Experiment]]:  # fmt: skip
+    """Run stages one after another, as `api.sweep.run_stages`, with what a command adds: a bar, signals, its origin.
+
+    Args:
+      steps, results, folder, together: as there.
+      before: called before a stage is run; where it says False nothing more is.
+    """
+    experiments = []
+    try:
+        for stage in steps:
+            pairs = [configure(one.given) for one in stage]
+            from fedjax_pcdd.api import sweep  # JAX programs are not needed for mistakes
+            from fedjax_pcdd.training import interrupts
+            from fedjax_pcdd.training.progress import SweepBar
+
+            folder = folder or sweep.sweep_folder(pairs)
+            planned = [sweep.Planned(one.name, *pair, _origin(one)) for one, pair in zip(stage, pairs, strict=True)]
+            part = sweep.Sweep(planned, folder, _failed)
+            if not before(part, folder):
+                break
+            experiments += stage
+            rounds = {name: one.config.rounds for name, one in part.left.items()}
+            with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
+                results |= part.run(SweepBar(rounds, CONSOLE), together)
+    except KeyboardInterrupt as stop:
+        stop.args = ("the same command continues.",)
+        raise
+    return folder or Path(), experiments
+
+
+def conclude(
+    folder: Path, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str], shown: Sequence[str] = ()
+) -> int:
+    """Write and show the table; the exit code, 1 where something failed."""
+    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    CONSOLE.print(as_table(rows, _chosen_on(given), shown))
+    print(f"written to {folder / 'summary.csv'}; report: {called('report')} {folder}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 
-def _run(experiments: Sequence[Experiment], folder: Path, presets: Path, together: int | None) -> dict[str, Any]:
-    """The results by name, each what summary.json holds, or an error."""
-    configured = [configure(one.given, presets) for one in experiments]
-    from fedjax_pcdd.api.sweep import Planned, Sweep  # JAX programs are not needed for mistakes
-    from fedjax_pcdd.training.progress import SweepBar
+def _chosen_on(given: Mapping[str, str]) -> str:
+    """What best rounds are chosen by, as options or their preset say."""
+    known = {**(read_preset(given["preset"]).run if "preset" in given else {}), **given}
+    return "test, balanced accuracy" if known.get("select_by") == "balanced" else known.get("select_on", "test")
 
-    planned = []
-    for one, pair in zip(experiments, configured, strict=True):
-        arguments = [f"{flag(name)}={value}" for name, value in one.given.items()]
-        planned.append(Planned(one.name, *pair, origin(one.given, arguments)))
-    console = Console()
 
-    def failed(name: str, error: UserError) -> None:
-        console.print(f"{name}: {sentence(error.sentence)}", markup=False)
+def _origin(one: Experiment) -> dict[str, Any]:
+    return origin(one.given, [f"{flag(name)}={value}" for name, value in one.given.items()])
 
-    sweep = Sweep(planned, folder, failed)
-    bar = SweepBar({name: one.config.rounds for name, one in sweep.left.items()}, console)
+
+def _failed(name: str, error: UserError) -> None:
+    CONSOLE.print(f"{name}: {sentence(error.sentence)}", markup=False)
+
+
+def status(standings: Sequence["Standing"]) -> Table:
+    """Who does what, what is done, failed and left."""
+    lines = []
+    for one in standings:
+        left = "" if one.seconds is None or one.state == "done" else str(timedelta(seconds=math.ceil(one.seconds)))
+        lines.append([one.name, one.state, f"{one.round} of {one.rounds}", left, one.by or ""])
+    counts = Counter(one.state for one in standings)
+    title = ", ".join(f"{counts[state]} {state}" for state in ("done", "running", "waiting", "failed"))
+    return texts(title, ("experiment", "state", "rounds", "to go", "by"), lines, left=("state", "by"))
+
+
+def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:
+    """Start workers that divide a sweep, and wait for them; what one that dies leaves, the others or the caller do."""
+    logs.mkdir(parents=True, exist_ok=True)
+    if own["launcher"] == "processes":
+        processes(command, logs, own["workers"])
+        return
     try:
-        return sweep.run(bar, together)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command continues.") from None
+        import submitit
+    except ImportError as error:
+        raise UserError("submitit is missing: pip install 'fedjax-pcdd[slurm]'.") from error
+    settings = {}
+    for word in slurm:
+        name, _, text = word.removeprefix("--slurm.").replace("-", "_").partition("=")
+        settings[name if name in COMMON else f"slurm_{name}"] = int(text) if text.isdecimal() else text
+    try:
+        executor = submitit.AutoExecutor(folder=logs / "jobs", cluster=own["launcher"])
+        executor.update_parameters(**{"name": "fedjax-pcdd"} | settings)
+        function = submitit.helpers.CommandFunction(list(command), verbose=False)
+        jobs = [executor.submit(function) for _ in range(own["workers"])]
+    except Exception as error:  # whatever a scheduler says
+        raise UserError(f"the workers cannot be started: {in_one_line(error)}.") from error
+    for job in jobs:
+        job.wait()
+
+
+def processes(command: Sequence[str], logs: Path, count: int) -> None:
+    """Workers on this machine, each with its share of the cores, or one GPU in turn."""
+    cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
+    started: list[subprocess.Popen] = []
+    try:
+        for i in range(count):
+            share = cores[i * len(cores) // count : (i + 1) * len(cores) // count] or [cores[i % len(cores)]]
+            own = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
+            os.sched_setaffinity(0, share)  # which a child inherits
+            with open(logs / f"worker-{i}.log", "w") as log:
+                started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own))
+        os.sched_setaffinity(0, cores)
+        for process in started:
+            process.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in started:
+            process.terminate()
+
+
+def visible_gpus() -> list[str]:
+    """Numbers of the GPUs that a process here may use, asked for without taking one."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [one for one in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if one.strip()]
+    return sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))

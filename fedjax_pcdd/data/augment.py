@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
 from fedjax_pcdd.data.sources import spec
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry
@@ -26,15 +27,16 @@ class Pipeline:
     """A data set's path from stored images to the model's input; hashable, static in compiled code.
 
     Args:
-      mean: of each channel in units of [0, 1]; one value serves all channels.
-      std: of each channel, as `mean`.
+      mean, std: of each channel in units of [0, 1]; one value serves all channels.
       crop: "none", or a window of the image's size, placed uniformly at random in the image with a border of
         `padding` pixels: "reflect" (mirrored without repeating the edge) or "zero".
       flip: mirror left to right with probability 1/2.
       rotate: largest angle in degrees; uniform in [-rotate, rotate], nearest pixel, zero fill.
       padding: width of the crop's border in pixels.
       codes: the stored integers are characters, which go to the model as they are.
-      own: a function of one image [H, W, channels] uint8 and a key that gives another such image, applied last.
+      own: a function of one image [H, W, channels] uint8 and a key that gives another such image, applied last; of
+        `window` rows and columns where there is one.
+      window: side of the square in the middle that the model sees where nothing is drawn; 0 for the whole image.
 
     Raises:
       UserError: an unknown crop.
@@ -48,6 +50,7 @@ class Pipeline:
     padding: int = 4
     codes: bool = False
     own: Callable | None = None
+    window: int = 0
 
     def __post_init__(self):
         if self.crop not in ("none", "reflect", "zero"):
@@ -57,6 +60,10 @@ class Pipeline:
     def random(self) -> bool:
         """Whether training draws anything."""
         return self.moves or self.own is not None
+
+    def shape(self, image_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what the model sees of images [H, W, channels]."""
+        return (self.window, self.window, *image_shape[2:]) if self.window else image_shape
 
     @property
     def moves(self) -> bool:
@@ -69,17 +76,11 @@ DOMAIN_PIPELINE = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 
 
 class Draws(NamedTuple):
-    """What chance decides for each image.
+    """What chance decides for each image."""
 
-    Args:
-      offset: [B, 2] rows and columns by which the crop window moves, in [-padding, padding].
-      flip: [B] booleans.
-      degrees: [B] angles, counter-clockwise.
-    """
-
-    offset: jax.Array
-    flip: jax.Array
-    degrees: jax.Array
+    offset: jax.Array  # [B, 2] rows and columns by which the crop window moves, in [-padding, padding]
+    flip: jax.Array  # [B] booleans
+    degrees: jax.Array  # [B] angles, counter-clockwise
 
 
 AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
@@ -87,9 +88,10 @@ AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
 
 
 def pipeline(
-    dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False, own: str | None = None
-) -> Pipeline:
-    """The pipeline of a data set (table in docs/data.md).
+    dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False, own: str | None = None,
+    seed: int = 0,
+) -> Pipeline:  # fmt: skip
+    """The pipeline of a data set (table in docs/data.md); UserError where its images do not suit the constants.
 
     Args:
       dataset_name: as in `sources.DATASETS`; unknown ones are scaled to [0, 1] and not augmented.
@@ -97,9 +99,7 @@ def pipeline(
       image_shape: (H, W, channels).
       text: whether the data set is a text, whose codes nothing is done to.
       own: an augmentation from outside in place of what is customary, by its name or import path.
-
-    Raises:
-      UserError: the images do not suit the data set's constants.
+      seed: of what is drawn once for the whole data set.
     """
     if text:
         return Pipeline(codes=True)
@@ -110,6 +110,9 @@ def pipeline(
         raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
     if own is not None:
         return Pipeline(facts.mean, facts.std, own=AUGMENTATIONS.find(own))
+    if facts.augmentation == ("isic",):
+        window = window_of(height)
+        return Pipeline(facts.mean, facts.std, own=drawn_once(window, seed) if augment else None, window=window)
     recipes = facts.augmentation if augment else ()
     crop = next((name.removeprefix("crop_") for name in recipes if name.startswith("crop_")), "none")
     made = Pipeline(facts.mean, facts.std, crop, flip="flip" in recipes, rotate=15.0 if "rotate" in recipes else 0.0)
@@ -119,11 +122,9 @@ def pipeline(
 
 
 def public_pipeline(name: str, side: int = 32) -> Pipeline:
-    """The pipeline of public images, augmented as CIFAR-100 is (FCCL).
+    """The pipeline of public images, augmented as CIFAR-100 is (FCCL), which alone keeps its own constants.
 
-    Args:
-      name: of the public data set; CIFAR-100 keeps its own constants, all others have ImageNet's.
-      side: of the images in pixels; the crop's border is an eighth of it, 4 for the published 32.
+    `side` of the images is in pixels; the crop's border is an eighth of it, 4 for the published 32.
     """
     facts = spec(name) if name.startswith("cifar100") else DOMAIN_PIPELINE
     return Pipeline(facts.mean, facts.std, crop="zero", flip=True, rotate=15.0, padding=side // 8)
@@ -134,13 +135,11 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
 
     Args:
       pipeline: static.
-      images: [B, H, W, channels] uint8; `vmap` lifts it to lanes.
+      images: [B, H, W, channels] uint8 or float32.
       key: consumed only if `train` and the pipeline is random; may else be None.
       train: whether to augment.
-      dtype: of the result; half precisions are rounded once, at the end.
-
-    Returns:
-      [B, H, W, channels] of `dtype`; a text stays uint8.
+      dtype: of the result [B, H, W, channels], H and W as `Pipeline.shape` has them, rounded to once, at the end; a
+        text stays uint8.
     """
     if pipeline.codes:
         return jnp.asarray(images)
@@ -149,7 +148,10 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
         images = jax.vmap(lambda image, own: transform(pipeline, image, own))(images, chosen)
     if train and pipeline.own is not None:
         keys = jax.random.split(jax.random.fold_in(key, len(images)), len(images))
-        images = jax.vmap(pipeline.own)(images, keys).astype(jnp.uint8)
+        images = jax.vmap(pipeline.own)(images, keys).astype(images.dtype)
+    elif pipeline.window:
+        top, left = ((side - pipeline.window) // 2 for side in images.shape[1:3])
+        images = images[:, top : top + pipeline.window, left : left + pipeline.window]
     return normalise(pipeline, images, dtype)
 
 
@@ -157,11 +159,9 @@ def draw(pipeline: Pipeline, key, count: int) -> Draws:
     """Independent draws for `count` images, leaves [count, ...]; the same whether or not x64 is on."""
     crop_key, flip_key, angle_key = jax.random.split(key, 3)
     reach, widest = pipeline.padding, pipeline.rotate
-    return Draws(
-        jax.random.randint(crop_key, (count, 2), -reach, reach + 1, dtype=jnp.int32),
-        jax.random.bernoulli(flip_key, jnp.float32(0.5), (count,)),
-        jax.random.uniform(angle_key, (count,), jnp.float32, -widest, widest),
-    )
+    offset = jax.random.randint(crop_key, (count, 2), -reach, reach + 1, dtype=jnp.int32)
+    flip = jax.random.bernoulli(flip_key, jnp.float32(0.5), (count,))
+    return Draws(offset, flip, jax.random.uniform(angle_key, (count,), jnp.float32, -widest, widest))
 
 
 def transform(pipeline: Pipeline, image, own: Draws):
@@ -209,8 +209,8 @@ def _reflected(index, size: int):
 
 
 def normalise(pipeline: Pipeline, images, dtype=jnp.float32):
-    """Scale uint8 images [..., channels] to [0, 1], subtract the mean, divide by the deviation."""
+    """Scale images [..., channels] of uint8 to [0, 1], subtract the mean, divide by the deviation."""
     precision = jnp.promote_types(dtype, jnp.float32)
-    scaled = jnp.asarray(images).astype(precision) / 255
+    scaled = jnp.asarray(images).astype(precision) / (255 if images.dtype == jnp.uint8 else 1)
     mean, std = (jnp.asarray(values, precision) for values in (pipeline.mean, pipeline.std))
     return ((scaled - mean) / std).astype(dtype)

@@ -6,10 +6,8 @@ federated seed decides only which of them are private.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from PIL import Image
 from scipy import ndimage
 
@@ -24,15 +22,7 @@ _SLOTS = 10
 def resize(images: np.ndarray, side: int) -> np.ndarray:
     """Stretch to S x S by Pillow's bilinear filter, as torchvision does; grey is replicated to three channels.
 
-    Args:
-      images: [n, H, W, channels] uint8 with 1 or 3 channels.
-      side: S.
-
-    Returns:
-      [n, S, S, 3] uint8.
-
-    Raises:
-      UserError: another number of channels.
+    [n, H, W, 1 or 3] uint8 become [n, S, S, 3]; UserError for other numbers of channels.
     """
     count, height, width, channels = images.shape
     if channels not in (1, 3):
@@ -48,26 +38,14 @@ def resize(images: np.ndarray, side: int) -> np.ndarray:
 
 
 def windows(images: np.ndarray, side: int, random: np.random.Generator) -> np.ndarray:
-    """A window of S x S at a random place of each image: [n, H, W, channels] to [n, S, S, channels].
-
-    Raises:
-      UserError: the images are smaller.
-    """
+    """A window [n, S, S, channels] of each image at random; UserError where images are smaller."""
     count, height, width, _ = images.shape
     if min(height, width) < side:
         raise UserError(f"Images of {height}x{width} are too small for windows of {side}x{side}; use a smaller side.")
     tops = random.integers(0, height - side + 1, count)
     lefts = random.integers(0, width - side + 1, count)
-    places = zip(images, tops, lefts, strict=True)
-    return np.stack([image[top : top + side, left : left + side] for image, top, left in places])
-
-
-def _plain(x, random):
-    return x
-
-
-def _inverted(x, random):
-    return 1 - x
+    corners = zip(images, tops, lefts, strict=True)
+    return np.stack([image[top : top + side, left : left + side] for image, top, left in corners])
 
 
 def _rotated(x, random):
@@ -93,14 +71,6 @@ def _blurred(x, random):
     return background + (1 - background) * ink
 
 
-def _sheared(x, random):
-    return _warped(x, np.array([[1, 0], [0.5, 1]]))
-
-
-def _mirrored(x, random):
-    return x[:, :, ::-1]
-
-
 def _outlined(x, random):
     size = 1 + 2 * max(1, round(x.shape[1] / 16))
     return ndimage.morphological_gradient(x, size=(1, size, size))
@@ -119,16 +89,16 @@ def _tinted(x, random):
 
 
 DOMAIN_SHIFTS: dict[str, Shift] = {
-    "plain": _plain,
-    "inverted": _inverted,
+    "plain": lambda x, random: x,
+    "inverted": lambda x, random: 1 - x,
     "rotated": _rotated,
     "blurred": _blurred,
 }
 """The private domains of `digits_domains`."""
 
 PUBLIC_SHIFTS: dict[str, Shift] = {
-    "sheared": _sheared,
-    "mirrored": _mirrored,
+    "sheared": lambda x, random: _warped(x, np.array([[1, 0], [0.5, 1]])),
+    "mirrored": lambda x, random: x[:, :, ::-1],
     "outlined": _outlined,
     "noisy": _noisy,
     "tinted": _tinted,
@@ -139,12 +109,7 @@ PUBLIC_SHIFTS: dict[str, Shift] = {
 def shifted_digits(name: str, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """One private domain made of its own tenth of the digits for training and another tenth for tests.
 
-    Args:
-      name: a key of DOMAIN_SHIFTS.
-      side: S.
-
-    Returns:
-      x_train [n, S, S, 3] uint8, y_train [n], x_test [m, S, S, 3] uint8, y_test [m].
+    Gives x_train [n, S, S, 3] uint8, y_train [n], x_test [m, S, S, 3] uint8, y_test [m].
     """
     position = list(DOMAIN_SHIFTS).index(name)
     images, labels, slots = digit_slots()
@@ -165,20 +130,13 @@ def public_digits(side: int) -> np.ndarray:
 
 
 def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All 1797 digits, and which tenth each belongs to: those of a class are dealt out in turn.
+    """All digits [1797, 8, 8, 1] uint8, labels [1797], and which tenth [1797] of [0, 10) each belongs to.
 
-    Dealing spreads each writer, whose digits lie together, over all tenths.
-
-    Returns:
-      Images [1797, 8, 8, 1] uint8, labels [1797], tenths [1797] in [0, 10).
+    Those of a class are dealt out in turn, which spreads each writer, whose digits lie together, over all tenths.
     """
     digits = sources.load("digits")
     labels = np.concatenate([digits.y_train, digits.y_test])
-    slots = np.empty(len(labels), np.int64)
-    for label in range(digits.num_classes):
-        members = np.flatnonzero(labels == label)
-        slots[members] = np.arange(len(members)) % _SLOTS
-    return np.concatenate([digits.x_train, digits.x_test]), labels, slots
+    return np.concatenate([digits.x_train, digits.x_test]), labels, sources.ranks(labels) % _SLOTS
 
 
 def _shifted(shift: Shift, images: np.ndarray, *, side: int, seed: int) -> np.ndarray:
@@ -188,15 +146,3 @@ def _shifted(shift: Shift, images: np.ndarray, *, side: int, seed: int) -> np.nd
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     rounded = np.rint(255 * np.clip(pixels, 0, 1)).astype(np.uint8)
     return np.broadcast_to(rounded, (*rounded.shape[:3], 3)).copy()
-
-
-def contact_sheet(rows: dict[str, np.ndarray], path: str | Path, columns: int = 20):
-    """Draw the first images of each named array [n, S, S, 3], a row each; the suffix of `path` sets the format."""
-    figure = Figure(figsize=(0.5 * columns + 1, 0.5 * len(rows)), dpi=100)
-    for axes, (name, images) in zip(figure.subplots(len(rows), 1, squeeze=False).flat, rows.items(), strict=True):
-        framed = np.pad(images[:columns], ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=255)
-        axes.imshow(np.concatenate(list(framed), axis=1), interpolation="nearest")
-        axes.set_ylabel(name, rotation=0, ha="right", va="center")
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
-    figure.savefig(path, bbox_inches="tight")

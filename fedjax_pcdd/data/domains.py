@@ -12,27 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.domain_shifts import public_digits, resize, shifted_digits, windows
-from fedjax_pcdd.data.npz import decode_delta, read_arrays
-from fedjax_pcdd.data.recipes import TASKS, Recipe
+from fedjax_pcdd.data.domain_shifts import DOMAIN_SHIFTS, public_digits, resize, shifted_digits, windows
+from fedjax_pcdd.data.npz import Archive, read_arrays, read_images
 from fedjax_pcdd.errors import UserError, nearest
 
 SPLITS = ("held_out", "code")
 HELD_OUT = 0.3
-_IMAGES = ("x_train_delta", "x_train", "x")
+_IMAGES = ("x_train", "x")
 _ARCHIVE = ("x", "y", "domain", "domains")
 
 
 class Domain(NamedTuple):
-    """One participant's data.
-
-    Args:
-      name: of the domain.
-      x_train: [n, S, S, 3] uint8, the private images.
-      y_train: [n] int32 labels in [0, C).
-      x_test: [m, S, S, 3] uint8.
-      y_test: [m] int32.
-    """
+    """One participant's data: its name, private images [n, S, S, 3] uint8, labels [n] int32 in [0, C), and tests."""
 
     name: str
     x_train: np.ndarray
@@ -41,20 +32,62 @@ class Domain(NamedTuple):
     y_test: np.ndarray
 
 
-class Task(NamedTuple):
-    """A task, read and drawn.
+class Recipe(NamedTuple):
+    """What is known of a task before its data is read.
 
     Args:
-      name: a key of TASKS.
-      domains: one for each participant.
-      num_classes: C.
-      private: number of private images of each domain.
+      description: a line for the help.
+      layout: where the images lie: "shifts" (made from the built-in digits), "files" (a data set for each domain) or
+        "archive" (one file without a split).
+      domains: names, one for each participant.
+      private: number of private images of each domain; None for all that are not tests.
       local_epochs: E of each domain.
+      num_classes: C.
       top: an answer is right if it is among the first `top`.
       public: data set of the public images, for `load_public`.
       public_samples: how many of them.
       public_epochs: passes over them in a round.
+      side: S unless told otherwise.
     """
+
+    description: str
+    layout: str
+    domains: tuple[str, ...]
+    private: tuple[int | None, ...]
+    local_epochs: tuple[int, ...]
+    num_classes: int = 10
+    top: int = 1
+    public: str = "cifar100"
+    public_samples: int = 5000
+    public_epochs: int = 1
+    side: int = 32
+
+
+TASKS = {
+    "digits_domains": Recipe(
+        "four looks of scikit-learn's digits, built in", "shifts",
+        tuple(DOMAIN_SHIFTS), (150,) * 4, (5,) * 4, public="digits_public", public_samples=1000, side=16,
+    ),
+    "digits2": Recipe("the first two domains of digits", "files", ("mnist", "usps"), (150, 80), (40, 35)),
+    "digits": Recipe(
+        "MNIST, USPS, SVHN and SYN (FCCL, tables 1 and 2)", "files",
+        ("mnist", "usps", "svhn", "syn"), (150, 80, 5000, 1800), (40, 35, 3, 4),
+    ),
+    "office_caltech10": Recipe(
+        "ten classes of objects from Amazon, Caltech-256, a DSLR and a webcam", "archive",
+        ("amazon", "caltech10", "dslr", "webcam"), (None,) * 4, (15, 15, 30, 30),
+    ),
+    "office_home": Recipe(
+        "Office-Home: 65 classes of objects in four styles (FCCL, tables 1, 2 and 3)", "archive",
+        ("Art", "Clipart", "Product", "Real World"), (1400, 2000, 2500, 2000), (10, 6, 6, 6),
+        num_classes=65, top=5, public_epochs=2,
+    ),
+}  # fmt: skip
+"""The tasks by name."""
+
+
+class Task(NamedTuple):
+    """A task, read and drawn: its domains, the number of private images of each, the rest as in its `Recipe`."""
 
     name: str
     domains: tuple[Domain, ...]
@@ -73,12 +106,7 @@ class Task(NamedTuple):
 
 
 def load_task(
-    name: str,
-    data_dir: str | os.PathLike | None = None,
-    *,
-    seed: int,
-    split: str = "held_out",
-    side: int | None = None,
+    name: str, data_dir: str | os.PathLike | None = None, *, seed: int, split: str = "held_out", side: int | None = None
 ) -> Task:
     """Read a task's domains and draw their private images; nothing is downloaded.
 
@@ -86,7 +114,7 @@ def load_task(
 
     Args:
       name: a key of TASKS.
-      data_dir: folder of the npz files, or TFDS root, as for `sources.load`.
+      data_dir: as for `sources.load`.
       seed: >= 0; decides which images are private and, where there is no original split, which are tests.
       split: "held_out" tests on 30 % of each class that are never private; "code" (`office_home` only) is FCCL's
         published code: all images of the domain are tests, and the private ones are, of the other 70 %, the first
@@ -108,9 +136,9 @@ def load_task(
     if recipe.layout == "shifts":
         pools = [Domain(domain, *shifted_digits(domain, side)) for domain in recipe.domains]
     elif recipe.layout == "files":
-        pools = _from_files(name, _root(data_dir))
+        pools = _from_files(name, sources.root_of(data_dir))
     else:
-        pools = _from_archive(name, _root(data_dir), seed, split)
+        pools = _from_archive(name, sources.root_of(data_dir), seed, split)
     domains = tuple(
         _drawn(pool, size, side, None if split == "code" else _generator(seed, f"{pool.name} private"))
         for pool, size in zip(pools, recipe.private, strict=True)
@@ -121,12 +149,7 @@ def load_task(
 
 
 def load_public(
-    name: str,
-    data_dir: str | os.PathLike | None = None,
-    *,
-    samples: int = 5000,
-    seed: int,
-    side: int = 32,
+    name: str, data_dir: str | os.PathLike | None = None, *, samples: int = 5000, seed: int, side: int = 32
 ) -> np.ndarray:
     """Draw public images; labels are not read from npz files and never returned.
 
@@ -145,7 +168,7 @@ def load_public(
       UserError: a missing or unsuitable file, or fewer than N_0 images.
     """
     _check_draw(seed, side)
-    images = public_digits(side) if name == "digits_public" else _unlabelled(name, _root(data_dir))
+    images = public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
     if not 1 <= samples <= len(images):
         raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
     random = _generator(seed, f"{name} public")
@@ -160,10 +183,6 @@ def _check_draw(seed: int, side: int):
         raise UserError(f"The seed must be 0 or more, not {seed}.")
     if side < 8:
         raise UserError(f"The side of the images must be at least 8 pixels, not {side}.")
-
-
-def _root(data_dir: str | os.PathLike | None) -> Path:
-    return sources.default_root() if data_dir is None else Path(data_dir).expanduser()
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
@@ -189,11 +208,11 @@ def _from_files(name: str, root: Path) -> list[Domain]:
         raise UserError(f"The task '{name}' lacks {', '.join(missing)} in {root}; put them there ({layout}).")
     pools = []
     for domain in recipe.domains:
-        found = sources.load(domain, root)
-        if max(found.y_train.max(), found.y_test.max(initial=0)) >= recipe.num_classes:
+        own = sources.load(domain, root)
+        if max(own.y_train.max(), own.y_test.max(initial=0)) >= recipe.num_classes:
             wanted = f"labels from 0 to {recipe.num_classes - 1}"
             raise UserError(f"'{domain}' in {root} has labels of other classes; the task '{name}' needs {wanted}.")
-        pools.append(Domain(domain, found.x_train, found.y_train, found.x_test, found.y_test))
+        pools.append(Domain(domain, own.x_train, own.y_train, own.x_test, own.y_test))
     return pools
 
 
@@ -254,17 +273,14 @@ def _unlabelled(name: str, root: Path) -> np.ndarray:
         raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
     if name == "digits" or not file.is_file():
         return sources.load(name, root).x_train
-    arrays = read_arrays(file, _IMAGES)
-    if not arrays:
-        raise UserError(f"{file} holds no images; it needs {', '.join(_IMAGES[:-1])} or {_IMAGES[-1]}.")
-    key, images = next(iter(arrays.items()))
-    if key == "x_train_delta":
-        fits, wanted = images.ndim == 4 and images.shape[1] == 3, "[n, 3, H, W]"
-    else:
-        fits, wanted = images.ndim in (3, 4), "[n, H, W] or [n, H, W, channels]"
-    if images.dtype != np.uint8 or not fits:
-        fault = f"{key} must be uint8 {wanted}, not {images.dtype} {list(images.shape)}"
-        raise UserError(f"{file} cannot be used: {fault}.")
-    if key == "x_train_delta":
-        return decode_delta(images)
-    return images if images.ndim == 4 else images[..., None]
+    archive = Archive(file)
+    key = next((key for key in _IMAGES if {key, f"{key}_delta"} & set(archive.names)), None)
+    if key is None:
+        raise UserError(f"{file} holds no images; it needs {', '.join(_IMAGES)}.")
+    try:
+        images = read_images(archive, key)
+    except UserError as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
+    if images.dtype != np.uint8:
+        raise UserError(f"{file} cannot be used: {key} must be uint8, not {images.dtype}.")
+    return images

@@ -1,120 +1,128 @@
-"""Partitions from outside: index lists in a file, or a function of one's own.
+"""What a partition is: the index lists of all clients, in memory and in files.
 
-A file is the `partition.npz` of any run, or an npz archive of index lists `train_0`, `train_1`, ... and, unless the
-test samples are to follow the training samples, `test_0`, `test_1`, ... A function is called with those of `y_train`,
-`y_test`, `num_classes`, `clients`, `seed`, `groups` and the options of the built-in partitions that it has as
-parameters, and returns the training lists, or training and test lists.
+A file is the `partition.npz` of any run, or an npz archive of lists `train_0`, `train_1`, ... and, unless the test
+samples are to follow the training samples, `test_0`, `test_1`, ... Letters: K clients, C classes, n samples.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_pcdd.data import partition as own
-from fedjax_pcdd.data.federation import Tables, lists_of
 from fedjax_pcdd.data.npz import read_arrays
-from fedjax_pcdd.data.partition import PARTITIONS, Partition
-from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.registry import Registry, is_import_path, located
-
-PARTITIONERS: Registry[Callable[..., Any]] = Registry("partition", "partitions")
-"""Functions from outside that spread samples over clients, by name."""
+from fedjax_pcdd.errors import UserError
 
 
-def is_file(name: str) -> bool:
-    """Whether the name of a partition is that of a file of index lists."""
-    return name.endswith(".npz")
+class Lists(Sequence[np.ndarray]):
+    """The lists of K clients one after the other in a single array, so that a client costs no Python object.
+
+    Attributes:
+      flat: [n] int64 positions of samples.
+      sizes: [K] int64, how many of them each client has.
+      starts: [K] int64, where each client's begin.
+    """
+
+    def __init__(self, flat: ArrayLike, sizes: ArrayLike):
+        self.flat, self.sizes = np.asarray(flat, np.int64), np.asarray(sizes, np.int64)
+        self.starts = np.cumsum(self.sizes) - self.sizes
+
+    @classmethod
+    def of(cls, lists: Sequence[np.ndarray]) -> "Lists":
+        """Any sequence of index arrays in this form."""
+        if isinstance(lists, Lists):
+            return lists
+        return cls(
+            np.concatenate([np.zeros(0, np.int64), *lists], dtype=np.int64, casting="unsafe"), list(map(len, lists))
+        )
+
+    @classmethod
+    def join(cls, several: Sequence[Sequence[np.ndarray]]) -> "Lists":
+        """The lists of several partitions, one partition after the other."""
+        lists = [cls.of(one) for one in several]
+        return cls(np.concatenate([one.flat for one in lists]), np.concatenate([one.sizes for one in lists]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, k: Any) -> Any:
+        """The list of client k, a view; of a slice of clients a tuple."""
+        if isinstance(k, slice):
+            return tuple(self[i] for i in range(*k.indices(len(self))))
+        return self.flat[self.starts[k] : self.starts[k] + self.sizes[k]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[k] for k in range(len(self)))
 
 
-def has_clients(name: str) -> bool:
-    """Whether a partition says by itself how many clients there are."""
-    return name == "natural" or is_file(name)
+class Partition(NamedTuple):
+    """Index lists of all clients: K int64 arrays into the training samples, K into the test samples."""
+
+    train: Sequence[np.ndarray]
+    test: Sequence[np.ndarray]
 
 
-def check_name(name: str) -> None:
-    """UserError where there is no such partition; files and import paths are looked at when they are used."""
-    if not (is_file(name) or is_import_path(name) or name in PARTITIONS or name in PARTITIONERS):
-        raise UserError(f"unknown partition '{name}': {nearest(name, [*PARTITIONS, *PARTITIONERS])}")
-
-
-def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) -> Partition:
-    """Split a data set by a partition of this package or from outside.
+def class_counts(y: ArrayLike, lists: Sequence[np.ndarray], num_classes: int) -> np.ndarray:
+    """Number of samples n[k, c] of each class on each client.
 
     Args:
-      name: one of `PARTITIONS`, a registered name, an import path, or a file of index lists.
-      y_train, y_test: labels, as for `data.partition.partition`.
-      options: as for `data.partition.partition`, which has those of this package.
+      y: [n] integer labels in [0, C).
+      lists: K index arrays into `y`.
 
-    Raises:
-      UserError: there is none, or its lists do not fit the data set.
+    Returns:
+      [K, C] int64.
     """
-    check_name(name)
-    if is_file(name):
-        return read_lists(located(name), y_train, y_test)
-    if name in PARTITIONS:
-        return own.partition(name, y_train, y_test, **options)
-    function = PARTITIONERS.find(name)
-    known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
-    return _checked(function(**_taken(function, known)), y_train, y_test, name)
+    lists = Lists.of(lists)
+    cells = np.repeat(np.arange(len(lists)) * num_classes, lists.sizes) + np.asarray(y)[lists.flat]
+    return np.bincount(cells, minlength=len(lists) * num_classes).reshape(len(lists), num_classes)
 
 
-def read_lists(path: Path, y_train: ArrayLike, y_test: ArrayLike) -> Partition:
-    """The partition of a file of index lists; UserError where it cannot be read or does not fit the labels."""
-    arrays = read_arrays(path)
-    if set(Tables._fields) <= set(arrays):
-        tables = Tables(*(arrays[field] for field in Tables._fields))
-        lists = lists_of(tables.train, tables.train_size), lists_of(tables.test, tables.test_size)
-    else:
-        train, test = (_numbered(arrays, part) for part in ("train", "test"))
-        if not train or (test and len(test) != len(train)):
-            raise UserError(
-                f"{path} holds no partition: it needs train_0, train_1, ... and as many test lists or none."
-            )
-        lists = (train, test) if test else train
-    return _checked(lists, y_train, y_test, str(path))
-
-
-def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike) -> tuple[np.ndarray, ...]:
+def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike) -> Lists:
     """Test lists in which every class is cut in proportion to its training samples, in the order of the clients."""
     y_train, y_test = np.asarray(y_train), np.asarray(y_test)
-    parts: list[list[np.ndarray]] = [[] for _ in train]
-    for label in np.unique(y_test):
-        counts = np.array([(y_train[lists] == label).sum() for lists in train])
-        members = np.flatnonzero(y_test == label)
-        ends = np.rint(np.cumsum(counts) / max(counts.sum(), 1) * len(members)).astype(int)
-        for part, stop, start in zip(parts, ends, [0, *ends[:-1]], strict=True):
-            part.append(members[start:stop])
-    return tuple(np.concatenate(part) if part else np.zeros(0, np.int64) for part in parts)
+    if not y_test.size:
+        return Lists([], np.zeros(len(train)))
+    num_classes = 1 + max(int(y_test.max()), int(y_train.max(initial=0)))
+    counts, tests = class_counts(y_train, train, num_classes), np.bincount(y_test, minlength=num_classes)
+    ends = np.rint(np.cumsum(counts, 0) / np.maximum(counts.sum(0), 1) * tests).astype(int)
+    dealt = np.diff(ends, axis=0, prepend=0)
+    owners = np.repeat(np.tile(np.arange(len(train)), num_classes), dealt.T.ravel())
+    members = np.argsort(y_test, kind="stable")
+    ranks = np.arange(len(y_test)) - np.repeat(np.cumsum(tests) - tests, tests)
+    members = members[ranks < np.repeat(ends[-1], tests)]  # a class that nobody trains on is nobody's test
+    return Lists(members[np.argsort(owners, kind="stable")], dealt.sum(1))
 
 
-def _checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> Partition:
-    """Lists of all clients, from training lists alone or both; UserError where one does not fit."""
-    both = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
-    train = _integers(lists[0] if both else lists, len(np.asarray(y_train)), source, "training")
-    test = _integers(lists[1], len(np.asarray(y_test)), source, "test") if both else following(train, y_train, y_test)
-    if not train or len(train) != len(test):
-        raise UserError(f"{source} gives {len(train)} training lists and {len(test)} test lists: give as many of each.")
+def save_partition(partition: Partition, path: str | Path, more: Mapping[str, Lists]) -> None:
+    """Write a partition, and more lists, to an npz file: of each the lists one after the other, starts and sizes."""
+    arrays = {}
+    for name, given in (*partition._asdict().items(), *more.items()):
+        lists = Lists.of(given)
+        arrays |= {name: lists.flat, f"{name}_start": lists.starts, f"{name}_size": lists.sizes}
+    with open(path, "wb") as file:
+        np.savez_compressed(file, **{name: array.astype(np.int32) for name, array in arrays.items()})
+
+
+def load_validation(path: str | Path) -> Lists | None:
+    """The validation samples of the clients in the partition file of a run, if it has any."""
+    arrays = read_arrays(path, ("validation", "validation_size"))
+    return Lists(arrays["validation"], arrays["validation_size"]) if len(arrays) == 2 else None
+
+
+def load_partition(path: str | Path) -> Partition:
+    """The partition of a file; that of lists `train_0`, ... may have no test lists at all.
+
+    Raises:
+      UserError: there is no such file or it holds no partition.
+    """
+    arrays = read_arrays(path)
+    if {"train", "train_size", "test", "test_size"} <= set(arrays):
+        return Partition(*(Lists(arrays[part], arrays[f"{part}_size"]) for part in ("train", "test")))
+    train, test = (_numbered(arrays, part) for part in ("train", "test"))
+    if not train or (test and len(test) != len(train)):
+        raise UserError(f"{path} holds no partition: it needs train_0, train_1, ... and as many test lists or none.")
     return Partition(train, test)
-
-
-def _nested(lists: Any) -> bool:
-    """Whether something is a sequence of lists, not one list."""
-    return isinstance(lists, list | tuple) and (not lists or np.ndim(lists[0]) == 1)
-
-
-def _integers(lists: Any, samples: int, source: str, part: str) -> tuple[np.ndarray, ...]:
-    arrays = tuple(np.asarray(one) for one in lists)
-    for k, one in enumerate(arrays):
-        if one.size and (one.ndim != 1 or one.dtype.kind not in "iu"):
-            given = f"{one.dtype} {list(one.shape)}"
-            raise UserError(f"{source}: the {part} list of client {k} must be integers [n], not {given}.")
-        if one.size and not 0 <= one.min() <= one.max() < samples:
-            raise UserError(f"{source}: the {part} list of client {k} names samples outside of [0, {samples}).")
-    return tuple(one.astype(np.int64).reshape(-1) for one in arrays)
 
 
 def _numbered(arrays: dict[str, np.ndarray], part: str) -> tuple[np.ndarray, ...]:
@@ -124,14 +132,30 @@ def _numbered(arrays: dict[str, np.ndarray], part: str) -> tuple[np.ndarray, ...
     return tuple(arrays[name] for name in names) if all(name in arrays for name in names) else ()
 
 
-def _taken(function: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function has parameters for; those named otherwise have no value here."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return known
-    needed = (name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
-    missing = [name for name in needed if name not in known]
-    if missing:
-        name = getattr(function, "__name__", "the partition")
-        raise UserError(f"{name} asks for {missing[0]}, which there is not: take some of {', '.join(known)}.")
-    return {name: known[name] for name in parameters if name in known}
+def checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> Partition:
+    """The partition of training lists alone, or of both; UserError where one does not fit the labels."""
+    both = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
+    train = _integers(lists[0] if both else lists, len(np.asarray(y_train)), source, "training")
+    test = _integers(lists[1], len(np.asarray(y_test)), source, "test") if both and len(lists[1]) else None
+    test = following(train, y_train, y_test) if test is None else test
+    if not train or len(train) != len(test):
+        raise UserError(f"{source} gives {len(train)} training lists and {len(test)} test lists: give as many of each.")
+    return Partition(train, test)
+
+
+def _nested(lists: Any) -> bool:
+    """Whether something is a sequence of lists, not one list."""
+    return isinstance(lists, list | tuple | Lists) and (not len(lists) or np.ndim(lists[0]) == 1)
+
+
+def _integers(given: Any, samples: int, source: str, part: str) -> Lists:
+    for k, one in enumerate(() if isinstance(given, Lists) else map(np.asarray, given)):
+        if one.size and (one.ndim != 1 or one.dtype.kind not in "iu"):
+            kind = f"{one.dtype} {list(one.shape)}"
+            raise UserError(f"{source}: the {part} list of client {k} must be integers [n], not {kind}.")
+    lists = Lists.of(given)
+    outside = np.flatnonzero((lists.flat < 0) | (lists.flat >= samples))
+    if len(outside):
+        k = np.searchsorted(np.cumsum(lists.sizes), outside[0], side="right")
+        raise UserError(f"{source}: the {part} list of client {k} names samples outside of [0, {samples}).")
+    return lists

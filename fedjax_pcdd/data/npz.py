@@ -1,29 +1,116 @@
 """Data sets in npz files: read without pickles, checked, and what is wrong with them said in a sentence.
 
-docs/data.md describes the layouts. Letters: n images, C classes.
+An array that is larger than the samples that are wanted of it is read in parts, and what does not fit into memory is
+refused by its header. docs/data.md describes the layouts. Letters: n images, C classes.
 """
 
+import math
 import os
+import re
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from fedjax_pcdd.data import text
-from fedjax_pcdd.data.federation import Dataset
+from fedjax_pcdd.data.dataset import Dataset, Keep, as_images, keep_all
+from fedjax_pcdd.data.mapped import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
 _GROUPS = ("writer", "domain")
-_PARTS = tuple(f"{key}_{part}" for part in ("train", "test") for key in ("x", "y", *_GROUPS))
-_KNOWN = (*_PARTS, "x_train_delta", "x_test_delta", "classes", *_GROUPS, "x", *text.KEYS, *text.OPTIONS)
+_CHUNK = 1 << 24  # bytes that are read at once of an array of which only some rows are wanted
 _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
+Arrays = dict[str, np.ndarray]
 
-def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
+
+class Archive:
+    """An npz file whose arrays are read one by one; `UserError` names the file and what is wrong with it."""
+
+    def __init__(self, file: str | os.PathLike, mapped: bool = False):
+        """Args: mapped: whether arrays are unpacked into files and mapped; see `mapped.unpacked`."""
+        self.file, self.mapped = file, mapped
+        with self._reading():
+            with open(file, "rb") as stream:
+                if stream.read(6) == b"\x93NUMPY":
+                    raise ValueError("it holds a single array")
+                if not zipfile.is_zipfile(stream):
+                    raise ValueError("it is another kind of file, or cut short")
+            self._zip = zipfile.ZipFile(file)
+            self.names = [name.removesuffix(".npy") for name in self._zip.namelist()]
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise UserError(f"there is no file {self.file}: check the path.") from None
+        except UserError:
+            raise
+        except _UNREADABLE as error:
+            advice = "write it anew with numpy.savez, without object arrays."
+            raise UserError(f"{self.file} is no readable npz archive ({in_one_line(error)}); {advice}") from error
+
+    def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
+        """An array, or the rows [m] of it, in rising order; then the others are never in memory together."""
+        with self._reading(), self._zip.open(f"{name}.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = header(stream)
+            if rows is not None and shape and not fortran and not dtype.hasobject:
+                self._check_memory(name, (len(rows), *shape[1:]), dtype)
+                return _rows(stream, rows, shape, dtype)
+            if self.mapped and rows is None and math.prod(shape) and not fortran and not dtype.hasobject:
+                return unpacked(self.file, name)
+            self._check_memory(name, shape, dtype)
+        with self._reading(), self._zip.open(f"{name}.npy") as stream:
+            return np.lib.format.read_array(stream, allow_pickle=False)[... if rows is None else rows]
+
+    def _check_memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        size = dtype.itemsize * math.prod(shape)
+        if size > free_memory():
+            raise UserError(
+                f"{self.file} cannot be used: {name} {list(shape)} of {dtype} needs {size / 1e9:.1f} GB of memory, of "
+                f"which {free_memory() / 1e9:.1f} GB are free: ask for fewer samples, or store fewer."
+            )
+
+
+def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Some rows of an array whose content comes next in a stream."""
+    width = dtype.itemsize * math.prod(shape[1:])
+    kept, chunk = np.empty((len(rows), *shape[1:]), dtype), max(1, _CHUNK // max(1, width))
+    for start in range(0, shape[0], chunk):
+        number = min(chunk, shape[0] - start)
+        content = np.frombuffer(stream.read(number * width), dtype).reshape(number, *shape[1:])
+        first, last = np.searchsorted(rows, (start, start + number))
+        kept[first:last] = content[rows[first:last] - start]
+    return kept
+
+
+def free_memory() -> float:
+    """Bytes of main memory that can still be had, infinity where the system does not say."""
+    info = Path("/proc/meminfo")
+    known = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
+    return int(known[1]) * 1024 if known else math.inf
+
+
+def read_arrays(file: str | os.PathLike, wanted: Iterable[str] | None = None) -> Arrays:
+    """The wanted arrays of an npz file, in this order and as far as they are there; None for all there are.
+
+    Raises:
+      UserError: it is no readable archive, a wanted array is a pickle, or they do not fit into memory.
+    """
+    archive = Archive(file)
+    return {key: archive.read(key) for key in (archive.names if wanted is None else wanted) if key in archive.names}
+
+
+def read_npz(file: str | os.PathLike, name: str | None = None, keep: Keep = keep_all, mapped: bool = False) -> Dataset:
     """Read an npz file in one of the layouts of docs/data.md; pickles are never loaded.
 
     Args:
@@ -31,103 +118,89 @@ def read_npz(file: str | os.PathLike, name: str | None = None) -> Dataset:
         `x_train_delta`, `x_test_delta`) and, where known, `classes` and `writer_train`, `writer_test` (or
         `writer`: training, then test rows); groups may also be called `domain`.
       name: the data set's name; by default the file's stem.
+      keep: which samples are wanted; the images of the others are not kept in memory.
+      mapped: unpack the images of all samples into files, once, and map these.
 
     Raises:
       UserError: the file is unreadable or does not hold a data set; names the file and what is wrong.
     """
-    file = Path(file)
-    arrays = read_arrays(file, _KNOWN)
+    archive = Archive(file)
     try:
-        if not arrays:
-            raise UserError("it holds neither images (x_train, ...) nor a text (text, speech_start, ...).")
-        if text.is_text(arrays):
-            return text.read_text(arrays, name or file.stem)
-        x = {part: _images(arrays, part) for part in ("train", "test")}
-        y = {part: _labels(arrays, part, len(x[part])) for part in ("train", "test")}
-        groups = _groups(arrays, len(x["train"]), len(x["test"]))
-        names, num_classes = _classes(arrays, np.concatenate([y["train"], y["test"]]))
-        return Dataset(name or file.stem, x["train"], y["train"], x["test"], y["test"], num_classes, names, *groups)
+        if text.is_text(archive.names):
+            return text.read_text(read_arrays(file, (*text.KEYS, *text.OPTIONS)), name or Path(file).stem)
+        return _dataset(archive, name or Path(file).stem, keep, Archive(file, mapped))
     except UserError as error:
-        raise UserError(f"{file} cannot be used: {error}") from None
+        raise error if str(file) in str(error) else UserError(f"{file} cannot be used: {error}") from None
 
 
-def read_arrays(file: str | os.PathLike, wanted: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """The wanted arrays of an npz file, in this order and as far as they are there; the others are not read.
-
-    Args:
-      wanted: None for all there are.
-
-    Raises:
-      UserError: it is no readable archive, or a wanted array is a pickle.
-    """
-    try:
-        with open(file, "rb") as stream:
-            single_array = stream.read(6) == b"\x93NUMPY"
-            if not (single_array or zipfile.is_zipfile(stream)):
-                raise ValueError("it is another kind of file, or cut short")
-            stream.seek(0)
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array")
-            return {
-                key: np.asarray(archive[key])
-                for key in (archive.files if wanted is None else wanted)
-                if key in archive.files
-            }
-    except _UNREADABLE as error:
-        advice = "write it anew with numpy.savez, without object arrays."
-        raise UserError(f"{file} is no readable npz archive ({in_one_line(error)}); {advice}") from error
+def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Dataset:
+    """The data set of an archive of images, as far as its samples are wanted."""
+    if not {"x_train", "x_train_delta"} & set(archive.names):
+        no_split = "it has no train/test split: x_train is missing, and x_test."
+        nothing = "it holds neither images (x_train, ...) nor a text (text, speech_start, ...)."
+        raise UserError(no_split if "x" in archive.names else nothing)
+    fields = {}
+    y = {part: _labels(archive, part) for part in ("train", "test")}
+    groups = _groups(archive, len(y["train"]), len(y["test"]))
+    names, num_classes = _classes(archive, np.concatenate(list(y.values())))
+    for part, labels in y.items():
+        rows = keep(part, labels)
+        x = read_images(images, f"x_{part}", rows)
+        if rows is None and len(x) != len(labels):
+            raise UserError(f"y_{part} must be integers [{len(x)}], not {list(labels.shape)}.")
+        chosen = slice(None) if rows is None else rows
+        fields |= {f"x_{part}": x, f"y_{part}": labels[chosen]}
+        fields |= {f"groups_{part}": groups[part][chosen]} if groups else {}
+    if not len(fields["x_train"]):
+        raise UserError("x_train must be non-empty.")
+    return Dataset(name, **fields, num_classes=num_classes, class_names=names)
 
 
-def _images(arrays: dict[str, np.ndarray], part: str) -> np.ndarray:
-    """One split's images, uint8 [n, H, W, channels]."""
-    delta = arrays.get(f"x_{part}_delta")
-    if delta is not None:
+def read_images(archive: Archive, key: str, rows: np.ndarray | None = None) -> np.ndarray:
+    """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them."""
+    if f"{key}_delta" in archive.names:
+        delta = Archive(archive.file).read(f"{key}_delta", rows)
         if delta.dtype != np.uint8 or delta.ndim != 4 or delta.shape[1] != 3:
-            raise UserError(f"x_{part}_delta must be uint8 [n, 3, H, W], not {delta.dtype} {list(delta.shape)}.")
+            raise UserError(f"{key}_delta must be uint8 [n, 3, H, W], not {delta.dtype} {list(delta.shape)}.")
         return decode_delta(delta)
-    x = arrays.get(f"x_{part}")
-    if x is None:
-        split = "it has no train/test split, since " if "x" in arrays else ""
-        raise UserError(f"{split}x_{part} is missing; it needs x_train, y_train, x_test and y_test.")
-    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (part == "train" and x.size == 0):
-        wanted = "uint8 [n, H, W] or [n, H, W, channels]"
-        raise UserError(f"x_{part} must be non-empty {wanted}, not {x.dtype} {list(x.shape)}.")
-    return x if x.ndim == 4 else x[..., None]
+    if key not in archive.names:
+        raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
+    return as_images(archive.read(key, rows), key)
 
 
-def _labels(arrays: dict[str, np.ndarray], part: str, n: int) -> np.ndarray:
-    y = arrays.get(f"y_{part}")
-    if y is None:
+def _labels(archive: Archive, part: str) -> np.ndarray:
+    if f"y_{part}" not in archive.names:
         raise UserError(f"y_{part} is missing; it needs x_train, y_train, x_test and y_test.")
-    if y.dtype.kind not in "iu" or y.shape != (n,):
-        raise UserError(f"y_{part} must be integers [{n}], not {y.dtype} {list(y.shape)}.")
+    y = archive.read(f"y_{part}")
+    if y.dtype.kind not in "iu" or y.ndim != 1:
+        raise UserError(f"y_{part} must be integers [n], not {y.dtype} {list(y.shape)}.")
     return y
 
 
-def _groups(arrays: dict[str, np.ndarray], n_train: int, n_test: int) -> tuple:
-    """Groups of training and test rows, ([n_train], [n_test]) int32, or (None, None)."""
+def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:
+    """Groups of training and test rows, [n_train] and [n_test] int32, if there are any."""
     for key in _GROUPS:
-        both = [arrays[f"{key}_{part}"] for part in ("train", "test") if f"{key}_{part}" in arrays]
-        if not both and key not in arrays:
+        both = [archive.read(f"{key}_{part}") for part in ("train", "test") if f"{key}_{part}" in archive.names]
+        if not both and key not in archive.names:
             continue
-        if not both and arrays[key].shape == (n_train + n_test,):
-            both = [arrays[key][:n_train], arrays[key][n_train:]]
+        if not both:
+            whole = archive.read(key)
+            both = [whole[:n_train], whole[n_train:]] if whole.ndim == 1 else []
         fits = [group.shape for group in both] == [(n_train,), (n_test,)]
         if not fits or any(group.dtype.kind not in "iu" for group in both):
             raise UserError(f"{key}_train, {key}_test (or {key}) must give one integer an image.")
-        return tuple(group.astype(np.int32) for group in both)
-    return None, None
+        return {part: group.astype(np.int32) for part, group in zip(("train", "test"), both, strict=True)}
+    return None
 
 
-def _classes(arrays: dict[str, np.ndarray], y: np.ndarray) -> tuple[tuple[str, ...] | None, int]:
+def _classes(archive: Archive, y: np.ndarray) -> tuple[tuple[str, ...] | None, int]:
     """Class names, if given, and the number of classes C; y [n] holds the labels of both splits."""
-    low, high = int(y.min()), int(y.max())
-    classes = arrays.get("classes")
-    if classes is None:
-        if low != 0 or high >= len(y):
+    low, high = (int(y.min()), int(y.max())) if y.size else (0, 0)
+    if "classes" not in archive.names:
+        if low != 0 or high >= max(len(y), 1):
             raise UserError(f"its labels must run from 0 to C - 1, not from {low} to {high}.")
         return None, high + 1
+    classes = archive.read("classes")
     if classes.ndim != 1 or low < 0 or high >= len(classes):
         raise UserError(f"its labels run from {low} to {high}, but classes has shape {list(classes.shape)}.")
     return tuple(classes.astype(str).tolist()), len(classes)

@@ -1,82 +1,72 @@
-"""Partitioners: which client holds which sample, as a pure function of labels, options and seed.
+"""Partitions: which client holds which sample, as a pure function of labels, options and seed.
 
 Letters: K clients, C classes, n samples. Randomness comes from the legacy NumPy generator and from Python's
 `random`, each an instance of its own seeded with `seed`, so that splits published with these streams come out
 index by index and nothing global is touched.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedjax_pcdd.data.dealing import assign_classes, cut, deal, draw, shuffle
+from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
 from fedjax_pcdd.errors import UserError, nearest
-
-PARTITIONS = {
-    "dirichlet": "every class is spread over the clients by proportions drawn from Dirichlet(beta)",
-    "pcdd": "P{clients}C{classes_per_client}: every client owns a fixed number of classes and no other",
-    "iid": "a random permutation cut into equal parts",
-    "natural": "one client per writer, speaker, centre or domain of the data set",
-}
+from fedjax_pcdd.registry import Registry, is_import_path, located
 
 
-class Partition(NamedTuple):
-    """Index lists of all clients: K int64 arrays into the training samples, K into the test samples."""
-
-    train: tuple[np.ndarray, ...]
-    test: tuple[np.ndarray, ...]
+def is_file(name: str) -> bool:
+    """Whether the name of a partition is that of a file of index lists."""
+    return name.endswith(".npz")
 
 
-def partition(
-    name: str,
-    y_train: ArrayLike,
-    y_test: ArrayLike,
-    *,
-    num_classes: int,
-    clients: int,
-    seed: int,
-    beta: float = 0.5,
-    classes_per_client: int = 2,
-    retry: bool = True,
-    min_size: int = 10,
-    doubled: bool = False,
-    groups: tuple[ArrayLike, ArrayLike] | None = None,
-) -> Partition:
-    """Split a data set by the partitioner `name`, one of `PARTITIONS`.
+def has_clients(name: str) -> bool:
+    """Whether a partition says by itself how many clients there are."""
+    return name == "natural" or is_file(name)
+
+
+def check_name(name: str) -> None:
+    """UserError where there is no such partition; files and import paths are looked at when they are used."""
+    if not (is_file(name) or is_import_path(name) or name in PARTITIONS):
+        raise UserError(f"unknown partition '{name}': {nearest(name, PARTITIONS)}")
+
+
+def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) -> Partition:
+    """Split a data set by a partition of this package or from outside.
 
     Args:
-      name: partitioner; the arguments that it does not know are ignored.
+      name: one of `PARTITIONS`, an import path, or a file of index lists.
       y_train: [n_train] integer labels in [0, C).
-      y_test: [n_test] integer labels in [0, C), possibly none.
-      num_classes: C; may exceed the number of labels that occur.
-      clients: K; `natural` makes one of every group.
-      seed: in [0, 2**32).
-      beta: Dirichlet concentration, > 0 (`dirichlet`).
-      classes_per_client: classes each client owns (`pcdd`).
-      retry: draw again until every client has `min_size` training samples (`dirichlet`).
-      min_size: least number of training samples of a client (`dirichlet` with `retry`).
-      doubled: reproduce the published FedMR allocation, see `pcdd`.
-      groups: writer or domain of each training and of each test sample (`natural`).
+      y_test: [n_test] the same, possibly none.
+      options: `num_classes`, `clients`, `seed`, `groups`, and what the partitions take besides; each gets those that
+        it has parameters for. A function from outside returns the training lists, or training and test lists.
 
     Raises:
-      UserError: an unknown name or an option out of its range.
+      UserError: there is none, an option is out of range, or lists do not fit the data set.
     """
-    if name not in PARTITIONS:
-        raise UserError(f"unknown partition '{name}': {nearest(name, PARTITIONS)}")
-    match name:
-        case "dirichlet":
-            rule = {"beta": beta, "retry": retry, "min_size": min_size, "num_classes": num_classes}
-            return dirichlet(y_train, y_test, clients=clients, seed=seed, **rule)
-        case "pcdd":
-            rule = {"classes_per_client": classes_per_client, "num_classes": num_classes, "doubled": doubled}
-            return pcdd(y_train, y_test, clients=clients, seed=seed, **rule)
-        case "iid":
-            return iid(y_train, y_test, clients=clients, seed=seed)
-    if groups is None:
-        raise UserError("this data set names no writers or domains: choose another `partition` than natural.")
-    return natural(*groups)
+    check_name(name)
+    if is_file(name):
+        return checked(tuple(load_partition(located(name))), y_train, y_test, name)
+    function = PARTITIONS.find(name)
+    known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
+    lists = function(**_taken(function, known))
+    return lists if isinstance(lists, Partition) else checked(lists, y_train, y_test, name)
+
+
+def _taken(function: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has parameters for; those named otherwise have no value."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return known
+    needed = (name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
+    missing = [name for name in needed if name not in known]
+    if missing:
+        name = getattr(function, "__name__", "the partition")
+        raise UserError(f"{name} asks for {missing[0]}, which there is not: take some of {', '.join(known)}.")
+    return {name: known[name] for name in parameters if name in known}
 
 
 def dirichlet(
@@ -85,13 +75,13 @@ def dirichlet(
     *,
     clients: int,
     num_classes: int,
-    beta: float,
     seed: int,
+    beta: float = 0.5,
     retry: bool = True,
     min_size: int = 10,
     max_tries: int = 2000,
 ) -> Partition:
-    """Dirichlet split of FedMR, FedGELA and MOON, with test sets that follow the training proportions.
+    """Every class is spread over the clients by proportions drawn from Dirichlet(beta), as FedMR, FedGELA and MOON do.
 
     Class by class: shuffle, draw q ~ Dirichlet(beta), set q_k = 0 for clients that hold n/K samples or more,
     renormalise, cut. The cap is applied to training and test lists separately, so their proportions can
@@ -102,9 +92,9 @@ def dirichlet(
       y_train: [n_train] integer labels.
       y_test: [n_test] integer labels; None or empty splits the training samples only.
       clients: K.
-      num_classes: C.
-      beta: concentration, > 0; the smaller, the fewer classes a client sees.
+      num_classes: C; may exceed the number of labels that occur.
       seed: in [0, 2**32).
+      beta: concentration, > 0; the smaller, the fewer classes a client sees.
       retry: draw both lists again until every client has `min_size` training samples. False is the
         published personal split, in which a client can stay empty.
       min_size: least number of training samples of a client.
@@ -114,8 +104,7 @@ def dirichlet(
       UserError: an option out of range, or `min_size` out of reach.
     """
     rng = _generator(clients, seed)
-    if not 0 < beta < np.inf:
-        raise UserError(f"`beta` must be a positive number, not {beta}.")
+    _check_beta(beta)
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
     wanted = min_size if retry else 0
     samples = sum(map(len, splits[0]))
@@ -125,14 +114,52 @@ def dirichlet(
             "use fewer `clients` or a smaller `min_samples`."
         )
     for _ in range(max_tries):
-        shuffled, shares = zip(*draw(splits, clients, beta, rng), strict=True)
-        if shares[0].sum(0).min() >= wanted:
-            train, test = map(cut, shuffled, shares)
-            return Partition(shuffle(train, rng), shuffle(test, rng))
+        drawn = _draw(splits, clients, beta, rng)
+        if drawn[0][1].sum(0).min() >= wanted:
+            train, test = (_cut(shuffled, shares) for shuffled, shares in drawn)
+            for indices in (*train, *test):  # views, shuffled in their place
+                rng.shuffle(indices)
+            return Partition(train, test)
     raise UserError(
         f"no Dirichlet draw in {max_tries} gave every client {wanted} samples: "
         "use a larger `beta`, fewer `clients` or a smaller `min_samples`."
     )
+
+
+def _draw(
+    splits: list[list[np.ndarray]], clients: int, beta: float, rng: np.random.RandomState
+) -> list[tuple[list[np.ndarray], np.ndarray]]:
+    """One draw, the same proportions for all splits: of each its classes, shuffled, and shares [C, K] of them."""
+    shuffled = [[indices.copy() for indices in split] for split in splits]
+    shares = [np.zeros((len(split), clients), np.int64) for split in splits]
+    sizes = [np.zeros(clients, np.int64) for _ in splits]
+    fair = [sum(map(len, split)) / clients for split in splits]
+    for c in range(len(splits[0])):
+        for split in shuffled:
+            rng.shuffle(split[c])
+        q = rng.dirichlet(np.repeat(beta, clients))
+        for split, share, held, full in zip(shuffled, shares, sizes, fair, strict=True):
+            if not len(split[c]):
+                continue
+            own = np.where(held < full, q, 0.0)
+            if not 0 < own.sum() < np.inf:
+                own = np.where(np.arange(clients) == np.argmin(held), 1.0, 0.0)
+            share[c] = _in_proportion(len(split[c]), own)
+            held += share[c]
+    return list(zip(shuffled, shares, strict=True))
+
+
+def _in_proportion(samples: int, weights: np.ndarray) -> np.ndarray:
+    """How many of the samples each of the weights [K] gets, rounded down along their running sum."""
+    cuts = (np.cumsum(weights / weights.sum()) * samples).astype(np.int64)[:-1]
+    return np.diff(cuts, prepend=0, append=samples)
+
+
+def _cut(shuffled: list[np.ndarray], shares: np.ndarray) -> Lists:
+    """The lists of the K clients, class by class, from shares [C, K]."""
+    classes, clients = shares.shape
+    owners = np.repeat(np.tile(np.arange(clients), classes), shares.ravel())
+    return Lists(np.concatenate(shuffled)[np.argsort(owners, kind="stable")], shares.sum(0))
 
 
 def pcdd(
@@ -140,25 +167,24 @@ def pcdd(
     y_test: ArrayLike,
     *,
     clients: int,
-    classes_per_client: int,
     num_classes: int,
     seed: int,
+    classes_per_client: int = 2,
     doubled: bool = False,
 ) -> Partition:
-    """P{clients}C{classes_per_client}: partially class-disjoint clients (FedMR, appendix C.1.2).
+    """P{clients}C{classes_per_client}: every client owns a fixed number of classes (FedMR, appendix C.1.2).
 
     Classes are dealt in order until each has an owner, then at random; the samples of a class are shuffled
     and shared equally among its owners, test samples by the same assignment. Lists run class by class and
     are not shuffled. `classes_per_client == num_classes` means IID: the result is that of `iid`.
 
     Args:
-      y_train: [n_train] integer labels.
-      y_test: [n_test] integer labels, possibly none.
+      y_train, y_test: [n] integer labels, those of the tests possibly none.
       clients: K, with K * classes_per_client >= C.
-      classes_per_client: number of classes each client owns, at most C. Where a class has fewer samples than
-        owners, the last of them get none of it.
       num_classes: C.
       seed: in [0, 2**32).
+      classes_per_client: number of classes each client owns, at most C. Where a class has fewer samples than
+        owners, the last of them get none of it.
       doubled: deal the training samples twice to the same owners, as the published FedMR code does: every
         sample appears twice, on one client or on two. IID is not affected.
 
@@ -167,6 +193,17 @@ def pcdd(
     """
     rng = _generator(clients, seed)
     train, test = _positions(y_train, num_classes), _positions(y_test, num_classes)
+    if classes_per_client == num_classes:
+        return iid(y_train, y_test, clients=clients, seed=seed)
+    owned = _assign_classes(clients, classes_per_client, num_classes, seed)
+    dealt = _deal(train, owned, rng)
+    if doubled:
+        dealt = Lists.of([np.concatenate(pair) for pair in zip(dealt, _deal(train, owned, rng), strict=True)])
+    return Partition(dealt, _deal(test, owned, rng))
+
+
+def _assign_classes(clients: int, classes_per_client: int, num_classes: int, seed: int) -> list[list[int]]:
+    """The classes of each of the K clients: in order until every class is dealt, then at random, none twice."""
     if not 1 <= classes_per_client <= num_classes:
         raise UserError(f"`classes_per_client` must lie in [1, {num_classes}], not {classes_per_client}.")
     if clients * classes_per_client < num_classes:
@@ -174,63 +211,135 @@ def pcdd(
             f"{clients} clients with {classes_per_client} classes each leave some of {num_classes} classes "
             "without an owner: raise `clients` or `classes_per_client`."
         )
-    if classes_per_client == num_classes:
-        return iid(y_train, y_test, clients=clients, seed=seed)
-    owned = assign_classes(clients, classes_per_client, num_classes, seed)
-    dealt = deal(train, owned, rng)
-    if doubled:
-        again = deal(train, owned, rng)
-        dealt = tuple(np.concatenate(pair) for pair in zip(dealt, again, strict=True))
-    return Partition(dealt, deal(test, owned, rng))
+    rng = random.Random(seed)
+    fresh = iter(range(num_classes))
+    owned: list[dict[int, None]] = [{} for _ in range(clients)]
+    for own in owned:
+        for _ in range(classes_per_client):
+            c = next(fresh, None)
+            while c is None or c in own:
+                c = rng.randint(0, num_classes - 1)
+            own[c] = None
+    return list(map(list, owned))
+
+
+def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState) -> Lists:
+    """Permute each class and share it equally among its owners, in the order of the clients: K lists by class."""
+    shares = np.zeros((len(positions), len(owned)), np.int64)
+    owners: list[list[int]] = [[] for _ in positions]
+    for k, own in enumerate(owned):
+        for c in own:
+            owners[c].append(k)
+    for share, who, indices in zip(shares, owners, positions, strict=True):
+        share[who] = len(indices) // len(who)
+        share[who[: len(indices) % len(who)]] += 1
+    return _cut([rng.permutation(indices) for indices in positions], shares)
+
+
+def extended_dirichlet(
+    y_train: ArrayLike,
+    y_test: ArrayLike,
+    *,
+    clients: int,
+    num_classes: int,
+    seed: int,
+    beta: float = 0.5,
+    classes_per_client: int = 2,
+) -> Partition:
+    """Every client owns a fixed number of classes, and of each its share by a draw from Dirichlet(beta).
+
+    Classes are assigned as in `pcdd`; each is spread over its owners by proportions drawn from Dirichlet(beta), test
+    samples by the same proportions. Li and Lyu, "Convergence Analysis of Sequential Federated Learning on
+    Heterogeneous Data", NeurIPS 2023. A client may stay empty where beta is tiny.
+
+    Args:
+      y_train, y_test: [n] integer labels, those of the tests possibly none.
+      beta: concentration, > 0; large ones give `pcdd`.
+
+    Raises:
+      UserError: the classes cannot be dealt, or an option is out of range.
+    """
+    rng = _generator(clients, seed)
+    _check_beta(beta)
+    splits = [_positions(y, num_classes) for y in (y_train, y_test)]
+    owned = np.zeros((num_classes, clients), bool)
+    for k, own in enumerate(_assign_classes(clients, classes_per_client, num_classes, seed)):
+        owned[own, k] = True
+    shares = [np.zeros((num_classes, clients), np.int64) for _ in splits]
+    for c, owners in enumerate(owned):
+        q = _proportions(int(owners.sum()), beta, rng)
+        for split, share in zip(splits, shares, strict=True):
+            share[c, owners] = _in_proportion(len(split[c]), q)
+    return Partition(*(_cut([rng.permutation(i) for i in s], n) for s, n in zip(splits, shares, strict=True)))
+
+
+def _proportions(count: int, beta: float, rng: np.random.RandomState) -> np.ndarray:
+    """A draw from Dirichlet(beta), [count]; equal ones where a tiny beta underflows."""
+    q = rng.dirichlet(np.full(count, beta))
+    return q if np.isfinite(q).all() else np.full(count, 1 / count)
+
+
+def quantity(
+    y_train: ArrayLike, y_test: ArrayLike, *, clients: int, seed: int, beta: float = 0.5, min_size: int = 10
+) -> Partition:
+    """Clients of unequal sizes drawn from Dirichlet(beta), each with all classes (quantity skew of NIID-Bench).
+
+    Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022. Test samples by the same proportions.
+
+    Args:
+      y_train, y_test: [n] labels, of which only the number matters.
+      min_size: training samples that each client has before the rest is dealt by the draw.
+
+    Raises:
+      UserError: an option is out of range, or there are too few samples.
+    """
+    rng = _generator(clients, seed)
+    _check_beta(beta)
+    if np.size(y_train) < clients * min_size:
+        raise UserError(
+            f"{np.size(y_train)} training samples cannot give {clients} clients {min_size} each: "
+            "use fewer `clients` or a smaller `min_samples`."
+        )
+    sizes = min_size + _in_proportion(np.size(y_train) - clients * min_size, _proportions(clients, beta, rng))
+    tests = _in_proportion(np.size(y_test), sizes.astype(float))
+    return Partition(*(Lists(rng.permutation(n.sum()), n) for n in (sizes, tests)))
 
 
 def iid(y_train: ArrayLike, y_test: ArrayLike, *, clients: int, seed: int) -> Partition:
     """Permute the training samples, then the test samples, and cut each into K parts (so lists are shuffled).
 
-    Args:
-      y_train: [n_train] labels; only their number matters.
-      y_test: [n_test] labels, possibly none.
-      clients: K; the first n mod K clients get one sample more.
-      seed: in [0, 2**32).
-
-    Raises:
-      UserError: `clients` or `seed` out of range.
+    The first n mod K clients get one sample more; of the labels only their number matters.
     """
     rng = _generator(clients, seed)
     train, test = (rng.permutation(np.arange(np.size(y), dtype=np.int64)) for y in (y_train, y_test))
     return Partition(tuple(np.array_split(train, clients)), tuple(np.array_split(test, clients)))
 
 
-def natural(groups_train: ArrayLike, groups_test: ArrayLike) -> Partition:
-    """One client per distinct group (writer, centre, domain), in increasing order of the group's value.
+def natural(groups: tuple[ArrayLike, ArrayLike] | None) -> Partition:
+    """One client per distinct group (writer, speaker, centre, domain), in increasing order of the group's value.
 
     A group that occurs in one of the two sets only is a client whose other list is empty. Lists keep the
     order of the data set; they are not shuffled.
 
     Args:
-      groups_train: [n_train] group of each training sample.
-      groups_test: [n_test] group of each test sample.
+      groups: of each training sample [n_train] and of each test sample [n_test].
+
+    Raises:
+      UserError: there are none.
     """
-    groups = [np.asarray(g) for g in (groups_train, groups_test)]
-    values = np.unique(np.concatenate([g for g in groups if g.size] or [()]))
-    return Partition(*(tuple(np.flatnonzero(g == v).astype(np.int64) for v in values) for g in groups))
+    if groups is None:
+        raise UserError("this data set names no writers or domains: choose another `partition` than natural.")
+    both = [np.asarray(g) for g in groups]
+    values = np.unique(np.concatenate([np.unique(g) for g in both if g.size] or [()]))
+    owners = [np.searchsorted(values, g) for g in both]
+    return Partition(
+        *(Lists(np.argsort(own, kind="stable"), np.bincount(own, minlength=len(values))) for own in owners)
+    )
 
 
-def class_counts(y: ArrayLike, lists: Sequence[np.ndarray], num_classes: int) -> np.ndarray:
-    """Number of samples n[k, c] of each class on each client.
-
-    Args:
-      y: [n] integer labels.
-      lists: K index arrays into `y`.
-      num_classes: C.
-
-    Returns:
-      [K, C] int64.
-    """
-    owner = np.repeat(np.arange(len(lists)), [len(indices) for indices in lists])
-    labels = np.asarray(y)[np.concatenate(lists)]
-    counts = np.bincount(owner * num_classes + labels, minlength=len(lists) * num_classes)
-    return counts.astype(np.int64).reshape(len(lists), num_classes)
+_OWN = (dirichlet, pcdd, extended_dirichlet, quantity, iid, natural)
+PARTITIONS: Registry[Callable[..., Any]] = Registry("partition", "partitions", {f.__name__: f for f in _OWN})
+"""Functions that spread samples over clients, by name."""
 
 
 def _generator(clients: int, seed: int) -> np.random.RandomState:
@@ -241,9 +350,15 @@ def _generator(clients: int, seed: int) -> np.random.RandomState:
     return np.random.RandomState(seed)
 
 
+def _check_beta(beta: float) -> None:
+    if not 0 < beta < np.inf:
+        raise UserError(f"`beta` must be a positive number, not {beta}.")
+
+
 def _positions(y: ArrayLike, num_classes: int) -> list[np.ndarray]:
     """Positions of each label in increasing order: C int64 arrays."""
     labels = np.asarray(y)
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
         raise UserError(f"labels must lie in [0, {num_classes}), not in [{labels.min()}, {labels.max()}].")
-    return [np.flatnonzero(labels == c).astype(np.int64) for c in range(num_classes)]
+    counts = np.bincount(labels, minlength=num_classes) if labels.size else np.zeros(num_classes, int)
+    return np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pcdd.data.federation import Dataset
+from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
+from fedjax_pcdd.data.natural import is_federation, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.errors import UserError, in_one_line, nearest
 from fedjax_pcdd.registry import Registry, is_import_path, located
@@ -30,20 +31,23 @@ DATASETS = {
     "cifar10": "CIFAR-10: 50000 + 10000 colour 32x32 images, 10 classes (160 MB)",
     "cifar100": "CIFAR-100: 50000 + 10000 colour 32x32 images, 100 classes (160 MB)",
     "cifar100_subset": "CIFAR-100, 100 + 20 images a class: 10000 + 2000 colour 32x32 images (25 MB)",
+    "isic2019": "Fed-ISIC2019 with its centres: 18597 + 4650 colour 224x224 images, 8 classes; a file of your own",
+    "hyperkvasir": "HyperKvasir, the 20 largest classes: colour 128x128 images; a file of your own",
+    "odir": "ODIR, images of one label: colour 128x128 images, 8 classes; a file of your own",
+}
+
+# What a file that nobody prepares for you must hold.
+_ARRAYS = "x_train, y_train, x_test and y_test"
+_CONTENTS = {
+    "isic2019": f"{_ARRAYS}, and the centres as domain_train and domain_test",
+    "femnist": f"{_ARRAYS}, and the writers as writer_train and writer_test",
 }
 
 LOADERS: Registry[Callable[[], Dataset]] = Registry("data set", "datasets")
 """Functions from outside that load a data set, by name."""
 
-TFDS_NAMES = {
-    "mnist": "mnist",
-    "fashion_mnist": "fashion_mnist",
-    "kmnist": "kmnist",
-    "emnist": "emnist/balanced",
-    "svhn": "svhn_cropped",
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-}
+_PLAIN = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
+TFDS_NAMES = {**{name: name for name in _PLAIN}, "emnist": "emnist/balanced", "svhn": "svhn_cropped"}
 
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -56,7 +60,8 @@ class DatasetSpec:
     Args:
       mean: of each channel, in units of [0, 1]; one value serves all channels.
       std: of each channel, as `mean`.
-      augmentation: recipe names in order of application, of "crop_reflect", "crop_zero", "flip", "rotate".
+      augmentation: recipe names in order of application, of "crop_reflect", "crop_zero", "flip", "rotate"; or
+        "isic" alone, see `dermoscopy.py`.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -64,19 +69,13 @@ class DatasetSpec:
     augmentation: tuple[str, ...] = ()
 
 
-_CIFAR100 = DatasetSpec(
-    mean=(0.50708, 0.48655, 0.44092),
-    std=(0.26733, 0.25644, 0.27615),
-    augmentation=("crop_zero", "flip", "rotate"),
-)
-
+_CIFAR100 = DatasetSpec((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615), ("crop_zero", "flip", "rotate"))
 _SPECS = {
-    "cifar10": DatasetSpec(
-        mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2615), augmentation=("crop_reflect", "flip")
-    ),
+    "cifar10": DatasetSpec((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615), ("crop_reflect", "flip")),
     "cifar100": _CIFAR100,
     "cifar100_subset": _CIFAR100,
-    "svhn": DatasetSpec(mean=(0.4376821, 0.4437697, 0.47280442), std=(0.19803012, 0.20101562, 0.19703614)),
+    "isic2019": DatasetSpec((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), ("isic",)),
+    "svhn": DatasetSpec((0.4376821, 0.4437697, 0.47280442), (0.19803012, 0.20101562, 0.19703614)),
 }
 
 
@@ -89,13 +88,14 @@ def spec(name: str) -> DatasetSpec:
     return _SPECS.get(Path(name).stem if name.endswith(".npz") else name, DatasetSpec())
 
 
-def default_root() -> Path:
-    """The TFDS root that is searched when no folder is named: TFDS_DATA_DIR or ~/tensorflow_datasets."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+def root_of(data_dir: str | os.PathLike | None) -> Path:
+    """The folder that is searched: the one named, or TFDS_DATA_DIR, or ~/tensorflow_datasets."""
+    usual = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return Path(usual if data_dir is None else data_dir).expanduser()
 
 
-def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
-    """Find a data set and read it whole into memory; nothing is downloaded.
+def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep_all, mapped: bool = False) -> Dataset:
+    """Find a data set and read it into memory; nothing is downloaded.
 
     Tried in order: built in ("digits"); `<data_dir>/<name>.npz`; a prepared TFDS folder below data_dir.
 
@@ -103,38 +103,35 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> Dataset:
       name: one of `DATASETS`, the stem of an npz file, any TFDS name, as "stl10" or "emnist/letters"; or from outside:
         the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
       data_dir: folder of npz files or TFDS root; without it the TFDS default root is searched.
-
-    Returns:
-      The data set with its official training and test sets.
+      keep: which samples are wanted; others of an npz file are left out.
+      mapped: map images of npz files, which are unpacked for it once.
 
     Raises:
       UserError: it is in none of these places, or what lies there cannot be used.
     """
     if name == "digits":
         return _digits()
+    root = root_of(data_dir)
+    for folder in (Path(name).expanduser(), root / name):
+        if name and is_federation(folder):
+            return read_federation(folder)
     if name.endswith(".npz"):
-        return read_npz(located(name))
+        return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
-        return _made(name)
-    root = default_root() if data_dir is None else Path(data_dir).expanduser()
+        made = LOADERS.find(name)()
+        if not isinstance(made, Dataset):
+            raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(made).__name__}.")
+        return made
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
     file = root / f"{name}.npz"
     if file.is_file():
-        return read_npz(file, name)
+        return read_npz(file, name, keep, mapped)
     tfds_name = TFDS_NAMES.get(name, name)
     for folder in dict.fromkeys((root / tfds_name, root / name)):
         if prepared := _prepared_version(folder):
             return read_tfds(prepared, name)
     raise UserError(_advice(name, root, file, root / tfds_name))
-
-
-def _made(name: str) -> Dataset:
-    """What a function from outside returns."""
-    dataset = LOADERS.find(name)()
-    if not isinstance(dataset, Dataset):
-        raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(dataset).__name__}.")
-    return dataset
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
@@ -143,7 +140,8 @@ def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
         command = f"python experiments/prepare.py {name} --data-dir={root}"
         return f"The data set '{name}' was not found ({where}); prepare it by: {command}"
     if name in DATASETS:
-        return f"The data set '{name}' was not found ({where}); put the npz file there, see docs/data.md."
+        holds = _CONTENTS.get(name, _ARRAYS)
+        return f"The data set '{name}' was not found ({where}); put {name}.npz there, with {holds} (docs/data.md)."
     return f"There is no data set '{name}' ({where}); {nearest(name, DATASETS)}"
 
 
@@ -157,19 +155,22 @@ def _digits() -> Dataset:
     images, labels = load_digits(return_X_y=True)
     x = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
     y = labels.astype(np.int32)
-    rank = np.empty(len(y), np.int32)
-    for label in range(10):
-        members = np.flatnonzero(y == label)
-        rank[members] = np.arange(len(members))
-    test = rank % 5 == 4
-    names = tuple("0123456789")
-    return Dataset("digits", x[~test], y[~test], x[test], y[test], num_classes=10, class_names=names)
+    test = ranks(y) % 5 == 4
+    return Dataset("digits", x[~test], y[~test], x[test], y[test], num_classes=10, class_names=tuple("0123456789"))
+
+
+def ranks(labels: np.ndarray) -> np.ndarray:
+    """How many of the labels before each one [n] are the same."""
+    order, counts = np.argsort(labels, kind="stable"), np.unique(labels, return_counts=True)[1]
+    ranks = np.empty(len(labels), np.int64)
+    ranks[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks
 
 
 def _prepared_version(folder: Path) -> Path | None:
     """The newest prepared version in a TFDS data set's folder, with or without configurations, or None."""
-    found = [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/dataset_info.json")]
-    versions = [path for path in found if _VERSION.fullmatch(path.name)]
+    files = [file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/dataset_info.json")]
+    versions = [file.parent for file in files if _VERSION.fullmatch(file.parent.name)]
     above = sorted({path.parent for path in versions})
     if len(above) > 1 and folder not in above:
         names = [f"{folder.name}/{path.name}" for path in above]
@@ -183,7 +184,6 @@ def read_tfds(folder: str | os.PathLike, name: str) -> Dataset:
 
     Args:
       folder: `.../<name>/<version>` as TFDS wrote it, in the array_record format.
-      name: the data set's name.
 
     Raises:
       UserError: damaged, in another format, without such features or splits, or images of several sizes.
@@ -195,6 +195,8 @@ def read_tfds(folder: str | os.PathLike, name: str) -> Dataset:
     except NotImplementedError as error:
         again = f"remove it and prepare it anew by: python experiments/prepare.py {name} --data-dir=..."
         raise UserError(f"{folder} is not in the array_record format; {again}") from error
+    except ImportError as error:
+        raise UserError(f"{folder} is read by array-record, which is missing: pip install array-record.") from error
     except Exception as error:  # TFDS, protobuf and array_record raise all kinds for damaged files
         raise UserError(f"{folder} cannot be used: {in_one_line(error)}.") from error
 

@@ -4,10 +4,12 @@ Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019 (Shakespeare). d
 Letters: V characters of the vocabulary, T characters of a window, m speeches, n characters or windows.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fedjax_pcdd.data.federation import Dataset
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.errors import UserError
 
 KEYS = ("text", "speech_start", "speech_end", "speech_speaker")
@@ -15,9 +17,9 @@ OPTIONS = {"window": 80, "stride": 1}
 TEST_SHARE = 10  # one window in ten
 
 
-def is_text(arrays: dict[str, np.ndarray]) -> bool:
+def is_text(names: Iterable[str]) -> bool:
     """Whether the arrays of a file are a text rather than images."""
-    return not {"x", "x_train", "x_train_delta"} & set(arrays) and any(key in arrays for key in KEYS)
+    return not {"x", "x_train", "x_train_delta"} & set(names) and bool(set(KEYS) & set(names))
 
 
 def read_text(arrays: dict[str, np.ndarray], name: str) -> Dataset:

@@ -42,13 +42,11 @@ class Pass(NamedTuple):
     turns: int = 0  # batches of every client, 0 where they differ
 
 
-def choose_blocks(steps: np.ndarray, jobs: int, lanes: int, *, everybody: bool, size: int | None = None) -> Blocks:
-    """The blocks of a simulation.
+def choose_blocks(steps: np.ndarray, jobs: int, lanes: int, *, everyone: bool, size: int | None = None) -> Blocks:
+    """The blocks of a simulation; `everyone` says that the J jobs of every round are those of all clients.
 
     Args:
       steps: [R] local steps in a round.
-      jobs: J; lanes: L.
-      everybody: whether the J jobs of every round are those of all clients.
       size: b, None to choose it.
     """
     able = np.sort(steps[steps > 0])[::-1].tolist() or [1]
@@ -61,7 +59,7 @@ def choose_blocks(steps: np.ndarray, jobs: int, lanes: int, *, everybody: bool, 
     together = chosen >= lanes and quantum == longest
     if size is None and not together:
         chosen = block_size(typical, lanes, quantum)
-    same = equal or (together and everybody and jobs <= lanes)
+    same = equal or (together and everyone and jobs <= lanes)
     return Blocks(min(chosen, lanes), quantum, together, not equal and quantum > 1, longest if same else 0)
 
 
@@ -89,10 +87,9 @@ def block_size(steps: Sequence[int], lanes: int, quantum: int) -> int:
 
 
 def client_pass(sizes: np.ndarray, budget: int, size: int, *, batch: int | None = None) -> Pass:
-    """The pass of a block of clients over their own data.
+    """The pass of a block of clients, with [R] samples, over their own data.
 
     Args:
-      sizes: [R] samples.
       budget: samples of all clients of a block together, so that memory does not grow with b.
       size: b; a single client's loop turns as often as its own samples ask, so that one without any costs nothing.
       batch: in place of what the budget allows.

@@ -1,31 +1,65 @@
-"""The accelerator, what was compiled on it, and how many lanes suit it."""
+"""The device: which one, how exactly it computes, what it has compiled and left, and what fails below JAX.
+
+Failures are one sentence each: of memory, the compiler, the driver, the cache of compiled programs. Products are full
+float32 everywhere but in the models, which say themselves what they take: a precision is "float32", "tf32" or
+"bfloat16", and docs/performance.md has what each means on each device.
+"""
 
 import contextlib
+import functools
+import logging
 import math
 import os
-import time
+import sys
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
-from fedjax_pcdd.engine.device_errors import check_compilation_cache, is_out_of_memory, started_platforms
-from fedjax_pcdd.engine.jobs import World, load, train_step
-from fedjax_pcdd.engine.mesh import devices_of
-from fedjax_pcdd.engine.precision import full_precision
-from fedjax_pcdd.engine.program import State, lift, put
-from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.engine.schedule import Plan, most_jobs
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, in_one_line
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PROBE_STEPS = 4
+MEMORY = ("RESOURCE_EXHAUSTED", "out of memory")
 PATIENCE = 7 * 24 * 3600  # seconds
+TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16}  # of images and activations
+
+
+class OutOfMemory(UserError):
+    """The memory of a device does not suffice."""
+
+
+@contextlib.contextmanager
+def in_sentences(doing: str) -> Iterator[None]:
+    """Raise what the device reports as a `UserError`, `OutOfMemory` where that is the reason.
+
+    What several processes report of each other passes as it is.
+
+    Args:
+      doing: what the device was about, as "compiling the round".
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason, device = in_one_line(error), jax.devices()[0].device_kind
+        if is_out_of_memory(error):
+            raise OutOfMemory(
+                f"{device} is out of memory when {doing} ({reason}): choose fewer `lanes`, a smaller `batch_size` or "
+                "`eval_batch`, `precision=bfloat16` or `client_state=host`."
+            ) from error
+        if jax.process_count() > 1:
+            raise
+        raise UserError(
+            f"{device} failed when {doing} ({reason}): continue with `resume`, or try `tune=off`, another `precision` "
+            "or `device=cpu` in a new run."
+        ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device reports that its memory does not suffice."""
+    return any(sign in str(error) for sign in MEMORY)
 
 
 def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
@@ -59,6 +93,72 @@ def _divide_cpu(devices: int) -> None:
         os.environ["XLA_FLAGS"] = " ".join([flags, *patient]).strip()
 
 
+def started_platforms(name: str) -> set[str]:
+    """The platforms of the devices that JAX has, which this starts; what it complains of becomes warnings of a line.
+
+    Args:
+      name: what was asked for, "auto", "cpu", "gpu" or "tpu".
+
+    Raises:
+      UserError: it cannot start what was asked for, as its driver is missing or too old.
+    """
+    complaints: list[str] = []
+    try:
+        with _hearing(complaints):
+            platforms = {device.platform for device in jax.devices()}
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin has given up before
+        wanted = os.environ.get("JAX_PLATFORMS") or name
+        reason = complaints[0] if complaints else in_one_line(error)
+        raise UserError(
+            f"JAX cannot start {wanted} ({reason}): install its extra and its driver, or update them, or run with "
+            "`device=cpu`."
+        ) from None
+    if name in ("auto", *platforms):
+        for complaint in complaints:
+            print(f"warning: {complaint}; computing on {', '.join(sorted(platforms))}.", file=sys.stderr)
+        return platforms
+    reason = f" ({complaints[0]})" if complaints else ""
+    raise UserError(
+        f"JAX finds no {name} here, only {', '.join(sorted(platforms))}{reason}: install its extra and its driver, or "
+        "drop `device`."
+    )
+
+
+@contextlib.contextmanager
+def _hearing(complaints: list[str]) -> Iterator[None]:
+    """Collect what JAX logs of its devices, in place of the traceback that it would print."""
+    logger = logging.getLogger("jax._src.xla_bridge")
+
+    def hear(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        error = record.exc_info and record.exc_info[1]
+        complaints.append(in_one_line(error if isinstance(error, Exception) else ValueError(record.getMessage())))
+        return False
+
+    logger.addFilter(hear)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hear)
+
+
+def check_compilation_cache() -> None:
+    """Do without JAX's cache of compiled programs, and say so, where its folder cannot be written."""
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    if not folder or "://" in folder or not enabled:
+        return
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        print(
+            f"warning: compiled programs are not kept, as {folder} cannot be written: set JAX_COMPILATION_CACHE_DIR to "
+            "another folder.",
+            file=sys.stderr,
+        )
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
 def count_devices(asked: Literal["auto"] | int) -> int:
     """Devices of a run in all its processes: in each what was asked for, or all, but one if it is a CPU.
 
@@ -67,12 +167,12 @@ def count_devices(asked: Literal["auto"] | int) -> int:
     Raises:
       UserError: there are fewer.
     """
-    found, platform = min(Counter(d.process_index for d in jax.devices()).values()), jax.default_backend()
+    least, platform = min(Counter(d.process_index for d in jax.devices()).values()), jax.default_backend()
     if asked == "auto":
-        return jax.process_count() * (1 if platform == "cpu" else found)
-    if asked > found:
+        return jax.process_count() * (1 if platform == "cpu" else least)
+    if asked > least:
         late = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
-        raise UserError(f"`devices={asked}` is more than the {found} {platform} devices that JAX has here; {late}.")
+        raise UserError(f"`devices={asked}` is more than the {least} {platform} devices that JAX has here; {late}.")
     return jax.process_count() * asked
 
 
@@ -90,117 +190,40 @@ class CompileClock:
             self.seconds += duration_secs
 
 
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def candidates(jobs: int, devices: int = 1) -> list[int]:
-    """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere.
-
-    Args:
-      jobs: J of a device; devices: of this process.
-    """
-    if jax.default_backend() == "cpu":
-        values = {1, max(1, _cores() // devices)}
-    else:
-        values = {2**i for i in range(2, 10)} | {math.ceil(jobs / d) for d in (1, 2, 4)}
-    return sorted(v for v in values if v <= jobs) or [1]
-
-
 def free_memory() -> float:
     """Bytes that the fullest device of this process has left; infinite where it shares those of the machine."""
     known = [device.memory_stats() or {} for device in jax.local_devices()]
     return min((k["bytes_limit"] - k["bytes_in_use"] if "bytes_limit" in k else math.inf) for k in known)
 
 
-def _fits(compiled: Any) -> bool:
-    """Whether a program has the memory that it takes beside its arguments, which are on the device already."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return True
-    taken = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return taken <= free_memory()
+def available_memory() -> float:
+    """Bytes for arrays that a device, or where it shares the machine's memory this, has left."""
+    free = free_memory()
+    return free if free < math.inf else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
-    """Seconds to compile, and seconds a sample, of the training step with this number of lanes.
+def products(precision: str) -> str:
+    """What products of a model's float32 operands take, as `jax.default_matmul_precision` has it.
 
-    Infinitely many of the latter where memory does not suffice.
+    A GPU's default is TF32. What JAX calls "tensorfloat32" is so in cuDNN alone: in the matrix products that XLA writes
+    itself it is full float32, by the code that XLA generates for an H100. On a TPU, whose default rounds operands to
+    bfloat16, it is three products of these, which are as exact as TF32.
     """
-    try:
-        return _timed_step(simulation, state)
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return 0.0, math.inf
+    if precision == "tf32" and jax.default_backend() == "tpu":
+        return "tensorfloat32"
+    return "float32" if precision == "float32" else "default"
 
 
-def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
-    program = simulation.program
-    plan, jobs = simulation.plan(0)
-    state = simulation.fetch(state, (plan, jobs))
-    keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
-    world = World(simulation.methods, simulation.hyper, state.servers, simulation.data, jobs, keys, jnp.int32(0))
+def full_precision(function: Callable) -> Callable:
+    """The function, in which products of float32 operands are as exact as float32 allows wherever nothing else is said.
 
-    @full_precision
-    def run(world, state, indices, steps):
-        def load_one(lane, lanes):
-            return put(lanes, lane, load(program, world, state.clients, state.statistics, lane % len(jobs.row), 0))
-
-        shapes = jax.eval_shape(lambda: load(program, world, state.clients, state.statistics, 0, 0))
-        lanes = jax.tree.map(lambda x: jnp.zeros((program.lanes, *x.shape), x.dtype), shapes)
-        lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
-        one = lift(lambda lane, index: train_step(program, world, lane, index, 0), program.lanes)
-        return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
-
-    start = time.perf_counter()
-    indices = plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0]
-    compiled = jax.jit(run).lower(world, state, indices, np.int32(1)).compile()
-    compiling = time.perf_counter() - start
-    if not _fits(compiled):
-        return compiling, math.inf
-    timed = partial(compiled, world, state, indices)
-    jax.block_until_ready(timed(np.int32(1)))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
-        times.append(time.perf_counter() - start)
-    return compiling, min(times) / PROBE_STEPS / program.lanes
-
-
-def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:
-    """The simulation with the fastest of a few lane counts, by timing a few steps of each.
-
-    Trying costs about a tenth of the run at most, and ends where the memory of the devices does. On several devices
-    all do the same steps at once; of several processes the first one's times count.
-
-    Args:
-      make: builds the simulation for a number of lanes.
-      state: before the first round; not donated.
-      jobs: J, jobs a round.
-      rounds: of the run, to weigh what trying costs.
+    JAX leaves them to the device, and a GPU rounds operands to 10 bits, a TPU to 7: too few for sums over clients and
+    for losses. A model's layers say otherwise by `Classifier.precision`. On a CPU the compiled program is the same.
     """
-    best, fastest = 1, math.inf
-    tried, devices = 0.0, devices_of(state)
-    counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
-    for lanes in counts:
-        simulation = make(lanes)
-        compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
-        if seconds < 0.95 * fastest:
-            best, fastest = lanes, seconds
-        tried += compiling
-        expected = rounds * float((simulation.epochs * simulation.steps).mean()) * jobs / devices * fastest
-        if seconds == math.inf or tried > 0.1 * expected:
-            break
-    return _within_memory(make, state, [lanes for lanes in reversed(counts) if lanes <= best])
 
+    @functools.wraps(function)
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        with jax.default_matmul_precision("float32"):
+            return function(*args, **kwargs)
 
-def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:
-    """The simulation with the first of these lane counts whose round fits into the devices' memory, else one lane."""
-    for lanes in counts:
-        simulation = make(lanes)
-        if free_memory() == math.inf or multihost_utils.broadcast_one_to_all(_fits(simulation.compile(state))):
-            return simulation
-    return make(1)
+    return exact

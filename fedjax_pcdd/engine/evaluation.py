@@ -5,14 +5,15 @@ The functions count correct predictions [.., C]; dividing by the number of test 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.blocks import Pass
+from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, part_of, spread, summed
-from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import (
     Data,
     Program,
@@ -21,9 +22,11 @@ from fedjax_pcdd.engine.program import (
     Tree,
     facts_of,
     lift,
-    running,
+    of_experiment,
     sum_over_samples,
+    with_own,
 )
+from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.trees import select
@@ -51,15 +54,34 @@ def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
     return jax.lax.map(function, clients, batch_size=None if size == 1 else size if size < number else 0)
 
 
-def count_correct(predict: Callable, program: Program, samples: Samples) -> Callable:
-    """A function of (index [B], mask [B]) that counts predict's correct answers per class [C]."""
+def personal_logits(program: Program, methods, state: State, data: Data, entry: Tree, scope: Any) -> Callable:
+    """A client's model between rounds: its logits [B, C] of prepared images.
 
-    def count(index, mask):
+    Args:
+      entry: the client's row, state and statistics.
+    """
+    row, client, statistics = entry
+    method, server = of_experiment((methods, state.servers), program, row // program.setting.num_clients)
+    variables, facts = with_own(method.personal_variables(server, client), statistics), facts_of(program, data, row)
+    return lambda images: method.logits(program.model, variables, images, server, client, facts, scope=scope)
+
+
+def counted(predict: Callable, program: Program, samples: Samples, count: Callable = correct_per_class) -> Callable:
+    """A function of (index [B], mask [B]): what `count` makes of predict's logits, labels, mask and C, as integers.
+
+    Correct predictions per class are [C], with validation samples among the tests [2C].
+    """
+    classes = program.setting.num_classes
+
+    def function(index, mask):
         images = prepare(program.pipeline, samples.images[index], None, train=False, dtype=program.dtype)
-        logits = predict(images)
-        return correct_per_class(logits, samples.labels[index], mask, program.setting.num_classes).astype(jnp.int32)
+        logits, labels = predict(images), samples.labels[index]
+        if not program.validated:
+            return count(logits, labels, mask, classes).astype(jnp.int32)
+        parts = (mask & (labels < classes), mask & (labels >= classes))
+        return jnp.concatenate([count(logits, labels % classes, m, classes) for m in parts]).astype(jnp.int32)
 
-    return count
+    return function
 
 
 @full_precision
@@ -69,25 +91,12 @@ def domain_correct(program: Program, how: Pass, methods, state: State, data: Dat
     Args:
       how: a model goes through a list.
     """
-    method, server = select((methods, state.servers), 0)
     shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
 
     def one(entry):
-        row, client, statistics = entry
-        variables, facts = dict(method.personal_variables(server, client)), facts_of(program, data, row)
-        if program.local_statistics:
-            variables |= running(statistics)
-
-        def count(index, mask):
-            images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
-            logits = method.logits(program.model, variables, images, server, client, facts, scope="local")
-            return both_tops(logits, tests.labels[index], mask, program.setting.num_classes)
-
-        def domain(entry):
-            start, size = entry
-            return sum_over_samples(count, tests, start, size, how, shape)
-
-        return jax.lax.map(domain, (tests.start, tests.size))
+        count = counted(personal_logits(program, methods, state, data, entry, "local"), program, tests, both_tops)
+        lists = tests.start, tests.size
+        return jax.lax.map(lambda test: sum_over_samples(count, tests, test[0], test[1], how, shape), lists)
 
     rows = jnp.arange(data.class_counts.shape[0])
     return by_client(program, one, (rows, state.clients, state.statistics))
@@ -98,19 +107,17 @@ def public_logits(
     program: Program, pipeline: Pipeline, methods, state: State, data: Data, images: jax.Array
 ) -> jax.Array:
     """Logits [n, N, C] of the personal models of all rows on public images [N, H, W, channels]."""
-    method, server = select((methods, state.servers), 0)
 
     def one(entry):
-        row, client = entry
-        variables, facts = method.personal_variables(server, client), facts_of(program, data, row)
+        predict = personal_logits(program, methods, state, data, entry, "local")
 
-        def say(index):
-            prepared = prepare(pipeline, images[index], None, train=False, dtype=program.dtype)
-            return method.logits(program.model, variables, prepared, server, client, facts, scope="local")
+        def predicted(index):
+            return predict(prepare(pipeline, images[index], None, train=False, dtype=program.dtype))
 
-        return over_all(say, images.shape[0], program.eval_batch_of(program.blocks.size))
+        return over_all(predicted, images.shape[0], program.eval_batch_of(program.blocks.size))
 
-    return by_client(program, one, (jnp.arange(data.class_counts.shape[0]), state.clients))
+    rows = jnp.arange(data.class_counts.shape[0])
+    return by_client(program, one, (rows, state.clients, state.statistics))
 
 
 def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
@@ -129,12 +136,11 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, models:
       models: that are tested together.
     """
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
-    template = jax.ShapeDtypeStruct((program.setting.num_classes,), jnp.int32)
-    function = count_correct(predict, program, samples)
+    template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
     start, size, most = part_of(devices, samples.labels.shape[0])
     batch = program.eval_batch_of(models)
-    batch = batch if devices == 1 else min(batch, most)
-    return sum_over_samples(function, images, start, size, Pass(batch), template)
+    how = Pass(batch if devices == 1 else min(batch, most))
+    return sum_over_samples(counted(predict, program, samples), images, start, size, how, template)
 
 
 @full_precision
@@ -167,38 +173,31 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
     Args:
       state: its clients and statistics are those of the rows, [n, ...], or on several devices found by the slots.
       own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
-      slots: [n] places of the rows in the state; n is a multiple of the devices.
+      slots: [n] of the rows in the state; n is a multiple of the devices.
     """
     count = partial(_personal_correct, program, own)
     if program.devices == 1:
         return count(methods, state, data, rows)
 
+    split = own and program.split_data
+
     def share(methods, state, data, rows, slots):
         clients = (state.clients, state.statistics)
         held = clients if program.split_clients else select(clients, slots)
+        data = own_shard(data, tests=True) if split else data
         return gathered(count(methods, State(state.servers, *held), data, rows))
 
     clients = SPLIT if program.split_clients else EVERYWHERE
-    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), EVERYWHERE, SPLIT, SPLIT)
+    read = TESTS if split else EVERYWHERE
+    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), read, SPLIT, SPLIT)
     return spread(share, program.devices, inputs, EVERYWHERE)(methods, state, data, rows, slots)
 
 
 def _personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
     def one(entry):
-        row, client, statistics = entry
-        experiment = row // program.setting.num_clients
-        method, server = select((methods, state.servers), experiment)
-        facts = facts_of(program, data, row)
-        variables = dict(method.personal_variables(server, client))
-        if program.local_statistics:
-            variables |= running(statistics)
-
-        def predict(images):
-            scope = "personal" if own else "local"
-            return method.logits(program.model, variables, images, server, client, facts, scope=scope)
-
+        predict = personal_logits(program, methods, state, data, entry, "personal" if own else "local")
         if own:
-            return client_batches(count_correct(predict, program, data.test), data.test, row, program.test_pass)
+            return client_batches(counted(predict, program, data.test), data.test, entry[0], program.test_pass)
         return on_whole_test(predict, program, data.test, program.blocks.size)
 
     return by_client(program, one, (rows, state.clients, state.statistics))

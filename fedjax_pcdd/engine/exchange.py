@@ -1,12 +1,13 @@
-"""The exchange: participants of several architectures talk through logits on public images, as one compiled function.
+"""The exchange: participants of several architectures agree through logits on public images, as one compiled function.
 
 Participants come in groups, one for each architecture, each stacked; participant k of the federation is `members` of
 some group. Letters: G groups, K participants, N public images, B public batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ import numpy as np
 import optax
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, Tree, facts_of, lift
-from fedjax_pcdd.methods.method import Context, Hyper, Keys
+from fedjax_pcdd.methods.method import Context, Keys, Local
 from fedjax_pcdd.methods.participant import Exchanging, PublicBatch, model_of, over_all, with_model
 from fedjax_pcdd.trees import select, where
 
@@ -35,26 +36,18 @@ class Table:
         order = np.argsort(np.concatenate(self.members))
         return jax.tree.map(lambda *x: jnp.concatenate(x)[order], *parts)
 
+    def lifted(self, g: int, function: Callable, *arguments: Tree) -> Tree:
+        """The function of one participant for all of a group, whose arguments are [K_g, ...]."""
+        return lift(function, len(self.members[g]))(*arguments)
 
-class Seat(NamedTuple):
-    """One participant at the table; stacked to [K_g, ...]."""
+
+class Active(NamedTuple):
+    """One participant during an exchange; stacked to [K_g, ...]."""
 
     row: jax.Array  # in its group
     client: Tree
     variables: Tree
     optimiser: Tree
-
-
-class Talk(NamedTuple):
-    """What does not change during an exchange."""
-
-    method: Exchanging
-    hyper: Hyper
-    data: tuple[Data, ...]  # of the groups
-    images: jax.Array  # [N, H, W, channels] uint8
-    plan: jax.Array  # [steps, B] int32
-    round: jax.Array
-    key: jax.Array
 
 
 @full_precision
@@ -69,119 +62,110 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
     Returns:
       (clients, public).
     """
-    talk = Talk(select(methods, 0), select(hyper, 0), data, images, plan, round, key)
-    seats = tuple(_seats(table, talk, g, group) for g, group in enumerate(clients))
+    exchange = Exchange(table, select(methods, 0), select(hyper, 0), data, images, round, key)
+    groups = tuple(exchange.begin(g, group) for g, group in enumerate(clients))
     targets = None
-    if talk.method.traits().targets == "round":
-        said = table.in_order([_say_all(table, talk, g, group, public) for g, group in enumerate(seats)])
-        public, targets = talk.method.agree(public, said, _counts(table, talk))
+    if exchange.method.traits().targets == "round":
+        spoken = table.in_order([exchange.say_all(g, group, public) for g, group in enumerate(groups)])
+        public, targets = exchange.method.agree(public, spoken, exchange.counts)
 
     def step(t, carry):
-        return _step(table, talk, targets, t, *carry)
+        return exchange.step(targets, plan[t], t, *carry)
 
-    seats, public = jax.lax.fori_loop(0, plan.shape[0], step, (seats, public))
-    return tuple(_keep(talk, group) for group in seats), public
-
-
-def _seats(table: Table, talk: Talk, g: int, clients: Tree) -> Seat:
-    rows = jnp.arange(len(table.members[g]))
-    variables = jax.vmap(model_of)(clients)
-    start = jax.vmap(_optimiser(table, talk, g).init)(variables["params"])
-    return Seat(rows, clients, variables, start)
+    groups, public = jax.lax.fori_loop(0, plan.shape[0], step, (groups, public))
+    return tuple(jax.vmap(with_model)(group.client, group.variables) for group in groups), public
 
 
-def _optimiser(table: Table, talk: Talk, g: int) -> optax.GradientTransformation:
-    program = table.programs[g]
-    return make_optimiser(program.optimizer, talk.hyper, clip=program.clip, apart=talk.method.traits().apart)
+@dataclass(frozen=True)
+class Exchange:
+    """What does not change during an exchange, and its parts."""
 
+    table: Table
+    method: Exchanging
+    local: Local
+    data: tuple[Data, ...]  # of the groups
+    images: jax.Array  # [N, H, W, channels] uint8
+    round: jax.Array
+    key: jax.Array
 
-def _counts(table: Table, talk: Talk) -> jax.Array:
-    return table.in_order([data.class_counts for data in talk.data])
+    @property
+    def counts(self) -> jax.Array:
+        """Private samples [K, C]."""
+        return self.table.in_order([data.class_counts for data in self.data])
 
+    def begin(self, g: int, clients: Tree) -> Active:
+        """The participants of a group."""
+        variables = jax.vmap(model_of)(clients)
+        start = jax.vmap(self.optimiser(g).init)(variables["params"])
+        return Active(jnp.arange(len(self.table.members[g])), clients, variables, start)
 
-def _context(table: Table, talk: Talk, g: int, seat: Seat, public: Tree, step) -> Context:
-    program = table.programs[g]
-    participant = jnp.asarray(table.members[g])[seat.row]
-    keys = Keys.of(jax.random.fold_in(jax.random.fold_in(talk.key, step), 1 + participant))
-    start = model_of(seat.client)
-    facts = facts_of(program, talk.data[g], seat.row)
-    epoch = jnp.zeros((), jnp.int32)
-    return Context(
-        program.model, program.setting, talk.hyper, public, seat.client, start, facts, epoch, epoch + 1, step,
-        talk.round, keys, exchanging=True,
-    )  # fmt: skip
+    def optimiser(self, g: int) -> optax.GradientTransformation:
+        """Of the steps on public images."""
+        return make_optimiser(self.local, clip=self.table.programs[g].clip, apart=self.method.traits().apart)
 
+    def context(self, g: int, one: Active, public: Tree, step) -> Context:
+        """What a participant's hooks see."""
+        program, epoch = self.table.programs[g], jnp.zeros((), jnp.int32)
+        participant = jnp.asarray(self.table.members[g])[one.row]
+        keys = Keys.of(jax.random.fold_in(jax.random.fold_in(self.key, step), 1 + participant))
+        return Context(
+            program.model, program.setting, self.local, public, one.client, model_of(one.client),
+            facts_of(program, self.data[g], one.row), epoch, epoch + 1, step, self.round, keys, exchanging=True,
+        )  # fmt: skip
 
-def _say_all(table: Table, talk: Talk, g: int, seats: Seat, public: Tree) -> Tree:
-    """What a group tells of all public images as they are, leaves [K_g, N, ...]."""
-    program, members = table.programs[g], len(table.members[g])
+    def say_all(self, g: int, group: Active, public: Tree) -> Tree:
+        """What a group tells of all public images as they are, leaves [K_g, N, ...]."""
+        program, members = self.table.programs[g], len(self.table.members[g])
 
-    def one(seat):
-        def say(rows):
-            images = prepare(table.pipeline, talk.images[rows], None, train=False, dtype=program.dtype)
-            context = _context(table, talk, g, seat, public, jnp.zeros((), jnp.int32))
-            return talk.method.say(seat.variables, PublicBatch(images, images, ()), context)
+        def one(active):
+            def say(rows):
+                images = prepare(self.table.pipeline, self.images[rows], None, train=False, dtype=program.dtype)
+                context = self.context(g, active, public, jnp.zeros((), jnp.int32))
+                return self.method.say(active.variables, PublicBatch(images, images, ()), context)
 
-        return over_all(say, talk.images.shape[0], program.eval_batch_of(members))
+            return over_all(say, self.images.shape[0], program.eval_batch_of(members))
 
-    return lift(one, members)(seats)
+        return self.table.lifted(g, one, group)
 
+    def step(self, targets: Tree, index, t, groups: tuple[Active, ...], public: Tree):
+        """One public batch: all speak, the server makes the targets, all take one step."""
+        batch = self.batch(index, jax.random.fold_in(jax.random.fold_in(self.key, t), 0))
 
-def _step(table: Table, talk: Talk, targets: Tree, t, seats: tuple[Seat, ...], public: Tree):
-    """One public batch: everybody speaks, the server makes the targets, everybody takes one step."""
-    index = talk.plan[t]
-    batch = _batch(table, talk, index, jax.random.fold_in(jax.random.fold_in(talk.key, t), 0))
+        def say(g, one):
+            return self.method.say(one.variables, batch, self.context(g, one, public, t))
 
-    def lifted(g, function):
-        return lift(function, len(table.members[g]))
+        def move(g, one, aim):
+            return self.move(g, one, batch._replace(target=aim), public, t)
 
-    if targets is None:
-        said = []
-        for g, group in enumerate(seats):
+        if targets is None:
+            spoken = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
+            public, aims = self.method.agree(public, self.table.in_order(spoken), self.counts)
+            aims = jax.lax.stop_gradient(aims)
+        else:
+            aims = jax.tree.map(lambda x: x[:, index], targets)
+        own = [select(aims, np.array(members)) for members in self.table.members]
+        return tuple(self.table.lifted(g, partial(move, g), group, own[g]) for g, group in enumerate(groups)), public
 
-            def say(seat, g=g):
-                return talk.method.say(seat.variables, batch, _context(table, talk, g, seat, public, t))
+    def batch(self, index, key) -> PublicBatch:
+        """Public images, augmented if the pipeline says so, and plain."""
+        images, dtype, pipeline = self.images[index], self.table.programs[0].dtype, self.table.pipeline
+        plain = prepare(pipeline, images, None, train=False, dtype=dtype)
+        seen = prepare(pipeline, images, key, train=True, dtype=dtype) if pipeline.random else plain
+        return PublicBatch(seen, plain, ())
 
-            said.append(lifted(g, say)(group))
-        public, aims = talk.method.agree(public, table.in_order(said), _counts(table, talk))
-        aims = jax.lax.stop_gradient(aims)
-    else:
-        aims = jax.tree.map(lambda x: x[:, index], targets)
-    after = []
-    for g, group in enumerate(seats):
+    def move(self, g: int, one: Active, batch: PublicBatch, public: Tree, t) -> Active:
+        """One optimiser step of one participant."""
+        method, context = self.method, self.context(g, one, public, t)
+        params, optimiser = one.variables["params"], self.optimiser(g)
 
-        def move(seat, aim, g=g):
-            return _move(table, talk, g, seat, batch._replace(target=aim), public, t)
+        def loss(params):
+            return method.imitate({**one.variables, "params": params}, batch, context)
 
-        after.append(lifted(g, move)(group, select(aims, np.array(table.members[g]))))
-    return tuple(after), public
-
-
-def _batch(table: Table, talk: Talk, index, key) -> PublicBatch:
-    images, dtype = talk.images[index], table.programs[0].dtype
-    plain = prepare(table.pipeline, images, None, train=False, dtype=dtype)
-    if not table.pipeline.random:
-        return PublicBatch(plain, plain, ())
-    return PublicBatch(prepare(table.pipeline, images, key, train=True, dtype=dtype), plain, ())
-
-
-def _move(table: Table, talk: Talk, g: int, seat: Seat, batch: PublicBatch, public: Tree, t) -> Seat:
-    """One optimiser step of one participant."""
-    method, context = talk.method, _context(table, talk, g, seat, public, t)
-    params, optimiser = seat.variables["params"], _optimiser(table, talk, g)
-
-    def loss(params):
-        return method.imitate({**seat.variables, "params": params}, batch, context)
-
-    (_, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    held = optimiser.init(params) if method.public_optimizer == "per_batch" else seat.optimiser
-    updates, held = optimiser.update(gradients, held, params)
-    moved = optax.apply_updates(params, updates)
-    moving = method.trainable(params, context)
-    if moving is not None:
-        moved = jax.tree.map(where, moving, moved, params)
-    return seat._replace(variables={**seat.variables, **state, "params": moved}, optimiser=held)
-
-
-def _keep(talk: Talk, seats: Seat) -> Any:
-    return jax.vmap(with_model)(seats.client, seats.variables)
+        (_, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        held = optimiser.init(params) if method.public_optimizer == "per_batch" else one.optimiser
+        updates, held = optimiser.update(gradients, held, params)
+        moved = optax.apply_updates(params, updates)
+        moving = method.trainable(params, context)
+        if moving is not None:
+            moved = jax.tree.map(where, moving, moved, params)
+        return one._replace(variables={**one.variables, **state, "params": moved}, optimiser=held)

@@ -12,7 +12,7 @@ Letters: G groups, K participants, D domains (test lists), C classes.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,51 @@ import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.engine import grouping, schedule
-from fedjax_pcdd.engine.blocks import Pass, client_pass
+from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.engine import schedule
+from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
-from fedjax_pcdd.engine.grouping import Public as Public
-from fedjax_pcdd.engine.grouping import batch_size_of, group_simulation, mean_of_models, members_of, placed
-from fedjax_pcdd.engine.program import State, Tree, facts_of, samples_of
-from fedjax_pcdd.engine.round import Evaluation, Launched, Local, Report, Simulation
+from fedjax_pcdd.engine.lanes import aggregated
+from fedjax_pcdd.engine.program import Evaluation, Launched, Report, State, Tree, facts_of, samples_of
+from fedjax_pcdd.engine.round import Experiment, Simulation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Method, Server
-from fedjax_pcdd.methods.participant import Participant
+from fedjax_pcdd.methods.method import Local, Message, Method, Server
+from fedjax_pcdd.methods.participant import Participant, model_of, with_model
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select
 
 PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
+
+
+class Public(NamedTuple):
+    """Images that all may see; no one has their labels."""
+
+    images: np.ndarray  # [N, H, W, channels] uint8
+    pipeline: Pipeline
+    batch: int  # B; of an incomplete last batch nothing is used
+
+
+def members_of(models: Sequence[Classifier]) -> tuple[tuple[int, ...], ...]:
+    """Participants with equal models, in the order of their first."""
+    groups: dict[Classifier, list[int]] = {}
+    for k, model in enumerate(models):
+        groups.setdefault(model, []).append(k)
+    return tuple(map(tuple, groups.values()))
+
+
+def fitting(local: Local, sizes: np.ndarray, weights: str | None = None) -> Local:
+    """Local training with batches no larger than the largest client, where nothing but padding is lost by it."""
+    if local.last_batch in ("strict", "top_up") or weights == "batches":
+        return local
+    return replace(local, batch_size=int(min(local.batch_size, max(1, sizes.max()))))
+
+
+def mean_of_models(clients: Tree) -> Tree:
+    """Every participant's model replaced by the mean of all [K, ...]."""
+    variables = jax.vmap(model_of)(clients)
+    mean = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), variables)
+    return jax.vmap(with_model)(clients, mean)
 
 
 class Groups:
@@ -68,26 +98,39 @@ class Groups:
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
         self.members = members_of(models)
         self._check(method, options)
-        on_device = placed(federation.dataset)
+        self.shares_server = len(self.members) > 1 and method.traits().common_server
+        data, tests = federation.dataset, federation.partition.test
+        # Images are on the device once, for all groups.
+        data = replace(data, x_train=jnp.asarray(data.x_train), x_test=jnp.asarray(data.x_test))
         if public is not None and method.traits().public:
             options = options | {"public": (public.images, public.pipeline)}
-        self.groups = tuple(
-            group_simulation(
-                method.build(models[members[0]]), on_device, federation, method, local, seed, members, epochs, options
-            )
-            for members in self.members
-        )
-        self.methods, self.program = self.groups[0].methods, self.groups[0].program
+
+        def group(members: tuple[int, ...]) -> Simulation:
+            parts = Partition(*(tuple(lists[k] for k in members) for lists in (federation.partition.train, tests)))
+            part, own = Federation(data, parts), tuple(epochs[k] for k in members) if epochs else local.epochs
+            fits = replace(fitting(local, part.sizes, options.get("weights")), epochs=own)
+            model, experiment = method.build(models[members[0]]), Experiment(part, method, fits, seed, members)
+            own_server = not self.shares_server
+            return Simulation(model, [experiment], cohort=len(members), aggregates=own_server, **options)
+
+        self.groups = tuple(group(members) for members in self.members)
+        first = self.groups[0]
+        self.methods, self.hyper, self.program, self.advice = first.methods, first.hyper, first.program, first.advice
         self.method = select(self.methods, 0)
-        self.traits, self.advice = self.method.traits(), self.groups[0].advice
-        self.table = Table(
-            tuple(g.program for g in self.groups), self.members, public.pipeline if public else Pipeline()
-        )
+        self.traits = self.method.traits()
+        pipeline = public.pipeline if public else Pipeline()
+        self._check_features()
+        everyone = self.program.setting._replace(num_clients=federation.num_clients)
+        self._aggregates = [jax.jit(partial(aggregated, replace(g.program, setting=everyone))) for g in self.groups]
+        self.table = Table(tuple(g.program for g in self.groups), self.members, pipeline)
         self.images = jnp.asarray(public.images) if public else None
-        self.tests = samples_of(on_device.x_test, on_device.y_test, federation.partition.test)
+        self.tests = samples_of(data.x_test, data.y_test, tests)
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
-        self._domains = [jax.jit(partial(domain_correct, g.program, self._domain_pass(g))) for g in self.groups]
-        self._logits = [jax.jit(partial(public_logits, g.program, self.table.pipeline)) for g in self.groups]
+        passes = [client_pass(federation.test_sizes, g.program.eval_batch, g.program.blocks.size) for g in self.groups]
+        self._domains = [
+            jax.jit(partial(domain_correct, g.program, how)) for g, how in zip(self.groups, passes, strict=True)
+        ]
+        self._logits = [jax.jit(partial(public_logits, g.program, pipeline)) for g in self.groups]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
     def _check(self, method: Method, options: dict[str, Any]) -> None:
@@ -98,17 +141,19 @@ class Groups:
             raise UserError("models of different architectures cannot be averaged: name one in `models`.")
         if traits.needs_public and self.public is None:
             raise UserError("this method needs public images: name a data set with `public`.")
-        if traits.own_models and options.get("local_statistics"):
+        if traits.own_models and (options.get("local_statistics") or options.get("local_layers")):
             raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
+
+    def _check_features(self) -> None:
+        widths = sorted({group.program.setting.feature_dim for group in self.groups})
+        if len(widths) > 1 and self.traits.common_features:
+            many = " and ".join(map(str, widths))
+            raise UserError(f"prototypes need as many features in every model, not {many}: set `features`.")
 
     @property
     def federations(self) -> list[Federation]:
         """The one."""
         return [self.federation]
-
-    def _domain_pass(self, group: Simulation) -> Pass:
-        """How a participant's model goes through one domain's tests."""
-        return client_pass(self.federation.test_sizes, group.program.eval_batch, group.program.blocks.size)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -126,11 +171,6 @@ class Groups:
         return self._in_order([g.weights[0] for g in self.groups])[None]
 
     @property
-    def hyper(self):
-        """Settings of local training, leaves [1]."""
-        return self.groups[0].hyper
-
-    @property
     def compilations(self) -> int:
         """How often the round of a group was compiled at most; 1 after any number of rounds."""
         return max(group.compilations for group in self.groups)
@@ -141,41 +181,32 @@ class Groups:
 
     def start(self) -> State:
         """State before the first round and before pre-training."""
-        started = [self._start(g) for g in range(len(self.groups))]
-        return State(
-            {"groups": tuple(s.servers for s in started), "public": self._init_public()},
-            tuple(s.clients for s in started),
-            tuple(s.statistics for s in started),
-        )
-
-    def _start(self, g: int) -> State:
-        state = self.groups[g].start()
-        if not self.traits.own_models:
-            return state
-        return state._replace(clients=self._clients(g, self._initial(g)))
+        states = [group.start() for group in self.groups]
+        clients = tuple(s.clients for s in states)
+        if self.traits.own_models:
+            clients = tuple(self._clients(g, self._initial(g)) for g in range(len(self.groups)))
+        public = ()
+        if self.public is not None and self.traits.exchange != "never":
+            public = self.method.init_public(self.program.setting, len(self.public.images))  # pyright: ignore[reportAttributeAccessIssue]
+        servers = {"groups": tuple(s.servers for s in states), "public": public}
+        return State(servers, clients, tuple(s.statistics for s in states))
 
     def _initial(self, g: int) -> Tree:
         """Fresh variables of a group's participants [K_g, ...]."""
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
         group, numbers = self.groups[g], jnp.array(self.members[g])
+        numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
         first = jax.vmap(lambda k: initialise(group.program.model, jax.random.fold_in(key, k), shape))(numbers)
         return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
-    def _init_public(self) -> Tree:
-        if self.public is None or self.traits.exchange == "never":
-            return ()
-        return self.method.init_public(self.program.setting, len(self.public.images))
-
     def _clients(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
-        group, key = self.groups[g], jax.random.fold_in(jax.random.key(self.seed), 3)
+        program, data, key = self.groups[g].program, self.groups[g].data, jax.random.key(self.seed)
         rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
 
         def one(row, number, variables):
-            facts = facts_of(group.program, group.data, row)
-            return self.method.init_client(
-                group.program.setting, Server(variables), facts, jax.random.fold_in(key, number)
-            )
+            own = jax.random.fold_in(jax.random.fold_in(key, 3), number)
+            return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), own)
 
         return jax.jit(jax.vmap(one))(rows, numbers, variables)
 
@@ -189,7 +220,7 @@ class Groups:
         for g, group in enumerate(self.groups):
             first = group.experiments[0]
             local = replace(first.local, epochs=epochs, batch_size=batch_size, lr_steps=())
-            local = replace(local, batch_size=batch_size_of(local, first.federation.sizes, {}))
+            local = fitting(local, first.federation.sizes)
             alone = group.alike([first._replace(method=Participant(), local=local)], len(self.members[g]))
             after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)
             clients.append(self._clients(g, after.clients))
@@ -201,14 +232,13 @@ class Groups:
 
     def jobs(self, round: int) -> tuple[schedule.Jobs, list[np.ndarray]]:
         """Jobs of all groups in the federation's order, and the batches of each."""
-        found = [group.jobs(round) for group in self.groups]
-        batches = [b for _, group in found for b in group]
-        order = np.argsort(np.concatenate(self.members))
-        return self._joined([jobs for jobs, _ in found]), [batches[i] for i in order]
+        jobs, batches = zip(*(group.jobs(round) for group in self.groups), strict=True)
+        drawn = [b for group in batches for b in group]
+        return self._joined(jobs), [drawn[i] for i in np.argsort(np.concatenate(self.members))]
 
-    def _joined(self, found: Sequence[schedule.Jobs]) -> schedule.Jobs:
-        shares = self._shares()
-        scaled = [jobs._replace(weight=jobs.weight * share) for jobs, share in zip(found, shares, strict=True)]
+    def _joined(self, parts: Sequence[schedule.Jobs]) -> schedule.Jobs:
+        pairs = zip(parts, self._shares(), strict=True)
+        scaled = [jobs._replace(weight=jobs.weight * share) for jobs, share in pairs]
         joined = schedule.Jobs(*(self._in_order(field) for field in zip(*scaled, strict=True)))
         return joined._replace(row=joined.number)
 
@@ -225,37 +255,42 @@ class Groups:
     def public_plan(self, round: int) -> np.ndarray:
         """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation, the rest dropped."""
         assert self.public is not None  # `_check` has seen to it
-        images, batch = self.public.images, self.public.batch
-        return grouping.public_batches(self.seed, round, len(images), batch, self.method.public_epochs)
+        total, epochs = len(self.public.images), range(self.method.public_epochs)  # pyright: ignore[reportAttributeAccessIssue]
+        batch = min(self.public.batch, total)
+        drawn = [schedule.stream(self.seed, round, 2**63 + 1, e).permutation(total) for e in epochs]
+        return np.concatenate([x[: total // batch * batch] for x in drawn]).reshape(-1, batch).astype(np.int32)
 
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
         """One round of all participants."""
-        plans, _ = plan or self.plan(round)
+        plans, jobs = plan or self.plan(round)
         when = self.traits.exchange
         state = self.exchange(state, round) if when == "before" else state
         state = self._averaged(state, "exchanged")
-        servers, clients, statistics, reports = [], [], [], []
-        for g, group in enumerate(self.groups):
-            held = State(state.servers["groups"][g], state.clients[g], state.statistics[g])
-            after, report = group.step(held, round, plans[g])
-            servers.append(after.servers)
-            clients.append(after.clients)
-            statistics.append(after.statistics)
-            reports.append(report)
-        merged = self._common(servers) if self.traits.common_server else tuple(servers)
-        # Groups may have been given one and the same server, but each donates its own.
-        merged = tuple(jax.tree.map(jnp.copy, server) for server in merged)
-        state = State(state.servers | {"groups": merged}, tuple(clients), tuple(statistics))
-        state = self._averaged(state, "trained")
+        parts = [group.step(self._of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
+        after, reports = zip(*parts, strict=True)
+        servers, clients, statistics = zip(*after, strict=True)
+        servers = self._told(servers, jobs, round) if self.shares_server else servers
+        state = self._averaged(State(state.servers | {"groups": tuple(servers)}, clients, statistics), "trained")
         state = self.exchange(state, round) if when == "after" else state
-        order = np.argsort(np.concatenate(self.members))
-        return state, Report(*(jnp.concatenate(x)[order] for x in zip(*reports, strict=True)))
+        most = max(report.before.shape[1] for report in reports)  # epochs, which differ where participants' do
+        reports = [r._replace(before=jnp.pad(r.before, ((0, 0), (0, most - r.before.shape[1])))) for r in reports]
+        return state, Report(*(self.table.in_order(x) for x in zip(*reports, strict=True)))
 
-    def _common(self, servers: Sequence[Tree]) -> tuple[Tree, ...]:
-        """The mean of the groups' servers, for each of them."""
-        shares = self._shares()
-        mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *servers)
-        return (mean if len(servers) > 1 else servers[0],) * len(servers)
+    def _told(self, outcomes: Sequence[tuple[Tree, Message]], jobs: schedule.Jobs, round: int) -> list[Tree]:
+        """Every group's server after the messages of all groups, from those before and the groups' own messages."""
+        message, number = self._message([message for _, message in outcomes]), np.int32(round)
+        return [
+            aggregate(group.methods, group.hyper_at(round), group.data, group.keys, server, message, jobs, number)
+            for group, aggregate, (server, _) in zip(self.groups, self._aggregates, outcomes, strict=True)
+        ]
+
+    def _message(self, messages: Sequence[Message]) -> Message:
+        """The message of all participants; groups weigh in `mean` by their shares."""
+        means, totals, each = zip(*messages, strict=True)
+        shares, order = self._shares(), np.argsort(np.concatenate(self.members))
+        mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *means)
+        total = jax.tree.map(lambda *x: sum(x), *totals)
+        return Message(mean, total, jax.tree.map(lambda *x: jnp.concatenate(x)[order], *each))
 
     def launch(self, state: State, round: int, plan=None) -> Launched:
         """One round, as `Simulation.launch`."""
@@ -285,12 +320,10 @@ class Groups:
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions of the groups, as `Simulation.evaluate`; participants in the federation's order."""
-        found = [group.evaluate(self._of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
-        generic, own, local, further = (list(field) for field in zip(*found, strict=True))
-        return Evaluation(
-            generic[0], self._in_order(own) if personal else (),
-            () if isinstance(local[0], tuple) else self._in_order(local), further[0],
-        )  # fmt: skip
+        counts = [group.evaluate(self._of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
+        generic, own, local, further = (list(field) for field in zip(*counts, strict=True))
+        local = () if isinstance(local[0], tuple) else self._in_order(local)
+        return Evaluation(generic[0], self._in_order(own) if personal else (), local, further[0])
 
     def general(self, state: State):
         """Correct predictions of the server's models alone, as `Simulation.general`; all groups have the same ones."""
@@ -298,20 +331,17 @@ class Groups:
 
     def domain_correct(self, state: State) -> np.ndarray:
         """Correct predictions of every participant's model on every domain's tests, top-1 and top-5 [K, D, 2, C]."""
-        found = [
-            correct(group.methods, self._of_group(state, g), group.data, self.tests)
-            for g, (group, correct) in enumerate(zip(self.groups, self._domains, strict=True))
-        ]
-        return self._in_order(found)
+        return self._of_all(self._domains, state, self.tests)
 
     def public_logits(self, state: State) -> np.ndarray:
         """What every participant's model says of the public images as they are [K, N, C]."""
         assert self.public is not None, "there are no public images"
-        found = [
-            said(group.methods, self._of_group(state, g), group.data, self.images)
-            for g, (group, said) in enumerate(zip(self.groups, self._logits, strict=True))
-        ]
-        return self._in_order(found)
+        return self._of_all(self._logits, state, self.images)
+
+    def _of_all(self, functions: Sequence[Any], state: State, more: Any) -> np.ndarray:
+        """What each group's function returns for its participants [K, ...]."""
+        pairs = enumerate(zip(self.groups, functions, strict=True))
+        return self._in_order([one(g.methods, self._of_group(state, i), g.data, more) for i, (g, one) in pairs])
 
     def _of_group(self, state: State, g: int) -> State:
         return State(state.servers["groups"][g], state.clients[g], state.statistics[g])

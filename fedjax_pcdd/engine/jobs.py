@@ -8,18 +8,29 @@ import optax
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.program import OPTIMISER, Data, Program, Tree, facts_of, of_experiment, running, unlabelled
+from fedjax_pcdd.engine.program import (
+    OPTIMISER,
+    Data,
+    Program,
+    Tree,
+    facts_of,
+    layers_of,
+    of_experiment,
+    overlaid,
+    unlabelled,
+    with_own,
+)
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.methods.checks import alike, scalar
-from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Hyper, Keys, Step
+from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
 from fedjax_pcdd.trees import select
 
 
-class World(NamedTuple):
+class Inputs(NamedTuple):
     """What every lane may read during a round."""
 
     methods: Any  # [E]
-    hyper: Hyper  # [E]
+    hyper: Local  # [E]
     servers: Tree  # [E, ...]
     data: Data
     jobs: Jobs
@@ -37,51 +48,50 @@ class Lane(NamedTuple):
     client: Tree
     loss: jax.Array  # sum over the job's steps
     statistics: Tree  # what the engine keeps of the client, as it was at the start
+    before: jax.Array  # [E] correct answers on its own tests before each epoch, where that is asked for
 
 
-def method_and_server(program: Program, world: World, job):
+def method_and_server(program: Program, inputs: Inputs, job):
     """The job's method and server."""
-    experiment = world.jobs.experiment[job]
-    return of_experiment((world.methods, world.servers), program, experiment)
+    return of_experiment((inputs.methods, inputs.servers), program, inputs.jobs.experiment[job])
 
 
-def _start(method, server: Tree, client: Tree, statistics: Tree) -> Tree:
-    """What local training starts from: the variables downloaded, but for running statistics of the client's own."""
-    return {**method.download(server, client), **running(statistics)}
+def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
+    """The context of one local step of a lane's job.
 
-
-def context_of(program: Program, world: World, lane: Lane, step) -> Context:
-    """The context of one local step of a lane's job."""
-    job, client = lane.job, lane.client
-    method, server = method_and_server(program, world, job)
-    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    start = _start(method, server, client, lane.statistics)
-    facts = facts_of(program, world.data, world.jobs.row[job])
-    epoch, epochs = (n // jnp.maximum(world.jobs.epoch_steps[job], 1) for n in (step, world.jobs.steps[job]))
-    keys = Keys.of(jax.random.fold_in(world.keys[job], step))
+    Layers of the client's own never move for a method: `start` has them as they are now, so that terms and messages
+    that compare with it see the shared parameters alone.
+    """
+    job, client, jobs = lane.job, lane.client, inputs.jobs
+    method, server = method_and_server(program, inputs, job)
+    local = of_experiment(inputs.hyper, program, jobs.experiment[job])
+    facts = facts_of(program, inputs.data, jobs.row[job])
+    start = with_own(method.download(server, client), lane.statistics)
+    if program.local_layers:
+        own = jax.lax.stop_gradient(layers_of(program, lane.variables["params"]))
+        start = {**start, "params": overlaid(start["params"], own)}
+    epoch, epochs = (n // jnp.maximum(jobs.epoch_steps[job], 1) for n in (step, jobs.steps[job]))
+    keys, public = Keys.of(jax.random.fold_in(inputs.keys[job], step)), unlabelled(program, inputs.data)
     model, setting = program.model, program.setting
-    public = unlabelled(program, world.data)
-    return Context(model, setting, hyper, server, client, start, facts, epoch, epochs, step, world.round, keys, public)
+    return Context(model, setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys, public)
 
 
-def _optimiser(program: Program, world: World, job):
-    method, _ = method_and_server(program, world, job)
-    hyper = of_experiment(world.hyper, program, world.jobs.experiment[job])
-    return make_optimiser(program.optimizer, hyper, clip=program.clip, apart=method.traits().apart)
+def _optimiser(program: Program, inputs: Inputs, job):
+    method, _ = method_and_server(program, inputs, job)
+    local = of_experiment(inputs.hyper, program, inputs.jobs.experiment[job])
+    return make_optimiser(local, clip=program.clip, apart=method.traits().apart)
 
 
-def load(program: Program, world: World, clients: Tree, statistics: Tree, job, step) -> Lane:
+def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job, step) -> Lane:
     """A lane at the start of a job: the downloaded variables and a fresh optimiser, or the client's own."""
-    method, server = method_and_server(program, world, job)
-    slot = world.jobs.slot[job]
-    client, statistics = select((clients, statistics), slot)
-    variables = _start(method, server, client, statistics)
-    optimiser = _optimiser(program, world, job).init(variables["params"])
+    method, server = method_and_server(program, inputs, job)
+    client, statistics = select((clients, statistics), inputs.jobs.slot[job])
+    variables = with_own(method.download(server, client), statistics)
+    optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:
         optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().renewed)
-    loss = jnp.zeros((), jnp.result_type(float))
-    job, step = jnp.asarray(job, jnp.int32), jnp.asarray(step, jnp.int32)
-    return Lane(job, step, variables, optimiser, client, loss, statistics)
+    loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros(program.tests_epochs, jnp.int32)
+    return Lane(jnp.int32(job), jnp.int32(step), variables, optimiser, client, loss, statistics, before)
 
 
 def resumed(fresh: Tree, kept: Tree, renewed: tuple[str, ...]) -> Tree:
@@ -101,11 +111,11 @@ def train_batch(program: Program, data: Data, index, key) -> Batch:
     return Batch(images, data.train.labels[safe], mask.astype(jnp.result_type(float)))
 
 
-def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
+def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lane:
     """One optimiser step of one lane on the batch index [B]."""
-    method, _ = method_and_server(program, world, lane.job)
-    context = context_of(program, world, lane, step - lane.start)
-    batch = train_batch(program, world.data, index, context.keys.augment)
+    method, _ = method_and_server(program, inputs, lane.job)
+    context = context_of(program, inputs, lane, step - lane.start)
+    batch = train_batch(program, inputs.data, index, context.keys.augment)
     variables, params = lane.variables, lane.variables["params"]
     moving = method.trainable(params, context)
 
@@ -120,7 +130,7 @@ def train_step(program: Program, world: World, lane: Lane, index, step) -> Lane:
 
     def step_on(gradients):
         alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
-        update = _optimiser(program, world, lane.job).update
+        update = _optimiser(program, inputs, lane.job).update
         return Step(*update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving))
 
     value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)

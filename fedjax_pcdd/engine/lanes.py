@@ -1,5 +1,6 @@
-"""Lanes: L workers, of which each trains one client after another, as one step over a leading axis.
+"""One round as a pure function: local training of all jobs in lanes, then aggregation in every experiment.
 
+Lanes are L workers, of which each trains one client after another, as one step over a leading axis.
 The loop over segments loads jobs into lanes, runs the steps of the segment, and finishes the jobs that end: their
 message is reduced on the fly, so memory is O(lanes), not O(cohort). A lane that has run dry computes what nobody reads.
 Jobs are loaded and finished in blocks of b (`blocks.py`); where all lanes change their jobs at once, as one lane always
@@ -8,6 +9,7 @@ Several devices do so with their own jobs, and speak to each other only when all
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,14 +17,32 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import prepare
-from fedjax_pcdd.engine.evaluation import client_batches, count_correct
-from fedjax_pcdd.engine.jobs import Lane, World, context_of, load, method_and_server, train_step
+from fedjax_pcdd.engine.devices import full_precision
+from fedjax_pcdd.engine.evaluation import client_batches, counted
+from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
-from fedjax_pcdd.engine.program import OPTIMISER, Program, State, Tree, block_of, facts_of, over, put
+from fedjax_pcdd.engine.program import (
+    LAYERS,
+    OPTIMISER,
+    Program,
+    Report,
+    State,
+    Tree,
+    block_of,
+    facts_of,
+    layers_of,
+    lift,
+    over,
+    put,
+    unlabelled,
+)  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
+from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import alike
-from fedjax_pcdd.methods.method import Batch, Context, Keys, Message
+from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import select, where
+
+LANES = "lanes"  # the axis over which lanes are mapped
 
 
 class Outcome(NamedTuple):
@@ -33,53 +53,79 @@ class Outcome(NamedTuple):
     statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
+    before: jax.Array  # [J, E] the same before each epoch, of all classes
 
 
-def summary_of(program: Program, world: World, lane: Lane, context: Context) -> Tree:
+def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -> Tree:
     """The method's pass over the client's training data under the trained variables; () without one."""
-    method, _ = method_and_server(program, world, lane.job)
+    method, _ = method_and_server(program, inputs, lane.job)
     summary = method.traits().summary
-    if summary is None:
+    if summary is None or not program.summarises:
         return ()
-    row, train = world.jobs.row[lane.job], world.data.train
+    row, train = inputs.jobs.row[lane.job], inputs.data.train
+
+    def number(index):
+        return index if isinstance(train.numbers, tuple) else train.numbers[index]
 
     def image(index):  # what it draws is the sample's own, however many form a batch
-        key, augmented = jax.random.fold_in(context.keys.augment, index), summary.augmented
+        key, augmented = jax.random.fold_in(context.keys.augment, number(index)), summary.augmented
         return prepare(program.pipeline, train.images[index][None], key, train=augmented, dtype=program.dtype)[0]
 
     def summarise(index, mask):
         batch = Batch(jax.vmap(image)(index), train.labels[index], mask.astype(jnp.result_type(float)))
-        keys = Keys.of(jax.random.fold_in(context.keys.method, index[0]))
+        keys = Keys.of(jax.random.fold_in(context.keys.method, number(index[0])))
         return method.summarise(lane.variables, batch, context._replace(keys=keys))
 
     how = program.batch_pass if summary.train else program.train_pass
     return client_batches(summarise, train, row, how)
 
 
-def upload(program: Program, world: World, lane: Lane) -> tuple[Tree, Message]:
+def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]:
     """The next state of the lane's client, and its message."""
-    method, _ = method_and_server(program, world, lane.job)
-    context = context_of(program, world, lane, world.jobs.steps[lane.job])
-    return method.upload(lane.variables, summary_of(program, world, lane, context), context)
+    method, _ = method_and_server(program, inputs, lane.job)
+    context = context_of(program, inputs, lane, inputs.jobs.steps[lane.job])
+    return method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
 
 
-def finish(program: Program, world: World, lane: Lane) -> Outcome:
+def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     """What one job leaves behind, an `Outcome` without leading axes; its model is tested on the client's own data."""
-    job, jobs = lane.job, world.jobs
-    row, steps = jobs.row[job], jobs.steps[job]
-    method, server = method_and_server(program, world, job)
-    client, message = upload(program, world, lane)
+    method, _ = method_and_server(program, inputs, lane.job)
+    client, message = upload(program, inputs, lane)
     alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
+    correct = tested(program, inputs, lane, client)
+    new = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
+    statistics = {k: new[k] for k in lane.statistics} if lane.statistics else ()
+    loss = lane.loss / jnp.maximum(inputs.jobs.steps[lane.job], 1)
+    return Outcome(message, client, statistics, loss, correct, lane.before)
+
+
+def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Array:
+    """Correct predictions [C] of a lane's model on the client's own test set."""
+    method, server = method_and_server(program, inputs, lane.job)
+    row, tests = inputs.jobs.row[lane.job], inputs.data.test
 
     def predict(images):
-        facts = facts_of(program, world.data, row)
+        facts = facts_of(program, inputs.data, row)
         return method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
 
-    tests = world.data.test
-    correct = client_batches(count_correct(predict, program, tests), tests, row, program.test_pass)
-    new = {**lane.variables, OPTIMISER: lane.optimiser}
-    statistics = {k: new[k] for k in lane.statistics} if lane.statistics else ()
-    return Outcome(message, client, statistics, lane.loss / jnp.maximum(steps, 1), correct)
+    return client_batches(counted(predict, program, tests), tests, row, program.test_pass)
+
+
+def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
+    """The lane with the correct answers of its model, where that begins an epoch.
+
+    All lanes are tested where one begins, so that this is a branch for all of them and no cost of every step.
+    """
+    jobs, done = inputs.jobs, step - lane.start
+    length = jnp.maximum(jobs.epoch_steps[lane.job], 1)
+    begins = (done % length == 0) & (done < jobs.steps[lane.job])
+    some = begins if program.lanes == 1 else jax.lax.pmax(begins.astype(jnp.int32), LANES) > 0
+
+    def test(before):
+        correct = tested(program, inputs, lane, lane.client)[: program.setting.num_classes].sum()
+        return jnp.where(begins, before.at[done // length].set(correct), before)
+
+    return lane._replace(before=jax.lax.cond(some, test, lambda before: before, lane.before))
 
 
 def store(program: Program, jobs: Jobs, job, live, new: Outcome, outcome: Outcome) -> Outcome:
@@ -91,11 +137,10 @@ def store(program: Program, jobs: Jobs, job, live, new: Outcome, outcome: Outcom
     """
     rows = jobs.slot[job] if program.in_place else job
     clients, statistics = put((outcome.clients, outcome.statistics), rows, (new.clients, new.statistics), live)
-    each, loss, correct = put(
-        (outcome.message.each, outcome.loss, outcome.correct), job, (new.message.each, new.loss, new.correct), live
-    )
+    told, added = ((x.message.each, x.loss, x.correct, x.before) for x in (outcome, new))
+    each, loss, correct, before = put(told, job, added, live)
     mean, total = reduce(program, jobs, job, live, outcome.message, new.message)
-    return Outcome(Message(mean, total, each), clients, statistics, loss, correct)
+    return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
 
 
 def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Message) -> tuple[Tree, Tree]:
@@ -123,97 +168,113 @@ def _zeros(tree: Tree, *leading: int) -> Tree:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
 
 
-def _empty(program: Program, world: World, state: State) -> tuple[Any, Outcome]:
+def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
     """Lanes, if any outlives a segment, and outcome before the first one."""
-    jobs = world.jobs.row.shape[0]
-    lane = jax.eval_shape(lambda: load(program, world, state.clients, state.statistics, 0, 0))
-    sent = jax.eval_shape(partial(upload, program, world), lane)[1]
+    jobs = inputs.jobs.row.shape[0]
+    lane = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
+    sent = jax.eval_shape(partial(upload, program, inputs), lane)[1]
     stacked = () if program.experiments == 1 else (program.experiments,)
     reduced = Message(_zeros(sent.mean, *stacked), _zeros(sent.total, *stacked), _zeros(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
-    correct = jnp.zeros((jobs, program.setting.num_classes), jnp.int32)
-    kept = (state.clients, state.statistics) if program.in_place else _zeros((lane.client, lane.statistics), jobs)
-    clients, statistics = kept
+    correct, before = (jnp.zeros((jobs, n), jnp.int32) for n in (program.counts, program.tests_epochs))
+    clients, statistics = state.clients, state.statistics
+    if not program.in_place:
+        clients, statistics = _zeros((lane.client, lane.statistics), jobs)
     lanes = () if program.blocks.together else _zeros(lane, program.lanes)
-    return lanes, Outcome(reduced, clients, statistics, loss, correct)
+    return lanes, Outcome(reduced, clients, statistics, loss, correct, before)
 
 
-def run_lanes(program: Program, world: World, state: State, plan: Plan | Shares) -> Outcome:
+def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Shares) -> Outcome:
     """Train all jobs of a round.
 
     Args:
       plan: of one device, or the shares of several. Where these divide the clients' state (`Program.split_clients`),
         that of the outcome is divided in the same way, [D * M, ...] in the order of the shares' members.
     """
+    summary, run = inputs.methods.traits().summary, partial(_run, program, inputs, state, plan)
+    if summary is None or not summary.last:
+        return run()
+    sent = jax.eval_shape(run).message.total
+
+    def silent():
+        outcome = _run(replace(program, summarises=False), inputs, state, plan)
+        return outcome._replace(message=outcome.message._replace(total=_zeros(sent)))
+
+    return jax.lax.cond(inputs.round == program.setting.rounds - 1, run, silent)
+
+
+def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shares) -> Outcome:
     if isinstance(plan, Plan):
-        return _run_lanes(program, world, state, plan)
+        return _run_lanes(program, inputs, state, plan)
     clients = SPLIT if program.split_clients else EVERYWHERE
-    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), Shares(SPLIT, SPLIT, EVERYWHERE))
-    outputs = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE)
-    return spread(partial(_run_share, program), program.devices, inputs, outputs)(world, state, plan)
+    read = Inputs(*[EVERYWHERE] * len(Inputs._fields))._replace(data=SHARDS) if program.split_data else EVERYWHERE
+    given = (read, State(EVERYWHERE, clients, clients), Shares(SPLIT, SPLIT, EVERYWHERE))
+    result = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+    return spread(partial(_run_share, program), program.devices, given, result)(inputs, state, plan)
 
 
-def _run_share(program: Program, world: World, state: State, shares: Shares) -> Outcome:
+def _run_share(program: Program, inputs: Inputs, state: State, shares: Shares) -> Outcome:
     """What one of several devices does."""
     members = shares.members[0]
-    jobs = select(world.jobs, jnp.maximum(members, 0))
+    jobs = select(inputs.jobs, jnp.maximum(members, 0))
     jobs = jobs._replace(steps=jnp.where(members >= 0, jobs.steps, 0))
-    own = world._replace(jobs=jobs, keys=world.keys[jnp.maximum(members, 0)])
-    found = _run_lanes(program, own, state, select(shares.plan, 0))
+    inputs = inputs._replace(jobs=jobs, keys=inputs.keys[jnp.maximum(members, 0)])
+    if program.split_data:
+        inputs = inputs._replace(data=own_shard(inputs.data))
+    own = _run_lanes(program, inputs, state, select(shares.plan, 0))
 
     def of_all(tree):
-        return jax.tree.map(lambda x: x[shares.place], gathered(tree))
+        return jax.tree.map(lambda x: x[shares.position], gathered(tree))
 
-    mean, total, each = found.message
-    clients, statistics = found.clients, found.statistics
+    clients, statistics = own.clients, own.statistics
     if not program.split_clients:
         clients, statistics = of_all((clients, statistics))
-    mean, total = summed((mean, total))
-    loss, correct = of_all((found.loss, found.correct))
-    return Outcome(Message(mean, total, of_all(each)), clients, statistics, loss, correct)
+    mean, total = summed((own.message.mean, own.message.total))
+    loss, correct, before, each = of_all((own.loss, own.correct, own.before, own.message.each))
+    return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
 
 
-def _run_lanes(program: Program, world: World, state: State, plan: Plan) -> Outcome:
-    lanes, outcome = _empty(program, world, state)
+def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Outcome:
+    lanes, outcome = _empty(program, inputs, state)
     if not program.blocks.together:
-        segment = partial(_segment, program, world, state, plan)
+        segment = partial(_segment, program, inputs, state, plan)
         return jax.lax.fori_loop(0, plan.num_segments, segment, (lanes, outcome))[1]
-    segment = partial(_whole_jobs, program, world, state, plan)
-    if program.lanes > 1 and len(world.jobs.row) <= program.lanes:
+    segment = partial(_whole_jobs, program, inputs, state, plan)
+    if program.lanes > 1 and len(inputs.jobs.row) <= program.lanes:
         return segment(0, outcome)
     return jax.lax.fori_loop(0, plan.num_segments, segment, outcome)
 
 
-def _whole_jobs(program: Program, world: World, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
+def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
     """A segment in which all lanes begin and end their jobs; entry i of its lists is lane i."""
     first, stop = plan.load_stop[g], plan.load_stop[g + 1]
 
     def run(job, indices):
-        lane = load(program, world, *_held(program, state, outcome), job, plan.step_stop[g])
-        return finish(program, world, train(program, world, plan, g, lane, indices))
+        lane = load(program, inputs, *_held(program, state, outcome), job, plan.step_stop[g])
+        return finish(program, inputs, train(program, inputs, plan, g, lane, indices))
 
     job = block_of(plan.load_job, first, program.lanes)
     indices = plan.indices if program.lanes > 1 else plan.indices[:, 0]
-    new = over(program.lanes, run, (0, 1))(job, indices)
-    return store(program, world.jobs, job, first + jnp.arange(program.lanes) < stop, new, outcome)
+    new = over(program.lanes, run, (0, 1), LANES)(job, indices)
+    return store(program, inputs.jobs, job, first + jnp.arange(program.lanes) < stop, new, outcome)
 
 
-def _segment(program: Program, world: World, state: State, plan: Plan, g, carry):
+def _segment(program: Program, inputs: Inputs, state: State, plan: Plan, g, carry):
     """A segment after which some lanes keep their jobs."""
     lanes, outcome = carry
     size = program.blocks.size
 
     def load_some(first, live, lanes):
-        begin = partial(load, program, world, *_held(program, state, outcome), step=plan.step_stop[g])
+        begin = partial(load, program, inputs, *_held(program, state, outcome), step=plan.step_stop[g])
         new = over(size, lambda job: begin(job=job))(block_of(plan.load_job, first, size))
         return put(lanes, block_of(plan.load_lane, first, size), new, live)
 
     def finish_some(first, live, outcome):
         some = select(lanes, block_of(plan.finish_lane, first, size))
-        return store(program, world.jobs, some.job, live, over(size, partial(finish, program, world))(some), outcome)
+        return store(program, inputs.jobs, some.job, live, over(size, partial(finish, program, inputs))(some), outcome)
 
     lanes = _in_blocks(size, plan.load_stop[g], plan.load_stop[g + 1], load_some, lanes)
-    lanes = over(program.lanes, partial(train, program, world, plan, g), (0, 1))(lanes, plan.indices)
+    lanes = over(program.lanes, partial(train, program, inputs, plan, g), (0, 1), LANES)(lanes, plan.indices)
     return lanes, _in_blocks(size, plan.finish_stop[g], plan.finish_stop[g + 1], finish_some, outcome)
 
 
@@ -233,7 +294,7 @@ def _held(program: Program, state: State, outcome: Outcome) -> tuple[Tree, Tree]
     return held.clients, held.statistics
 
 
-def train(program: Program, world: World, plan: Plan, segment, lane: Lane, indices) -> Lane:
+def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, indices) -> Lane:
     """The steps of a segment in one lane, whose batches of the round are [T, B].
 
     Where all segments have one step, XLA need not store what a loop would carry; where they have equally many, a GPU's
@@ -242,11 +303,108 @@ def train(program: Program, world: World, plan: Plan, segment, lane: Lane, indic
     start, stop, blocks = plan.step_stop[segment], plan.step_stop[segment + 1], program.blocks
 
     def step(t, lane):
-        after = train_step(program, world, lane, indices[t], t)
-        return where(t - lane.start < world.jobs.steps[lane.job], after, lane) if blocks.waits else after
+        lane = tested_before(program, inputs, lane, t) if program.tests_epochs else lane
+        after = train_step(program, inputs, lane, indices[t], t)
+        return where(t - lane.start < inputs.jobs.steps[lane.job], after, lane) if blocks.waits else after
 
     if blocks.steps == 1:
         return step(start, lane)
     if blocks.steps:
         return jax.lax.fori_loop(0, blocks.steps, lambda i, lane: step(start + i, lane), lane)
     return jax.lax.fori_loop(start, stop, step, lane)
+
+
+@full_precision
+def training_round(
+    program: Program, methods, hyper, data, keys, state: State, plan, jobs, round
+) -> tuple[State, Report]:
+    """One round: local training of all jobs, then aggregation in every experiment.
+
+    The state's servers are the next ones, or with `Program.aggregates` False the former ones and their messages.
+    """
+    inputs = _inputs(methods, hyper, data, keys, state.servers, jobs, round)
+    return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
+
+
+@full_precision
+def begin_round(program: Program, methods, hyper, data, keys, kept, servers, jobs, round) -> Any:
+    """What a round that goes through its samples in chunks carries from one to the next, on one device.
+
+    Args:
+      data: without samples.
+      kept: clients and statistics.
+    """
+    return _empty(program, _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))
+
+
+@full_precision
+def part_of_round(
+    program: Program, methods, hyper, data, keys, carry, servers, plan, jobs, round, first, stop
+) -> Any:  # fmt: skip
+    """The segments from first to stop of such a round; its state is what is carried."""
+    inputs, state = _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
+    if not program.blocks.together:
+        return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
+    segment = partial(_whole_jobs, program, inputs, state, plan)
+    return carry[0], jax.lax.fori_loop(first, stop, segment, carry[1])
+
+
+@full_precision
+def end_round(program: Program, methods, hyper, data, keys, carry, servers, jobs, round) -> tuple[State, Report]:
+    """The result of such a round."""
+    inputs = _inputs(methods, hyper, data, keys, servers, jobs, round)
+    return _ended(program, inputs, keys, State(servers, (), ()), carry[1])
+
+
+def _inputs(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
+    def job_key(number, experiment):
+        return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
+
+    return Inputs(methods, hyper, servers, data, jobs, jax.vmap(job_key)(jobs.number, jobs.experiment), round)
+
+
+def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcome) -> tuple[State, Report]:
+    """Aggregation in every experiment."""
+    methods, hyper, data, jobs, round = inputs.methods, inputs.hyper, inputs.data, inputs.jobs, inputs.round
+    mean, total, each = outcome.message
+    if program.experiments == 1:
+        mean, total = jax.tree.map(lambda x: x[None], (mean, total))
+    message = Message(mean, total, each)
+    servers = state.servers, message
+    if program.aggregates:
+        servers = aggregated(program, methods, hyper, data, keys, state.servers, message, jobs, round)
+    clients, statistics = outcome.clients, outcome.statistics
+    if not (program.split_clients or program.in_place):
+
+        def write(old, new):  # those of jobs with steps
+            slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
+            return old.at[slots].set(new, mode="drop", unique_indices=False)
+
+        clients, statistics = jax.tree.map(write, (state.clients, state.statistics), (clients, statistics))
+    return State(servers, clients, statistics), Report(outcome.loss, outcome.correct, outcome.before)
+
+
+@full_precision
+def aggregated(
+    program: Program, methods, hyper, data, keys, servers: Tree, message: Message, jobs: Jobs, round
+) -> Tree:
+    """The next servers [E, ...] from reduced messages: `mean` and `total` [E, ...], `each` [J, ...] of all jobs."""
+    setting, experiments = program.setting, program.experiments
+
+    def aggregate(method, server, message, weights, hyper, clients, steps, key):
+        key = jax.random.fold_in(jax.random.fold_in(key, round), setting.num_clients)
+        public, count = unlabelled(program, data), (steps > 0).sum()
+        context = ServerContext(program.model, setting, hyper, round, clients, count, key, public)
+        after = method.aggregate(server, message, weights, context)
+        alike(method, "aggregate", "server's next state", after, server, "init_server made it")
+        return where(weights.sum() > 0, after, server)
+
+    def by_experiment(tree):
+        return jax.tree.map(lambda x: x.reshape(experiments, -1, *x.shape[1:]), tree)
+
+    each, weights, clients, steps = by_experiment(
+        (message.each, jobs.weight, jobs.row % setting.num_clients, jobs.steps)
+    )
+    return lift(aggregate, experiments)(
+        methods, servers, message._replace(each=each), weights, hyper, clients, steps, keys
+    )

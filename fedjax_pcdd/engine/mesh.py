@@ -27,10 +27,10 @@ SPLIT: Any = P(AXIS)
 def mesh_of(devices: int) -> Mesh:
     """A mesh of as many devices, the first of each process; UserError where there are fewer."""
     processes = jax.process_count()
-    found = [[d for d in jax.devices() if d.process_index == p][: devices // processes] for p in range(processes)]
-    chosen = [device for own in found for device in own]
+    each = [[d for d in jax.devices() if d.process_index == p][: devices // processes] for p in range(processes)]
+    chosen = [device for own in each for device in own]
     if len(chosen) != devices:
-        raise UserError(f"there are no {devices} devices here: use at most {len(jax.devices())}.")
+        raise UserError(f"there are no {devices} devices: use at most {len(jax.devices())}.")
     return Mesh(np.array(chosen), (AXIS,))
 
 
@@ -44,17 +44,17 @@ def spread(function: Callable, devices: int, in_specs: Any, out_specs: Any) -> C
     return jax.shard_map(function, mesh=mesh_of(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def place(tree: Tree, devices: int, spec: P = EVERYWHERE) -> Tree:
+def distribute(tree: Tree, devices: int, spec: P = EVERYWHERE) -> Tree:
     """The tree on all devices; every process has the whole of it before."""
     target = sharding(devices, spec)
-    return tree if target is None else jax.tree.map(lambda x: _placed(x, target), tree)
+    return tree if target is None else jax.tree.map(lambda x: _distributed(x, target), tree)
 
 
-def _placed(x: Any, target: Sharding) -> Any:
+def _distributed(x: Any, target: Sharding) -> Any:
     if target.is_fully_addressable:
         return jax.device_put(x, target)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _placed(jax.random.key_data(x), target)
+        data = _distributed(jax.random.key_data(x), target)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(target, x.ndim):
         return x
@@ -62,7 +62,7 @@ def _placed(x: Any, target: Sharding) -> Any:
     return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
 
 
-def here(tree: Tree) -> Tree:
+def own_copy(tree: Tree) -> Tree:
     """What is on every device, as arrays of one of this process's."""
 
     def local(x):
@@ -74,6 +74,11 @@ def here(tree: Tree) -> Tree:
 def devices_of(tree: Tree) -> int:
     """How many devices the arrays of a tree lie on."""
     return max((len(x.sharding.device_set) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), default=1)
+
+
+def owners_of(rows: np.ndarray, count: int) -> np.ndarray:
+    """Which process each of `count` clients belongs to, by number: equally many neighbours to each; rows [n]."""
+    return rows * jax.process_count() // count
 
 
 def part_of(devices: int, count: int) -> tuple[Any, Any, int]:

@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pcdd.methods.method import Hyper
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.trees import zeros_like
-
-
-def clip_by_norm(limit) -> optax.GradientTransformation:
-    """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's."""
-
-    def update(updates, state, params=None):
-        return _shortened(updates, limit), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def scale_by_adam() -> optax.GradientTransformationExtraArgs:
@@ -42,35 +33,36 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def clip_apart(limit, parts: tuple[str, ...]) -> optax.GradientTransformation:
-    """`clip_by_norm` of each of these parts of the parameters by itself, and of all others together."""
+def clip_by_norm(limit, apart: tuple[str, ...] = ()) -> optax.GradientTransformation:
+    """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's.
+
+    Parts of the parameters that are named in `apart` are clipped each by itself.
+    """
+
+    def shortened(tree: Any) -> Any:
+        factor = jnp.minimum(1.0, limit / (optax.tree.norm(tree) + 1e-6))
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), tree)
 
     def update(updates: Any, state, params=None):
-        clipped = _shortened({name: tree for name, tree in updates.items() if name not in parts}, limit)
-        return clipped | {part: _shortened(updates[part], limit) for part in parts}, state
+        if not apart:
+            return shortened(updates), state
+        clipped = shortened({name: tree for name, tree in updates.items() if name not in apart})
+        return clipped | {part: shortened(updates[part]) for part in apart}, state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _shortened(tree: Any, limit) -> Any:
-    factor = jnp.minimum(1.0, limit / (optax.tree.norm(tree) + 1e-6))
-    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), tree)
+def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> optax.GradientTransformationExtraArgs:
+    """SGD with heavy-ball momentum (m = rho m + g, no dampening, no Nesterov), or Adam (0.9, 0.999, eps 1e-8).
 
-
-def make_optimiser(
-    name: str, hyper: Hyper, *, clip: bool, apart: tuple[str, ...] = ()
-) -> optax.GradientTransformationExtraArgs:
-    """SGD with heavy-ball momentum, or Adam; decay is added to the gradient (coupled), after clipping.
+    Decay is added to the gradient (coupled), after clipping. The update takes `moving`, as `scale_by_adam` has it.
 
     Args:
-      name: "sgd" (m = rho m + g, no dampening, no Nesterov) or "adam" (betas 0.9 and 0.999, eps 1e-8),
-        whose update takes `moving`, as `scale_by_adam` has it.
-      hyper: scalars.
+      local: its floats are scalars.
       clip: static; False leaves the norm uncomputed.
       apart: parts of the parameters that are clipped each by itself.
     """
-    inner = optax.trace(decay=hyper.momentum) if name == "sgd" else scale_by_adam()
-    clipping = clip_apart(hyper.clip, apart) if apart else clip_by_norm(hyper.clip)
-    steps = [clipping] if clip else []
-    steps += [optax.add_decayed_weights(hyper.weight_decay), inner, optax.scale_by_learning_rate(hyper.lr)]
+    inner = optax.trace(decay=local.momentum) if local.optimizer == "sgd" else scale_by_adam()
+    steps = [clip_by_norm(local.clip, apart)] if clip else []
+    steps += [optax.add_decayed_weights(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
     return optax.with_extra_args_support(optax.chain(*steps))

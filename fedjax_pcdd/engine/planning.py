@@ -4,39 +4,23 @@ Letters: E experiments, K clients, S cohort, J = E * S jobs, B batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine import schedule
-from fedjax_pcdd.engine.mesh import SPLIT, place
-from fedjax_pcdd.engine.program import Program
+from fedjax_pcdd.engine.mesh import SPLIT, distribute, owners_of
+from fedjax_pcdd.engine.program import Data, Program
 from fedjax_pcdd.engine.storage import OnDevice
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.engine.streaming import Streamed, renumbered
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Local, Method
 from fedjax_pcdd.trees import select
 
 Planned = tuple[schedule.Plan | schedule.Shares, schedule.Jobs]
-
-
-@dataclass(frozen=True)
-class Local:
-    """Local training: what every client does in a round."""
-
-    epochs: int | tuple[int, ...] = 10  # of all clients, or of each
-    batch_size: int = 100
-    last_batch: schedule.LastBatch = "drop"
-    optimizer: str = "sgd"
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    clip: float | None = None  # global norm of the gradient
-    shuffle: bool = True  # a fresh permutation each epoch, else the stored order of each client
-    lr_steps: tuple[int, ...] = ()  # rounds from which on the learning rate is multiplied by lr_decay
-    lr_decay: float = 0.1
 
 
 class Experiment(NamedTuple):
@@ -47,43 +31,73 @@ class Experiment(NamedTuple):
     local: Local
     seed: int
     numbers: tuple[int, ...] = ()  # of the clients in the whole federation, where this one is a part of it
+    availability: Availability | None = None  # None: all clients are always there
 
 
 class Planner:
-    """Schedules rounds; `Simulation` is one, and sets these attributes."""
+    """Schedules rounds; `Simulation` is one, and adds what else these attributes name.
 
-    experiments: Sequence[Experiment]
+    Attributes:
+      sizes, steps: [E, K] training samples, and steps of a local epoch.
+      epochs: [K] local epochs of a round.
+      numbers: [E, K] of the clients in the whole federation.
+      weights: [E, K] before normalisation.
+      capacity: most steps of a lane.
+      owners: processes that own clients, whose samples and state are theirs alone; 1 where nobody does.
+    """
+
+    owners: int = 1
+
     program: Program
     storage: OnDevice
-    local: Local
-    cohort_size: int  # S
-    capacity: int  # most steps of a lane
-    numbers: np.ndarray  # [E, K] of the clients in the whole federation
-    sizes: np.ndarray  # [E, K] training samples
-    steps: np.ndarray  # [E, K] in a local epoch
-    epochs: np.ndarray  # [K]
-    weights: np.ndarray  # [E, K] before normalisation
+    streamed: Streamed | None = None
+    weights: np.ndarray
+    data: Data
+    capacity: int
+
+    def __init__(self, experiments: Sequence[Experiment], cohort: int):
+        """Args: cohort: S."""
+        first = experiments[0]
+        self.experiments, self.local, self.cohort_size = experiments, first.local, cohort
+        self.sizes = np.stack([e.federation.sizes for e in experiments])
+        everyone = tuple(range(self.sizes.shape[1]))
+        self.numbers = np.array([e.numbers or everyone for e in experiments], np.int32)
+        self.steps = schedule.batches_per_epoch(self.sizes, self.local.batch_size, self.local.last_batch)
+        traits = first.method.traits()
+        asked = self.local.epochs if traits.epochs is None else traits.epochs
+        self.epochs = np.maximum(np.broadcast_to(asked, len(everyone)), traits.least_epochs)
+        if self.local.local_steps is not None:
+            if traits.epochs is not None or traits.least_epochs > 1:
+                raise UserError("this method tells its local epochs apart: give `local_epochs`, not `local_steps`.")
+            self.steps = np.where(self.steps > 0, self.local.local_steps, 0)  # a round is one epoch to whom it matters
+            self.epochs = np.ones_like(self.epochs)
+        if traits.own_loss and (self.local.loss, self.local.class_weights) != ("ce", "none"):
+            raise UserError("this method has a softmax of its own: use `loss=ce` and `class_weights=none`.")
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether any batch is not full."""
+        batch, rule = self.local.batch_size, self.local.last_batch
+        full = (schedule.batches_per_epoch(self.sizes, batch, rule) * batch <= self.sizes) | (rule == "top_up")
+        return not full.all()
 
     @property
     def federations(self) -> list[Federation]:
         """Of each experiment."""
         return [one.federation for one in self.experiments]
 
-    def _of_each(self, value) -> np.ndarray:
-        """A number for each client [K], from one for all or one for each."""
-        return np.broadcast_to(value, (self.sizes.shape[1],))
-
-    def _epoch_steps(self, samples: int) -> int:
-        return schedule.batches_per_epoch(int(samples), self.local.batch_size, self.local.last_batch)
-
-    def _has_padding(self) -> bool:
-        full = (self.steps * self.local.batch_size <= self.sizes) | (self.local.last_batch == "top_up")
-        return not full.all()
-
     def clients_of(self, round: int) -> list[np.ndarray]:
-        """The cohort of each experiment."""
-        pairs = zip(self.experiments, self.sizes, strict=True)
-        return [schedule.cohort(e.seed, round, sizes, self.cohort_size) for e, sizes in pairs]
+        """The cohort of each experiment: of the clients that are there, but for those that are lost in mid-round.
+
+        What these do is nobody's: they have no steps, no weight, and keep the state that they had.
+        """
+        cohorts = []
+        for e, sizes in zip(self.experiments, self.sizes, strict=True):
+            known = e.availability
+            there = known and known.there(e.seed, round)
+            chosen = schedule.cohort(e.seed, round, sizes, self.cohort_size, there)
+            cohorts.append(chosen if known is None else chosen[known.stay(e.seed, round)[chosen]])
+        return cohorts
 
     def parts(self) -> list[np.ndarray]:
         """All clients with samples in portions of a cohort, for one experiment."""
@@ -95,37 +109,39 @@ class Planner:
 
         A cohort without any weight has no batches: what its clients learnt, nobody would hear of.
         """
-        size, local = self.cohort_size, self.local
-        shape = (len(self.experiments), size)
-        clients, weight = np.zeros(shape, np.int32), np.zeros(shape)
-        batches = []
+        local, base = self.local, 0
+        clients = np.zeros((len(self.experiments), self.cohort_size), np.int32)
+        weight, batches = np.zeros(clients.shape), []
         for e, chosen in enumerate(cohorts or self.clients_of(round)):
-            experiment = self.experiments[e]
+            experiment, train = self.experiments[e], self.experiments[e].federation.partition.train
             clients[e, : len(chosen)] = chosen
             weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
-            lists = [experiment.federation.partition.train[k] for k in chosen]
-            draw = partial(
-                schedule.job_batches, seed=experiment.seed, round=round, batch=local.batch_size, rule=local.last_batch,
-                shuffle=local.shuffle,
-            )  # fmt: skip
-            numbers = self.numbers[e, chosen]
-            epochs = self.epochs[chosen]
-            drawn = [draw(x, client=int(k), epochs=e) for k, x, e in zip(numbers, lists, epochs, strict=True)]
+            common: Any = {"seed": experiment.seed, "round": round, "batch": local.batch_size, "rule": local.last_batch}
+            common["shuffle"] = local.shuffle
+            if self.streamed and weight[e].any():  # positions in the shard, where jobs with steps have their samples
+                size = np.where(self.steps[e, chosen] > 0, self.sizes[e, chosen], 0)
+                edges = base + np.append(0, np.cumsum(size))
+                train, base = {k: np.arange(edges[i], edges[i + 1]) for i, k in enumerate(chosen)}, int(edges[-1])
+            drawn = [self._drawn(train[k], e, k, **common) for k in chosen]
             batches += drawn if weight[e].any() else [b[:0] for b in drawn]
-            batches += [np.zeros((0, local.batch_size), np.int32)] * (size - len(chosen))
+            batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(chosen))
         weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
         return self.table(clients, weight, batches), batches
+
+    def _drawn(self, samples: np.ndarray, e: int, k: int, **common: Any) -> np.ndarray:
+        """The batches of a client [T_k, B] in a round."""
+        number, steps = int(self.numbers[e, k]), self.local.local_steps
+        if steps is None:
+            return schedule.job_batches(samples, client=number, epochs=int(self.epochs[k]), **common)
+        return schedule.endless_batches(samples, client=number, steps=steps, **common)
 
     def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
         """The job table from clients [E, S], weights [E, S] and the jobs' batches."""
         experiments = np.repeat(np.arange(len(clients), dtype=np.int32), clients.shape[1])
         rows = experiments * self.program.setting.num_clients + clients.ravel()
-        steps = np.array([len(b) for b in batches], np.int32)
-        dtype = np.dtype(jnp.result_type(float))
-        slots, weight = self.storage.slots(rows), weight.ravel().astype(dtype)
-        return schedule.Jobs(
-            rows, self.numbers.ravel()[rows], slots, experiments, weight, steps, self.steps.ravel()[rows]
-        )
+        steps, weight = np.array([len(b) for b in batches], np.int32), weight.ravel().astype(jnp.result_type(float))
+        numbers, epoch_steps, slots = self.numbers.ravel()[rows], self.steps.ravel()[rows], self.storage.slots(rows)
+        return schedule.Jobs(rows, numbers, slots, experiments, weight, steps, epoch_steps)
 
     def plan(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> Planned:
         """The schedule of a round, host arrays that depend on (seed, round) and the cohorts alone."""
@@ -134,10 +150,20 @@ class Planner:
         shape: Any = {"steps": self.capacity, "quantum": blocks.quantum, "block": blocks.size}
         if program.devices == 1:
             return schedule.pack(batches, program.lanes, **shape), jobs
-        shares = schedule.divide(batches, program.lanes, program.devices, **shape)
+        owners = owners_of(jobs.row % program.setting.num_clients, program.setting.num_clients)
+        own: Any = {"owners": owners, "processes": self.owners} if self.owners > 1 else {}
+        shares = schedule.divide(batches, program.lanes, program.devices, **shape, **own)
         if program.split_clients:
-            jobs = jobs._replace(slot=shares.place % shares.members.shape[1])
+            jobs = jobs._replace(slot=shares.position % shares.members.shape[1])
+        if self.streamed:  # each device has the samples of its own jobs
+            sizes, pairs = self.streamed.sizes_of(jobs), zip(shares.plan.indices, shares.members, strict=True)
+            parts = [renumbered(indices, sizes, members[members >= 0]) for indices, members in pairs]
+            shares = shares._replace(plan=shares.plan._replace(indices=np.stack(parts)))
         return shares, jobs
+
+    def data_of(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> Data:
+        """The samples that a round of a plan sees."""
+        return self.streamed.of_jobs(plan, jobs) if self.streamed else self.data
 
     def _seen(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the clients' state that a round sees, and which of them train."""
@@ -147,10 +173,9 @@ class Planner:
         jobs = select(jobs, np.maximum(members, 0))
         return jobs.row, (members >= 0) & (jobs.steps > 0)
 
-    def _placed(self, plan: schedule.Plan | schedule.Shares) -> schedule.Plan | schedule.Shares:
+    def _distributed(self, plan: schedule.Plan | schedule.Shares) -> schedule.Plan | schedule.Shares:
         """The plan on the devices, which then need not wait for it."""
         if isinstance(plan, schedule.Plan):
             return plan
-        devices = self.program.devices
-        own, members = place((plan.plan, plan.members), devices, SPLIT)
-        return schedule.Shares(own, members, place(plan.place, devices))
+        own, members = distribute((plan.plan, plan.members), self.program.devices, SPLIT)
+        return schedule.Shares(own, members, distribute(plan.position, self.program.devices))

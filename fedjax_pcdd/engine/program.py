@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine.blocks import Blocks, Pass
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select, zeros_like
 
 Tree = Any
 
-OPTIMISER = "optimiser"  # name of the optimiser's state beside running statistics
+OPTIMISER, LAYERS = "optimiser", "layers"  # names beside running statistics in what the engine keeps of a client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,9 @@ class Program:
     pipeline: Pipeline
     lanes: int  # of each device
     experiments: int
-    optimizer: str
-    clip: bool
-    local_statistics: bool  # batch-norm statistics stay with the client (--bn=local)
+    clip: bool  # whether any experiment clips gradients
+    local_statistics: bool  # running statistics stay with the client
+    local_layers: tuple[tuple[str, ...], ...]  # parameters that stay with the client, by their paths
     keeps_optimiser: bool  # the local optimiser's state stays with the client (--optimizer-state=kept)
     masked: bool  # False where every batch is full
     blocks: Blocks
@@ -45,8 +48,18 @@ class Program:
     dtype: Any  # of the images that enter the model
     public_pipeline: Pipeline | None
     devices: int
+    split_data: bool  # each device has the samples of its own jobs alone
     split_clients: bool  # what a round sees of the clients' state is divided among the devices, as their jobs
+    tests_epochs: int  # epochs before which clients are tested on their own data, 0 for none
+    validated: bool  # behind the tests of each client lie its validation samples, whose labels are C higher
     in_place: bool  # a job writes its client's state where it read it, see `compiler_options`
+    aggregates: bool = True  # False where rounds leave their messages to whoever has those of other architectures
+    summarises: bool = True  # False in rounds that leave out the method's pass over the clients' data
+
+    @property
+    def counts(self) -> int:
+        """How many counts of correct predictions there are: C, and as many of validation samples."""
+        return self.setting.num_classes * (1 + self.validated)
 
     def eval_batch_of(self, models: int) -> int:
         """Samples of each of so many models at a time, in passes that train nothing, where blocks share them."""
@@ -71,6 +84,7 @@ class Samples(NamedTuple):
     order: jax.Array  # [m] int32, the rows' index lists one after another
     start: jax.Array  # [R] int32
     size: jax.Array  # [R] int32
+    numbers: Any = ()  # [n] int32, of the samples in the data set where only some of them are here
 
 
 class Data(NamedTuple):
@@ -87,29 +101,86 @@ class State(NamedTuple):
 
     servers: Tree  # [E, ...]
     clients: Tree  # [R, ...], or [J, ...] within a round whose clients were fetched from the host
-    statistics: Tree  # what the engine keeps of each client: running statistics and, as `OPTIMISER`, that state; or ()
+    statistics: Tree  # what the engine keeps of each client: running statistics, `OPTIMISER` and `LAYERS`; or ()
 
 
 def samples_of(images, labels, lists: Sequence[np.ndarray]) -> Samples:
     """Device arrays of one split; `lists` are the index lists of all rows."""
-    sizes = np.array([len(x) for x in lists], np.int32)
-    order = np.concatenate(lists) if sizes.sum() else np.zeros(1)
-    start = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    return Samples(*map(jnp.asarray, (images, labels, order.astype(np.int32), start.astype(np.int32), sizes)))
+    rows = Lists.of(lists)
+    order = rows.flat if len(rows.flat) else np.zeros(1)
+    numbers = (np.asarray(x, np.int32) for x in (order, rows.starts, rows.sizes))
+    return Samples(*map(jnp.asarray, (images, labels, *numbers)))
+
+
+def tests_of(federations: Sequence[Federation]) -> tuple[Any, Any, Lists]:
+    """Images, labels and lists of the tests, behind those of each client its validation samples, as labels C higher."""
+    first, dataset = federations[0], federations[0].dataset
+    tests = Lists.join([f.partition.test for f in federations])
+    held = first.validation
+    if held is None:
+        return dataset.x_test, dataset.y_test, tests
+    if len(federations) > 1:
+        raise UserError("experiments with `validation` are trained one by one: their samples differ.")
+    both = np.stack([tests.sizes, held.sizes], 1)
+    owners = [np.repeat(np.arange(len(tests)), sizes) for sizes in both.T]
+    flat = np.concatenate([tests.flat, len(dataset.y_test) + np.arange(len(held.flat))])
+    lists = Lists(flat[np.argsort(np.concatenate(owners), kind="stable")], both.sum(1))
+    labels = np.concatenate([dataset.y_test, dataset.y_train[held.flat] + dataset.num_classes])
+    return np.concatenate([dataset.x_test, dataset.x_train[held.flat]]), labels, lists
 
 
 def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
     """Device arrays of the federations of all experiments, which share a data set, and of public images."""
     dataset, partitions = federations[0].dataset, [f.partition for f in federations]
-    train = samples_of(dataset.x_train, dataset.y_train, [x for p in partitions for x in p.train])
-    test = samples_of(dataset.x_test, dataset.y_test, [x for p in partitions for x in p.test])
+    train = samples_of(dataset.x_train, dataset.y_train, Lists.join([p.train for p in partitions]))
+    test = samples_of(*tests_of(federations))
     counts = np.concatenate([f.class_counts for f in federations])
     return Data(train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public))
 
 
-def running(statistics: Tree) -> dict[str, Tree]:
-    """The running statistics among what the engine keeps of a client."""
-    return {name: tree for name, tree in dict(statistics).items() if name != OPTIMISER}
+class Report(NamedTuple):
+    """What a round tells the host."""
+
+    loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
+    correct: jax.Array  # [J, C] correct predictions of the model just trained on the client's own test set
+    before: jax.Array  # [J, E] the same before each local epoch, of all classes; E = 0 where that is not asked for
+
+
+class Launched(NamedTuple):
+    """A round that is being computed."""
+
+    before: Any  # State that it began with, donated but for what lives in host memory
+    after: State
+    report: Report
+    plan: Any  # as `Simulation.plan` gave it
+
+
+class Evaluation(NamedTuple):
+    """Correct predictions; () where a method has no such model or it was not asked for."""
+
+    generic: Any  # [E, C] global model, whole test set
+    personal: Any  # [R, C] personal model between rounds, own test set
+    local: Any  # [R, C] personal model between rounds, whole test set
+    further: dict[str, Any]  # [E, C] of each further global model by its name, whole test set
+
+
+def layers_of(program: Program, params: Tree) -> Tree:
+    """The parameters that stay with their client."""
+    flat = flatten_dict(params)
+    return unflatten_dict({path: flat[path] for path in program.local_layers})
+
+
+def overlaid(params: Tree, layers: Tree) -> Tree:
+    """The parameters with some of them replaced."""
+    return unflatten_dict(flatten_dict(params) | flatten_dict(layers)) if layers else params
+
+
+def with_own(variables: Tree, statistics: Tree) -> Tree:
+    """Variables with what the engine keeps of a client in its place: running statistics and layers of its own."""
+    kept = dict(statistics)
+    kept.pop(OPTIMISER, None)
+    layers = kept.pop(LAYERS, {})
+    return {**variables, **kept, "params": overlaid(variables["params"], layers)}
 
 
 def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
@@ -141,9 +212,9 @@ def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
     return select(tree, 0 if program.experiments == 1 else experiment)
 
 
-def over(size: int, function: Callable, in_axes: Any = 0) -> Callable:
+def over(size: int, function: Callable, in_axes: Any = 0, name: str | None = None) -> Callable:
     """vmap over so many; what there is one of has no axis, which XLA on a CPU can update in place."""
-    return function if size == 1 else jax.vmap(function, in_axes)
+    return function if size == 1 else jax.vmap(function, in_axes, axis_name=name)
 
 
 def lift(function: Callable, size: int) -> Callable:
@@ -190,7 +261,7 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
     def part(i):
         position = i + batches * jnp.arange(batch)
         entry = jnp.clip(start + jnp.minimum(position, size - 1), 0, samples.order.shape[0] - 1)
-        index = samples.order[entry]  # of a row without samples somebody else's, masked
+        index = samples.order[entry]  # of a row without samples another's, masked
         return function(index, position < size)
 
     if turns == 1:

@@ -9,7 +9,8 @@ Several experiments (a sweep) run as one program: they share model, data set and
 in seed, partition and traced hyper-parameters. Letters: E experiments, K clients, R = E * K rows, S cohort, J = E * S.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,30 +22,34 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import choose_blocks, client_pass
-from fedjax_pcdd.engine.device_errors import in_sentences
+from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.evaluation import evaluation_batch, generic_correct, personal_correct
-from fedjax_pcdd.engine.mesh import EVERYWHERE, here, place, sharding
+from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
+from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.planning import Experiment as Experiment
-from fedjax_pcdd.engine.planning import Local as Local
 from fedjax_pcdd.engine.planning import Planned, Planner
 from fedjax_pcdd.engine.program import (
+    LAYERS,
     OPTIMISER,
+    Data,
+    Evaluation,
+    Launched,
     Program,
+    Report,
     State,
     Tree,
     compiler_options,
     facts_of,
+    layers_of,
     load_data,
-)
-from fedjax_pcdd.engine.storage import OnDevice, OnHost
-from fedjax_pcdd.engine.training_round import Evaluation as Evaluation
-from fedjax_pcdd.engine.training_round import Launched as Launched
-from fedjax_pcdd.engine.training_round import Report as Report
-from fedjax_pcdd.engine.training_round import training_round
+)  # fmt: skip
+from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
+from fedjax_pcdd.engine.streaming import Streamed
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Hyper, Server, Setting
-from fedjax_pcdd.models import normalises, uses_batch_norm
+from fedjax_pcdd.methods.method import Local, Server, Setting
+from fedjax_pcdd.methods.own_layers import with_own_layers
+from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.trees import select, zeros_like
 
@@ -53,24 +58,38 @@ def _stack(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *trees)
 
 
-def _hyper(local: Local) -> Hyper:
+def _total(counts: Iterable[Tree]) -> Tree:
+    """The sum of counts of several chunks of samples."""
+    return functools.reduce(partial(jax.tree.map, jnp.add), counts)
+
+
+def _traced(local: Local) -> Local:
+    """Local training with its floats as hooks see them."""
     clip = np.inf if local.clip is None else local.clip
-    momentum = local.momentum if local.optimizer == "sgd" else 0.0  # Adam has none of its kind
-    return Hyper(*(jnp.asarray(v, jnp.result_type(float)) for v in (local.lr, momentum, local.weight_decay, clip)))
+    momentum = local.momentum if local.optimizer == "sgd" else 0.0
+    floats = {"lr": local.lr, "momentum": momentum, "weight_decay": local.weight_decay, "clip": clip}
+    return replace(local, **{name: jnp.asarray(x, jnp.result_type(float)) for name, x in floats.items()})
 
 
-def _setting(model: Classifier, experiments: Sequence[Experiment], rounds: int, weights: str) -> Setting:
+def _setting(
+    model: Classifier, image_shape: tuple[int, ...], experiments: Sequence[Experiment], rounds: int, weights: str,
+    steps: int,
+) -> Setting:  # fmt: skip
     federation, local = experiments[0].federation, experiments[0].local
+    owned = [(e.federation.class_counts > 0).sum(1) for e in experiments]
     return Setting(
         num_classes=model.num_classes,
-        feature_dim=feature_dim(model, federation.image_shape),
+        feature_dim=feature_dim(model, image_shape),
         num_clients=federation.num_clients,
         rounds=rounds,
-        epochs=int(np.max(local.epochs)),
+        epochs=1 if local.local_steps else int(np.max(local.epochs)),
         batch_size=local.batch_size,
-        normalised=normalises(model, federation.image_shape),
-        one_class_clients=max(int(((e.federation.class_counts > 0).sum(1) == 1).sum()) for e in experiments),
+        normalised=normalises(model, image_shape),
+        one_class_clients=max(int((n == 1).sum()) for n in owned),
+        fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in owned),
+        rarest_class=min(int(e.federation.class_counts.sum(0).min()) for e in experiments),
         own_weights=weights == "method",
+        steps=steps,
     )
 
 
@@ -89,8 +108,12 @@ class Simulation(Planner):
         rounds: int = 1,
         weights: Literal["method", "uniform", "batches"] = "method",
         local_statistics: bool = False,
+        local_layers: bool = False,
         keeps_optimiser: bool = False,
-        client_state: Literal["device", "host"] = "device",
+        aggregates: bool = True,
+        tests_epochs: bool = False,
+        client_state: Literal["device", "host", "disk"] = "device",
+        stream: int | None = None,
         public: tuple[Any, Pipeline] | None = None,
         eval_batch: int | None = None,
         block: int | None = None,
@@ -101,81 +124,103 @@ class Simulation(Planner):
 
         Args:
           model: as `Method.build` returned it.
-          experiments: equal in model, data set, method's static fields, local epochs, batch size and optimiser.
+          experiments: equal in model, data set, static fields of method and local training.
           cohort: S, clients a round; clients without samples are never chosen.
           lanes: L of each device, at most E * S are used.
           devices: D; each trains its share of a round's jobs, and has data and state in its memory.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
+          local_layers: keep these and the parameters of normalisation layers with the client, as FedBN.
           keeps_optimiser: keep the local optimiser's state with the client, too.
+          aggregates: False: a round's state has the former servers with their messages, for `Groups`.
+          tests_epochs: test clients on their own data before every local epoch, too.
           client_state: where the clients' state lives between rounds.
+          stream: bytes of the device's memory for samples, which stay on the host; None for all samples on the device.
           eval_batch: samples at a time in passes that train nothing; by default what runs well on the device.
           block: b, jobs that begin or end as one, at most L; by default what runs well on the device.
           public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
         """
-        first = experiments[0]
-        federation, local = first.federation, first.local
-        traits = first.method.traits()
-        if traits.public and public is None:
+        shape = self.image_shape = pipeline.shape(experiments[0].federation.image_shape)
+        layers = normalisation_params(model, shape) if local_layers else ()
+        if layers:
+            experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
+        super().__init__(experiments, cohort)
+        local, count = self.local, len(experiments)
+        if experiments[0].method.traits().public and public is None:
             raise UserError("this method needs unlabelled public images: name a data set with `public`.")
-        numbers = tuple(range(federation.num_clients))
-        self.numbers = np.array([e.numbers or numbers for e in experiments], np.int32)
-        setting = _setting(model, experiments, rounds, weights)
-        self.sizes = np.stack([e.federation.sizes for e in experiments])
-        self.local = local
-        asked = self._of_each(local.epochs if traits.epochs is None else traits.epochs)
-        self.epochs = np.array([int(e) + traits.more_epochs for e in asked])
-        self.experiments, self.cohort_size, self.param_dtype = experiments, cohort, param_dtype
-        self.client_state: Literal["device", "host"] = client_state
-        self.block = block
-        hyper = [_hyper(e.local) for e in experiments]
-        configured = [e.method.configure(setting, h) for e, h in zip(experiments, hyper, strict=True)]
-        self.advice = [advice for _, advice in configured]  # of each experiment
-        self.methods = place(_stack([method for method, _ in configured]), devices)
-        self.hyper = place(_stack(hyper), devices)
-        self.data = place(load_data([e.federation for e in experiments], public and public[0]), devices)
-        self.steps = np.array([[self._epoch_steps(n) for n in sizes] for sizes in self.sizes])
-        most = schedule.most_jobs(len(experiments) * cohort, devices)
-        rows, lanes, steps = self.sizes.size, max(1, min(lanes, most)), self.steps * self.epochs
-        blocks = choose_blocks(
-            steps.ravel(), most, lanes, everybody=devices == 1 and cohort >= (steps > 0).sum(1).max(), size=block
-        )
+        self.param_dtype, self.block = param_dtype, block
+        self.client_state: Literal["device", "host", "disk"] = client_state
+        self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
+        each = devices // self.owners  # devices of which one process's jobs are
+        most, steps = schedule.most_jobs(count * cohort, each), self.steps * self.epochs
+        always = devices == 1 and all(e.availability is None for e in experiments)
+        lanes, all_train = max(1, min(lanes, most)), always and cohort >= (steps > 0).sum(1).max()
+        blocks = choose_blocks(steps.ravel(), most, lanes, everyone=all_train, size=block)
         eval_batch = eval_batch or evaluation_batch(lanes * local.batch_size)
-        tests = np.concatenate([e.federation.test_sizes for e in experiments])
-        self.storage = OnDevice(rows, devices) if client_state == "device" else OnHost(rows, cohort, devices)
-        own_statistics = local_statistics and uses_batch_norm(model, federation.image_shape)
+        over = partial(client_pass, budget=eval_batch, size=blocks.size)
+        rows = self.sizes.size
+        kinds = {"host": OnHost, "disk": OnDisk}
+        numbers = np.arange(rows) % self.sizes.shape[1]
+        owners = owners_of(numbers, self.sizes.shape[1]) if self.owners > 1 else None
+        made = partial(kinds[client_state], rows, cohort) if client_state in kinds else partial(OnDevice, rows)
+        self.storage = made(devices, owners)
         self.program = Program(
             model=model,
-            setting=setting,
+            setting=_setting(model, shape, experiments, rounds, weights, int(steps.max())),
             pipeline=pipeline,
             lanes=lanes,
-            experiments=len(experiments),
-            optimizer=local.optimizer,
+            experiments=count,
             clip=any(e.local.clip is not None for e in experiments),
-            local_statistics=own_statistics,
-            masked=self._has_padding(),
+            local_statistics=(local_statistics or local_layers) and uses_batch_norm(model, shape),
+            local_layers=layers,
+            masked=self.has_padding,
             blocks=blocks,
             eval_batch=eval_batch,
-            train_pass=client_pass(self.sizes.ravel(), eval_batch, blocks.size),
-            batch_pass=client_pass(self.sizes.ravel(), eval_batch, blocks.size, batch=local.batch_size),
-            test_pass=client_pass(tests, eval_batch, blocks.size),
+            train_pass=over(self.sizes.ravel()),
+            batch_pass=over(self.sizes.ravel(), batch=local.batch_size),
+            test_pass=over(np.concatenate([e.federation.tested_sizes for e in experiments])),
             dtype=dtype,
             public_pipeline=public and public[1],
             devices=devices,
+            split_data=stream is not None and devices > 1,
             split_clients=self.storage.split,
             keeps_optimiser=keeps_optimiser,
+            tests_epochs=int(self.epochs.max()) if tests_epochs else 0,
+            validated=experiments[0].federation.validation is not None,
             in_place=devices == 1,
+            aggregates=aggregates,
         )
-        self.keys = place(jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in experiments]), devices)
-        self.capacity = schedule.most_steps(list(steps), cohort, lanes, devices, blocks.quantum)
+        self.capacity = schedule.most_steps(list(steps), cohort, lanes, each, blocks.quantum)
+        self._make_arrays(public and public[0], stream)
         self.weights = self._raw_weights(weights)
         self.round = jax.jit(
             partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
             compiler_options=compiler_options(devices, one_step=blocks.steps == 1),
         )  # fmt: skip
+        options = compiler_options(one_step=blocks.steps == 1)
+        self._begin, self._part, self._end = (
+            jax.jit(partial(part, self.program), donate_argnums=4, compiler_options=options)
+            for part in (begin_round, part_of_round, end_round)
+        )
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
+
+    def _make_arrays(self, public: Any, stream: int | None) -> None:
+        """What rounds read, on the devices: methods and local training [E], data, and keys [E]."""
+        local = [_traced(e.local) for e in self.experiments]
+        configured = [
+            e.method.configure(self.program.setting, one) for e, one in zip(self.experiments, local, strict=True)
+        ]
+        self.advice = [advice for _, advice in configured]  # of each experiment
+        if stream is not None:
+            jobs, program = len(self.experiments) * self.cohort_size, self.program
+            rows = schedule.most_jobs(jobs, program.devices // self.owners)
+            self.streamed = Streamed(self.federations, rows, program.lanes, stream, public, program.devices)
+        data = self.streamed.known if self.streamed else load_data(self.federations, public)
+        keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in self.experiments])
+        arrays = _stack([method for method, _ in configured]), _stack(local), data, keys
+        self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
 
     def _shardings(self) -> Any:
         """Where the results of a round lie on several devices."""
@@ -194,7 +239,7 @@ class Simulation(Planner):
                 raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
             return full.astype(float)
 
-        methods, data = here((self.methods, self.data))
+        methods, data = own_copy((self.methods, self.data))
 
         def weight(row):
             method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
@@ -205,51 +250,60 @@ class Simulation(Planner):
     def start(self, variables: Tree = None) -> State:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         setting, program = self.program.setting, self.program
-        methods, data, variables = here((self.methods, self.data, variables))
-        servers, clients = [], []
-        for e, (federation, _, _, seed, _) in enumerate(self.experiments):
-            method = jax.tree.map(lambda x, e=e: x[e], methods)
-            init, _, server_key, client_key = (jax.random.fold_in(jax.random.key(seed), i) for i in range(4))
+        methods, data, variables = own_copy((self.methods, self.data, variables))
+        servers, methods_of, makes = [], [], []
+        for e, experiment in enumerate(self.experiments):
+            method = select(methods, e)
+            server_key, client_key = (jax.random.fold_in(jax.random.key(experiment.seed), i) for i in (2, 3))
             if variables is None:
-                first = initialise(program.model, init, federation.image_shape)
-                first = jax.tree.map(lambda x: x.astype(self.param_dtype), first)
+                first = self.initial(e)
             else:
                 first = select(variables, e)
             rows = np.arange(setting.num_clients) + e * setting.num_clients
-            server = method.init_server(setting, first, data.class_counts[rows], server_key)
-            servers.append(server)
-
+            servers.append(method.init_server(setting, first, data.class_counts[rows], server_key))
             # A participant begins with a model of its own.
-            known = Server(first) if method.traits().own_models else server
+            known = Server(first) if method.traits().own_models else servers[-1]
 
             def init_client(row, method=method, server=known, key=client_key):
                 facts = facts_of(program, data, row)
                 return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
 
-            clients.append(self.storage.initial(init_client, rows))
-        clients = self.storage.concatenate(clients)
-        return self.storage.placed(State(_stack(servers), clients, self._kept(servers[0], clients)))
+            methods_of.append(method)
+            makes.append(init_client)
+        clients = self.storage.initial(makes)
+        kept = [
+            self._kept(e, method, server, make(jnp.int32(e * setting.num_clients)))
+            for e, (method, server, make) in enumerate(zip(methods_of, servers, makes, strict=True))
+        ]
+        statistics = self.storage.initial([lambda row, own=own: own for own in kept]) if any(kept) else ()
+        return self.storage.placed(State(_stack(servers), clients, statistics))
 
-    def _kept(self, server: Tree, clients: Tree) -> Tree:
-        """What the engine keeps of each client beside its method, before the first round."""
+    def initial(self, e: int) -> Tree:
+        """Variables of the model that an experiment starts from."""
+        init = jax.random.fold_in(jax.random.key(self.experiments[e].seed), 0)
+        variables = initialise(self.program.model, init, self.image_shape)
+        return jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+
+    def _kept(self, e: int, method: Any, server: Tree, client: Tree) -> Tree:
+        """What the engine keeps of each client of an experiment beside its method, before the first round."""
         program, kept = self.program, {}
         if program.local_statistics:
-            shape = self.experiments[0].federation.image_shape
-            variables = dict(initialise(program.model, jax.random.key(0), shape))
+            variables = dict(initialise(program.model, jax.random.key(0), self.image_shape))
             variables.pop("params")
             kept |= jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+        if program.local_layers:
+            kept[LAYERS] = layers_of(program, method.download(server, client)["params"])
         if program.keeps_optimiser:
-            method, hyper = select((here(self.methods), here(self.hyper)), 0)
-            params = jax.eval_shape(method.download, server, select(clients, 0))["params"]
-            apart = method.traits().apart
-            optimiser = make_optimiser(program.optimizer, hyper, clip=program.clip, apart=apart)
+            params = jax.eval_shape(method.download, server, client)["params"]
+            local = select(own_copy(self.hyper), e)
+            optimiser = make_optimiser(local, clip=program.clip, apart=method.traits().apart)
             kept[OPTIMISER] = optimiser.init(zeros_like(params))
-        return self.storage.initial(lambda row: kept, np.arange(self.sizes.size)) if kept else ()
+        return kept
 
-    def hyper_at(self, round: int) -> Hyper:
+    def hyper_at(self, round: int) -> Local:
         """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""
         fallen = sum(round >= step for step in self.local.lr_steps)
-        return self.hyper._replace(lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
+        return replace(self.hyper, lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
 
     def step(self, state: State, round: int, plan: Planned | None = None) -> tuple[State, Report]:
         """One round. The state passed in is donated: use the one returned.
@@ -262,8 +316,25 @@ class Simulation(Planner):
     def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
         """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
         plan = plan or self.plan(round)
-        after, report = self.round(*self._arguments(state, round, plan))
+        chunked = self.streamed and self.streamed.chunked
+        after, report = (
+            self._in_chunks(state, round, plan) if chunked else self.round(*self._arguments(state, round, plan))
+        )
         return Launched(state, after, report, plan)
+
+    def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
+        """One round, whose samples are sent in chunks while the device computes the one before."""
+        assert self.streamed
+        held, jobs, carry = self.fetch(state, plan), plan[1], None
+        given = self.methods, self.hyper_at(round)
+        for chunk in self.streamed.chunks(*plan):  # pyright: ignore[reportArgumentType] - of one device
+            inputs = (*given, chunk.data, self.keys)
+            if carry is None:
+                kept = held.clients, held.statistics
+                carry = self._begin(*inputs, kept, held.servers, jobs, np.int32(round))
+            edges = chunk.first, chunk.stop
+            carry = self._part(*inputs, carry, held.servers, chunk.plan, jobs, np.int32(round), *edges)
+        return self._end(*inputs, carry, held.servers, jobs, np.int32(round))
 
     def compile(self, state: State) -> jax.stages.Compiled:
         """The compiled round, which `step` will use.
@@ -276,11 +347,13 @@ class Simulation(Planner):
 
     def _arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
         arrays, jobs = plan
-        hyper, held = self.hyper_at(round), self.fetch(state, plan)
-        return self.methods, hyper, self.data, self.keys, held, self._placed(arrays), jobs, np.int32(round)
+        hyper, data, held = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
+        return self.methods, hyper, data, self.keys, held, self._distributed(arrays), jobs, np.int32(round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
-        """Fetch what the next round's plan needs of clients in host memory while the launched one is computed."""
+        """Fetch what the next round's plan needs of the host while the launched one is computed."""
+        if self.streamed:
+            self.streamed.prefetch(*plan)
         self.storage.prefetch(launched.before, self._seen(*plan)[0])
 
     def settle(self, launched: Launched) -> tuple[State, Report]:
@@ -308,33 +381,57 @@ class Simulation(Planner):
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
         """Correct predictions of the server's models alone: the fields `generic` and `further` of an `Evaluation`."""
-        return self._generic_correct(self.methods, state.servers, self.data)
+        batch = self.program.eval_batch_of(self.program.experiments)
+        return _total(self._generic_correct(self.methods, state.servers, data) for data in self._whole_test(batch))
+
+    def _whole_test(self, batch: int) -> Iterable[Data]:
+        return self.streamed.whole_test(batch) if self.streamed else [self.data]
+
+    def _tested_rows(self, state: State) -> int | None:
+        """How many clients are looked at together, None for what the storage does."""
+        if self.streamed is None or self.client_state != "device":
+            return None
+        kept = jax.tree.leaves((state.clients, state.statistics))
+        return self.cohort_size if kept else self.streamed.tested_rows(self.cohort_size)
 
     def _personal(self, state: State, *, own: bool) -> np.ndarray:
         """Correct predictions [R, C] of all personal models."""
-        found = []
-        for rows in self.storage.chunks():
-            held, slots = self.storage.fetch(state, rows), self.storage.slots(rows)
-            found.append(np.asarray(self._personal_correct(own, self.methods, held, self.data, rows, slots)))
-        return np.concatenate(found)[: self.sizes.size]
+        counted = np.zeros((self.sizes.size, self.program.counts), np.int32)
+        for rows in self.storage.chunks(self._tested_rows(state)):
+            held, slots = self.storage.fetch_chunk(state, rows)
+            batch = self.program.eval_batch_of(self.program.blocks.size)
+            tests = [self.streamed.of_tests(rows)] if self.streamed and own else self._whole_test(batch)
+            counts = (self._personal_correct(own, self.methods, held, data, rows, slots) for data in tests)
+            counted[rows] = np.asarray(_total(counts))
+        return counted
 
-    def tuner(self, epochs: int) -> "Simulation":
+    def tuner(self, epochs: int, *, tests_epochs: bool = False) -> "Simulation":
         """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
-        Its cohort is everybody, or this one's cohort where clients live on the host.
+        Its cohort is all clients, or this one's cohort where clients or samples do not live on the device.
+
+        Args:
+          epochs: as the user asks.
+          tests_epochs: test clients before every epoch, too.
         """
         setting = self.program.setting
         plain = [
-            e._replace(method=e.method.fine_tuner(setting, epochs), local=replace(e.local, epochs=epochs, lr_steps=()))
+            e._replace(
+                method=e.method.fine_tuner(setting, epochs),
+                local=replace(e.local, epochs=epochs, local_steps=None, lr_steps=()),
+            )
             for e in self.experiments
         ]
-        return self.alike(plain, self.cohort_size if self.client_state == "host" else setting.num_clients)
+        portions = self.client_state != "device" or self.streamed
+        cohort = self.cohort_size if portions else setting.num_clients
+        return self.alike(plain, cohort, tests_epochs=tests_epochs)
 
-    def alike(self, experiments: Sequence[Experiment], cohort: int) -> "Simulation":
-        """A simulation of other experiments with this one's model and ways, its statistics averaged."""
-        program = self.program
+    def alike(self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False) -> "Simulation":
+        """A simulation of other experiments with this one's model and ways, its statistics averaged; all are there."""
+        program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         return Simulation(
             program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
-            devices=program.devices, client_state=self.client_state, eval_batch=program.eval_batch, block=self.block,
-            dtype=program.dtype, param_dtype=self.param_dtype,
+            devices=program.devices, client_state=self.client_state,
+            stream=self.streamed.memory if self.streamed else None, eval_batch=program.eval_batch, block=self.block,
+            dtype=program.dtype, param_dtype=self.param_dtype, tests_epochs=tests_epochs,
         )  # fmt: skip

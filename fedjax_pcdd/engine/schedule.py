@@ -15,12 +15,12 @@ of a block (`blocks.py`), q steps of a phase.
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-LastBatch = Literal["drop", "keep", "top_up", "strict"]
+from fedjax_pcdd.methods.method import LastBatch
 
 
 class Plan(NamedTuple):
@@ -46,7 +46,7 @@ class Shares(NamedTuple):
 
     plan: Plan  # leaves [D, ...]
     members: np.ndarray  # [D, M] int32, jobs of each device, -1 for none
-    place: np.ndarray  # [J] int32, where a job is among all [D * M] members
+    position: np.ndarray  # [J] int32, of a job among all [D * M] members
 
 
 class Jobs(NamedTuple):
@@ -66,27 +66,27 @@ def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generato
     return np.random.Generator(np.random.Philox(key=[seed, round], counter=[0, 0, client, epoch]))
 
 
-def cohort(seed: int, round: int, sizes: np.ndarray, size: int) -> np.ndarray:
-    """Clients of a round: `size` of those that have samples, uniformly without replacement, in increasing order.
+def cohort(seed: int, round: int, sizes: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
+    """Clients of a round: S of those that have samples, or all of these, uniformly, in increasing order.
 
     It depends on (seed, round) alone, never on the method (methods are compared on the same selections).
 
     Args:
-      sizes: [K] training samples; clients without any are never chosen.
-      size: S; fewer are returned if fewer clients have samples.
+      sizes: [K] training samples.
+      there: [K] which clients can be drawn; None for all.
     """
-    able = np.flatnonzero(sizes > 0)
-    if size >= len(able):
-        return able
-    return np.sort(stream(seed, round, 2**63, 0).choice(able, size, replace=False))
+    able = sizes > 0 if there is None else (sizes > 0) & there
+    count = np.count_nonzero(able)
+    if size >= count:
+        return np.flatnonzero(able)
+    chosen = np.sort(stream(seed, round, 2**63, 0).choice(count, size, replace=False))
+    return chosen if count == len(able) else np.flatnonzero(able)[chosen]
 
 
-def batches_per_epoch(samples: int, batch: int, rule: LastBatch) -> int:
+def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:
     """Steps of one local epoch. `drop`: only full batches, but one masked batch for a client smaller than that."""
-    full = samples // batch
-    if rule == "strict" or (rule == "drop" and full):
-        return full
-    return -(-samples // batch)
+    full, all_of_them = samples // batch, -(-samples // batch)
+    return full if rule == "strict" else np.where(full, full, all_of_them) if rule == "drop" else all_of_them
 
 
 def epoch_batches(order: np.ndarray, batch: int, rule: LastBatch) -> np.ndarray:
@@ -120,6 +120,29 @@ def job_batches(
     return np.concatenate([epoch_batches(order, batch, rule) for order in orders])
 
 
+def endless_batches(
+    samples: np.ndarray, *, seed: int, round: int, client: int, steps: int, batch: int, rule: LastBatch,
+    shuffle: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """The batches of one job [steps, B] where rounds count steps: the order of the samples goes on across rounds.
+
+    A permutation is used up before the next is drawn. What a client misses while it is not drawn passes by unused, so
+    that batches depend on (seed, round) alone.
+
+    >>> given = {"seed": 0, "client": 0, "steps": 3, "batch": 2, "rule": "drop"}
+    >>> parts = [endless_batches(np.arange(4), round=r, **given) for r in (0, 1)]
+    >>> np.sort(np.concatenate(parts).reshape(3, 4)).tolist()
+    [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    """
+    own = int(batches_per_epoch(len(samples), batch, rule))
+    if not own:
+        return np.zeros((0, batch), np.int32)
+    first, skipped = divmod(round * steps, own)
+    epochs = range(first, -(-(round + 1) * steps // own))
+    orders = (stream(seed, 0, client, e).permutation(samples) if shuffle else samples for e in epochs)
+    return np.concatenate([epoch_batches(order, batch, rule) for order in orders])[skipped : skipped + steps]
+
+
 def most_jobs(jobs: int, devices: int) -> int:
     """M, the most jobs of one device: a quarter more than its share, so that memory is bounded and lengths even out.
 
@@ -130,23 +153,20 @@ def most_jobs(jobs: int, devices: int) -> int:
 
 
 def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: int = 1, quantum: int = 1) -> int:
-    """Upper bound of the length T of a round, whatever the cohorts.
+    """Upper bound of the length T of a round, whatever the cohorts; one device may have the longest jobs.
 
     Graham's bound on the longest-first packing; where every job takes one phase, the sum of the phases' longest.
 
     Args:
       steps: for each experiment [K], the local steps of each client in a round.
-      cohort: S; lanes: L, of each device.
-      devices: D; one of them may have the longest jobs.
-      quantum: q.
     """
     cohorts = np.concatenate([np.sort(s)[::-1][:cohort] for s in steps])
     longest = np.sort(cohorts)[::-1][: most_jobs(len(steps) * cohort, devices)]
     if quantum >= longest.max(initial=0):
         return max(1, int(longest[::lanes].sum()))
     phases = -(-longest // quantum)
-    total, most = int(phases.sum()), int(phases.max())
-    return quantum * (-(-(total - most) // lanes) + most)
+    most = int(phases.max())
+    return quantum * (-(-(int(phases.sum()) - most) // lanes) + most)
 
 
 class Layout(NamedTuple):
@@ -157,13 +177,9 @@ class Layout(NamedTuple):
 
 
 def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
-    """Give each job to the lane that is free first, longest first.
+    """Give each job to the lane that is free first, longest first; steps [J], jobs without any are left out.
 
     A job takes whole phases. All but its last have q steps, and none is longer than its jobs need.
-
-    Args:
-      steps: [J] of each job; those without any are left out.
-      lanes: L; quantum: q.
     """
     free = [(0, lane) for lane in range(lanes)]
     rows = []
@@ -187,61 +203,65 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int 
 
     Args:
       batches: for each of the J jobs [T_j, B], its batches in order; a job without batches is left out.
-      lanes: L.
       steps: T, at least the length of the longest lane (`most_steps`).
-      quantum: q, steps of a phase.
-      block: b, jobs that the lanes read together.
+      quantum, block: q and b.
     """
     width = batches[0].shape[1] if len(batches) else 1
     indices = np.full((steps, lanes, width), -1, np.int32)
-    jobs, edges = layout([len(b) for b in batches], lanes, quantum)
-    for start, _, job, lane in jobs.tolist():
-        first = edges[start]
+    jobs = layout([len(b) for b in batches], lanes, quantum)
+    for start, _, job, lane in jobs.jobs.tolist():
+        first = jobs.edges[start]
         indices[first : first + len(batches[job]), lane] = batches[job]
-    return _segments(indices, jobs, edges, len(batches), block)
+    return _segments(indices, jobs, len(batches), block)
 
 
 def divide(
-    batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int, quantum: int = 1, block: int = 1
-) -> Shares:
-    """Divide jobs among devices and pack each device's: longest first, each to the lane that is free first.
+    batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int, quantum: int = 1, block: int = 1,
+    owners: np.ndarray | None = None, processes: int = 1,
+) -> Shares:  # fmt: skip
+    """Divide jobs among D devices with L lanes each, and `pack` each device's; the longest go first in both.
 
     Args:
-      batches, steps, quantum, block: as in `pack`.
-      lanes: L, of each device.
-      devices: D.
+      owners: [J] of several processes the one whose devices train each job; None where any may.
+      processes: that own jobs, whose devices lie one after another.
     """
-    jobs, most = len(batches), most_jobs(len(batches), devices)
+    each = devices // processes
+    jobs, most = len(batches), most_jobs(len(batches), each)
     members = np.full((devices, most), -1, np.int32)
-    place, count = np.zeros(jobs, np.int32), [0] * devices
-    free = [(0, 0, lane * devices + device) for lane in range(lanes) for device in range(devices)]
+    position, count = np.zeros(jobs, np.int32), [0] * devices
+    lists = [
+        [(0, 0, lane * each + device) for lane in range(lanes) for device in range(each)] for _ in range(processes)
+    ]
     for job in sorted(range(jobs), key=lambda j: (-len(batches[j]), j)):
-        while count[free[0][2] % devices] == most:
+        owner = 0 if owners is None else int(owners[job])
+        free = lists[owner]
+        while count[owner * each + free[0][2] % each] == most:
             heapq.heappop(free)
         stop, held, lane = free[0]
-        device = lane % devices
+        device = owner * each + lane % each
         members[device, count[device]] = job
-        place[job] = device * most + count[device]
+        position[job] = device * most + count[device]
         count[device] += 1
         heapq.heapreplace(free, (stop + len(batches[job]), held + 1, lane))
     nothing = batches[0][:0]
-    lists = [[batches[j] if j >= 0 else nothing for j in own] for own in members]
-    plans = [pack(own, lanes, steps=steps, quantum=quantum, block=block) for own in lists]
-    return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, place)
+    shares = [[batches[j] if j >= 0 else nothing for j in own] for own in members]
+    plans = [pack(own, lanes, steps=steps, quantum=quantum, block=block) for own in shares]
+    return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, position)
 
 
-def _segments(indices: np.ndarray, placed: np.ndarray, edges: np.ndarray, jobs: int, block: int) -> Plan:
-    """Segments from a layout; J `jobs`."""
-    ends = np.unique(np.append(placed[:, 1], 0))
+def _segments(indices: np.ndarray, layout: Layout, total: int, block: int) -> Plan:
+    """Segments from a layout of jobs, J in `total`."""
+    jobs, edges = layout
+    ends = np.unique(np.append(jobs[:, 1], 0))
     segments = len(ends) - 1
-    load = placed[np.argsort(placed[:, 0], kind="stable")]
-    finish = placed[np.argsort(placed[:, 1], kind="stable")]
+    load = jobs[np.argsort(jobs[:, 0], kind="stable")]
+    finish = jobs[np.argsort(jobs[:, 1], kind="stable")]
 
     def stops(counts):
-        return np.pad(counts, (0, jobs + 2 - len(counts)), mode="edge").astype(np.int32)
+        return np.pad(counts, (0, total + 2 - len(counts)), mode="edge").astype(np.int32)
 
     def fill(column):
-        return np.pad(column, (0, jobs + block - 1 - len(column))).astype(np.int32)
+        return np.pad(column, (0, total + block - 1 - len(column))).astype(np.int32)
 
     loaded = np.append(0, np.searchsorted(load[:, 0], ends[:-1], side="right"))
     finished = np.append(0, np.searchsorted(finish[:, 1], ends[1:], side="right"))

@@ -1,19 +1,27 @@
-"""Where the clients' state lives between rounds: on the device, or in host memory, from which a cohort is fetched.
+"""Where clients' state lives between rounds: on the device, or in host memory or on disk, whence a cohort is fetched.
 
-Both give the same numbers; host memory serves when clients times parameters outgrow the device. A *slot* is the place
-of a row (one client of one experiment) in the state that a round sees. On several devices every one has all rows, or,
-from host memory, the state of its own jobs; in several processes each host has all rows, and each device the cohort's.
+All give the same numbers; the latter serve when clients times parameters outgrow the device or the host. A *slot* is
+where a row (one client of one experiment) is in the state that a round sees. On several devices every one has all rows,
+or, from the host, the state of its own jobs; each of several processes has the rows of its own clients.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, place
+from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, sharding
 from fedjax_pcdd.engine.program import State, Tree
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.trees import select
+
+Make = Callable[[jax.Array], Tree]  # the state of one row
 
 
 class OnDevice:
@@ -21,9 +29,9 @@ class OnDevice:
 
     split = False  # whether several devices divide what is fetched
 
-    def __init__(self, rows: int, devices: int = 1):
-        """Args: rows: R; devices: D."""
-        self.rows, self.devices = rows, devices
+    def __init__(self, rows: int, devices: int = 1, owners: np.ndarray | None = None):
+        """For R rows on D devices; owners: [R] of several processes the one whose devices train each, None for any."""
+        self.rows, self.devices, self.owners = rows, devices, owners
 
     @property
     def spec(self):
@@ -32,24 +40,45 @@ class OnDevice:
 
     def placed(self, state: State) -> State:
         """A new state where it lives between rounds."""
-        return place(state, self.devices)
+        return distribute(state, self.devices)
 
-    def initial(self, make: Callable[[jax.Array], Tree], rows: np.ndarray) -> Tree:
-        """State of the rows, stacked; `make` gives that of one."""
-        return jax.jit(jax.vmap(make))(jnp.asarray(rows))
-
-    def concatenate(self, parts: list[Tree]) -> Tree:
-        """The states of all experiments one after another."""
+    def initial(self, makes: Sequence[Make]) -> Tree:
+        """State of all rows, stacked; each function gives that of an experiment's."""
+        parts = [
+            jax.jit(jax.vmap(make))(jnp.asarray(rows))
+            for make, rows in zip(makes, self._by_experiment(makes), strict=True)
+        ]
         return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    def _by_experiment(self, makes: Sequence[Make]) -> list[np.ndarray]:
+        return np.split(np.arange(self.rows, dtype=np.int32), len(makes))
+
+    def changed(self) -> np.ndarray | None:
+        """Rows that trained since this was asked last, in order; None where no checkpoint need ask."""
+        return None
 
     def slots(self, rows: np.ndarray) -> np.ndarray:
         """Slots of a round's jobs."""
         return rows
 
-    def chunks(self) -> Iterator[np.ndarray]:
-        """All rows, in the portions in which they can be looked at."""
-        rows = np.arange(self.rows, dtype=np.int32)
-        yield np.append(rows, np.zeros(-self.rows % self.devices, np.int32))
+    def chunks(self, size: int | None = None) -> Iterator[np.ndarray]:
+        """All rows, in portions in which they can be looked at, or smaller ones; the last is filled up with row 0."""
+        size = min(size or self.rows, self.rows)
+        yield from self._portions(size + -size % self.devices)
+
+    def _portions(self, size: int) -> Iterator[np.ndarray]:
+        """All rows, so many at a time, the last with a row again and again; each process's lie on its devices."""
+        processes = 1 if self.owners is None else jax.process_count()
+        owners = np.zeros(self.rows, int) if self.owners is None else self.owners
+        lists, each = [np.flatnonzero(owners == p).astype(np.int32) for p in range(processes)], size // processes
+        for start in range(0, max(map(len, lists)), each):
+            yield np.concatenate([own[np.minimum(np.arange(start, start + each), len(own) - 1)] for own in lists])
+
+    def fetch_chunk(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        """The state with the clients of a portion, and their slots in it."""
+        if len(rows) >= self.rows:
+            return self.placed(state), rows
+        return State(state.servers, *select((state.clients, state.statistics), rows)), np.arange(len(rows))
 
     def fetch(self, state: State, rows: np.ndarray) -> State:
         """The state that a round of these rows sees."""
@@ -82,46 +111,78 @@ def _replaced(held: Tree, new: Tree, source: np.ndarray) -> Tree:
     return jax.tree.map(replace, held, new)
 
 
+def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
+    """Which entries of an array this process has, and their values."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        yield slice(None), np.asarray(array)
+        return
+    for shard in array.addressable_shards:
+        yield shard.index[0], np.asarray(shard.data)
+
+
 class OnHost(OnDevice):
     """All rows in numpy arrays, changed in place; the device holds those of a cohort."""
 
-    def __init__(self, rows: int, chunk: int, devices: int = 1):
-        """Args: rows: R; chunk: rows that are looked at together, at least one of each device; devices: D."""
-        super().__init__(rows, devices)
+    def __init__(self, rows: int, chunk: int, devices: int = 1, owners: np.ndarray | None = None):
+        """For R rows on D devices.
+
+        Args:
+          chunk: rows that are looked at together, at least one of each device.
+          owners: [R] the process that has each row; None where there is one. The arrays of each have room for all rows,
+            of which only what is written takes memory or disk.
+        """
+        super().__init__(rows, devices, owners)
         self.chunk = -(-max(1, min(chunk, rows)) // devices) * devices
+        self._own = np.arange(rows) if owners is None else np.flatnonzero(owners == jax.process_index())
         self._ahead: Ahead | None = None
-        self.split = devices > 1 and jax.process_count() == 1
+        self._changed = np.zeros(rows, bool)
+        self.split = devices > 1
 
-    def initial(self, make, rows):
-        """State of the rows, stacked, made in chunks."""
-        lifted, whole = jax.jit(jax.vmap(make)), None
-        for start, chunk in zip(range(0, len(rows), self.chunk), self._split(rows), strict=True):
-            part = lifted(jnp.asarray(chunk))
-            if whole is None:
-                whole = jax.tree.map(lambda x: np.empty((len(rows), *x.shape[1:]), x.dtype), part)
-            here = slice(start, min(start + self.chunk, len(rows)))
+    def initial(self, makes):
+        """State of all rows, stacked, made in chunks."""
+        whole = None
+        for make, rows in zip(makes, self._by_experiment(makes), strict=True):
+            lifted, rows = jax.jit(jax.vmap(make)), np.intersect1d(rows, self._own).astype(rows.dtype)
+            for start, chunk in zip(range(0, len(rows), self.chunk), self._split(rows), strict=True):
+                part, own = lifted(jnp.asarray(chunk)), rows[start : start + self.chunk]
+                if whole is None:
+                    whole = jax.tree.map(lambda x: self._array((self.rows, *x.shape[1:]), x.dtype), part)
 
-            def write(old, new, here=here):
-                old[here] = np.asarray(new)[: here.stop - here.start]
+                def write(old, new, own=own):
+                    old[own] = np.asarray(new)[: len(own)]
 
-            jax.tree.map(write, whole, part)
+                jax.tree.map(write, whole, part)
+                self._release()
         return whole
 
-    def concatenate(self, parts):
-        """The states of all experiments one after another."""
-        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Room for rows."""
+        return np.zeros(shape, dtype)
+
+    def _release(self) -> None:
+        """What was read and written need not stay in memory."""
+
+    def changed(self):
+        """Rows that trained since this was asked last, in order."""
+        rows = np.flatnonzero(self._changed)
+        self._changed[:] = False
+        return rows
 
     def placed(self, state):
         """A new state: the server on the devices, the clients in host memory."""
-        return state._replace(servers=place(state.servers, self.devices))
+        return state._replace(servers=distribute(state.servers, self.devices))
 
     def slots(self, rows):
         """Slots of a round's jobs: one for each."""
         return np.arange(len(rows), dtype=np.int32)
 
-    def chunks(self):
-        """All rows in chunks; the last is filled up with row 0."""
-        yield from self._split(np.arange(self.rows, dtype=np.int32))
+    def chunks(self, size=None):
+        """All rows in chunks."""
+        yield from self._portions(self.chunk)
+
+    def fetch_chunk(self, state, rows):
+        """The state with the clients of a portion, and their slots in it."""
+        return self.fetch(state, rows), self.slots(rows)
 
     def fetch(self, state, rows):
         """The state with the clients of these rows alone, on the device."""
@@ -130,11 +191,18 @@ class OnHost(OnDevice):
             (clients, statistics), self._ahead = ahead.held, None
         else:
             clients, statistics = self._gather(state, rows)
-        return State(place(state.servers, self.devices), clients, statistics)
+        return State(distribute(state.servers, self.devices), clients, statistics)
 
     def _gather(self, state: State, rows: np.ndarray) -> tuple[Tree, Tree]:
-        held = jax.tree.map(lambda x: x[rows], (state.clients, state.statistics))
-        return place(held, self.devices, self.spec) if self.devices > 1 else jax.tree.map(jnp.asarray, held)
+        def of_devices(x: np.ndarray) -> jax.Array:
+            shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, self.spec)
+            assert target is not None
+            return jax.make_array_from_callback(shape, target, lambda index: x[rows[(index or (slice(None),))[0]]])
+
+        gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(x[rows])
+        held = jax.tree.map(gather, (state.clients, state.statistics))
+        self._release()
+        return held
 
     def prefetch(self, state, rows):
         """Fetch the next round's rows while the device computes this one; `store` brings them up to date."""
@@ -145,12 +213,16 @@ class OnHost(OnDevice):
 
         def scatter(tree, new):
             def write(old, value):
-                old[rows[trained]] = np.asarray(value)[trained]
+                for part, own in _parts(value):
+                    kept = trained[part]
+                    old[rows[part][kept]] = own[kept]
                 return old
 
             return jax.tree.map(write, tree, new)
 
         clients, statistics = scatter(state.clients, after.clients), scatter(state.statistics, after.statistics)
+        self._changed[rows[trained]] = True
+        self._release()
         if self._ahead:
             self._ahead = self._patched(self._ahead, clients, (after.clients, after.statistics), rows, trained)
         return State(after.servers, clients, statistics)
@@ -166,3 +238,35 @@ class OnHost(OnDevice):
         for start in range(0, len(rows), self.chunk):
             part = rows[start : start + self.chunk]
             yield np.concatenate([part, np.full(self.chunk - len(part), rows[0], part.dtype)])
+
+
+class OnDisk(OnHost):
+    """All rows in files that are mapped into memory, and gone with the process: what lasts is in checkpoints.
+
+    They are where Python has temporary files (`TMPDIR`).
+    """
+
+    _maps: ClassVar[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()  # of any simulation, as these take over states
+
+    def _array(self, shape, dtype):
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        if not size:
+            return np.empty(shape, dtype)
+        with tempfile.TemporaryFile() as file:
+            try:
+                file.truncate(size)
+                each, first, last = size // self.rows, self._own.min(initial=self.rows), self._own.max(initial=-1)
+                if last >= first:  # a disk that is full later would end the process
+                    os.posix_fallocate(file.fileno(), int(first) * each, int(last + 1 - first) * each)
+            except OSError as error:
+                raise UserError(
+                    f"{tempfile.gettempdir()} has no room for {size / 1e6:.0f} MB of clients' state "
+                    f"({error.strerror}): set TMPDIR to a folder on a larger disk."
+                ) from None
+            memory = mmap.mmap(file.fileno(), size)
+        self._maps.add(memory)
+        return np.frombuffer(memory, dtype).reshape(shape)
+
+    def _release(self):
+        for one in self._maps:
+            one.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

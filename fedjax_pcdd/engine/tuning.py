@@ -1,6 +1,6 @@
-"""Which form of each convolution of a model is fastest on this device, by a short measurement.
+"""What a short measurement on this device decides: the number of lanes, and the form of each convolution.
 
-Letters: B batch, L lanes.
+Letters: B batch, L lanes, J jobs of a round.
 """
 
 import functools
@@ -13,12 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
+from fedjax_pcdd.engine.devices import free_memory, full_precision, is_out_of_memory
+from fedjax_pcdd.engine.jobs import Inputs, load, train_step
+from fedjax_pcdd.engine.mesh import devices_of
+from fedjax_pcdd.engine.program import State, lift, put
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.engine.schedule import Plan, most_jobs
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.models.convolution_choices import Choices, Listing, Operation, choosing
 from fedjax_pcdd.models.convolution_forms import FORMS, fits, forward, input_gradient, weight_gradient
-from fedjax_pcdd.models.convolution_table import Rule
+from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, Rule, choosing
 
 COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
 ACCELERATED = ("direct", "gemm")  # the other forms are made for the caches of a CPU
@@ -26,7 +33,117 @@ MARGIN = 1.1  # how many times as fast as the default a form must be to take its
 SAMPLE = 0.005  # seconds, at least, of a timing
 REPEATS = 3
 
+PROBE_STEPS = 4
+
 Candidates = dict[str, Callable[[jax.Array, jax.Array], jax.Array]]
+
+
+def candidates(jobs: int, devices: int = 1) -> list[int]:
+    """Lane counts worth trying, few first: the number of cores on a CPU, up to all clients at once elsewhere.
+
+    Args:
+      jobs: J of a device; devices: of this process.
+    """
+    if jax.default_backend() == "cpu":
+        affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+        values = {1, max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // devices)}
+    else:
+        values = {2**i for i in range(2, 10)} | {math.ceil(jobs / d) for d in (1, 2, 4)}
+    return sorted(v for v in values if v <= jobs) or [1]
+
+
+def _fits(compiled: Any) -> bool:
+    """Whether a program has the memory that it takes beside its arguments, which are on the device already."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return True
+    taken = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return taken <= free_memory()
+
+
+def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
+    """Seconds to compile, and seconds a sample, of the training step with this number of lanes.
+
+    Infinitely many of the latter where memory does not suffice.
+    """
+    try:
+        return _timed_step(simulation, state)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return 0.0, math.inf
+
+
+def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
+    program = simulation.program
+    plan, jobs = simulation.plan(0)
+    state = simulation.fetch(state, (plan, jobs))
+    keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
+    data, streamed = simulation.data, simulation.streamed
+    data = streamed.of_some(jobs.row[: program.lanes]) if streamed else data
+    inputs = Inputs(simulation.methods, simulation.hyper, state.servers, data, jobs, keys, jnp.int32(0))
+
+    @full_precision
+    def run(inputs, state, indices, steps):
+        def load_one(lane, lanes):
+            return put(lanes, lane, load(program, inputs, state.clients, state.statistics, lane % len(jobs.row), 0))
+
+        shapes = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
+        lanes = jax.tree.map(lambda x: jnp.zeros((program.lanes, *x.shape), x.dtype), shapes)
+        lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
+        one = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)
+        return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
+
+    start = time.perf_counter()
+    indices = plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0]
+    compiled = jax.jit(run).lower(inputs, state, indices, np.int32(1)).compile()
+    compiling = time.perf_counter() - start
+    if not _fits(compiled):
+        return compiling, math.inf
+    timed = functools.partial(compiled, inputs, state, indices)
+    jax.block_until_ready(timed(np.int32(1)))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
+        times.append(time.perf_counter() - start)
+    return compiling, min(times) / PROBE_STEPS / program.lanes
+
+
+def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:
+    """The simulation with the fastest of a few lane counts, by timing a few steps of each.
+
+    Trying costs about a tenth of the run at most, and ends where the memory of the devices does. On several devices
+    all do the same steps at once; of several processes the first one's times count.
+
+    Args:
+      make: builds the simulation for a number of lanes.
+      state: before the first round; not donated.
+      jobs: J, jobs a round.
+      rounds: of the run, to weigh what trying costs.
+    """
+    best, fastest = 1, math.inf
+    tried, devices = 0.0, devices_of(state)
+    counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
+    for lanes in counts:
+        simulation = make(lanes)
+        compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
+        if seconds < 0.95 * fastest:
+            best, fastest = lanes, seconds
+        tried += compiling
+        expected = rounds * float((simulation.epochs * simulation.steps).mean()) * jobs / devices * fastest
+        if seconds == math.inf or tried > 0.1 * expected:
+            break
+    return _within_memory(make, state, [lanes for lanes in reversed(counts) if lanes <= best])
+
+
+def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:
+    """The simulation with the first of these lane counts whose round fits into the devices' memory, else one lane."""
+    for lanes in counts:
+        simulation = make(lanes)
+        if free_memory() == math.inf or multihost_utils.broadcast_one_to_all(_fits(simulation.compile(state))):
+            return simulation
+    return make(1)
 
 
 def operations(model: Classifier, image_shape: tuple[int, ...], batch: int, lanes: int, dtype: Any) -> list[Operation]:
@@ -35,27 +152,21 @@ def operations(model: Classifier, image_shape: tuple[int, ...], batch: int, lane
     Args:
       model: is traced, not run.
       image_shape: (H, W, channels).
-      batch: B.
-      lanes: L.
-      dtype: of the images.
+      batch, lanes, dtype: B, L, and of the images.
     """
     listing, images = Listing(), jax.ShapeDtypeStruct((batch, *image_shape), dtype)
     with choosing(listing):
         jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
+
+    def needed(one: Operation) -> bool:  # but the gradient of the images
+        return one.name != "input_gradient" or (*one.window.image, one.inputs) != image_shape
+
+    def work(one: Operation) -> int:  # multiplications of one lane
+        return one.batch * math.prod((*one.window.out, *one.window.kernel, one.inputs, one.outputs))
+
     layers = {operation._replace(batch=batch, lanes=lanes): None for operation in listing.asked}
     each = [layer._replace(name=name) for layer in layers for name in FORMS]
-    return sorted((one for one in each if not _of_images(one, image_shape)), key=_work, reverse=True)
-
-
-def _of_images(operation: Operation, image_shape: tuple[int, ...]) -> bool:
-    """Whether it is the gradient of the images, which nothing needs."""
-    return operation.name == "input_gradient" and (*operation.window.image, operation.inputs) == image_shape
-
-
-def _work(operation: Operation) -> int:
-    """Multiplications of one lane."""
-    window = operation.window
-    return operation.batch * math.prod((*window.out, *window.kernel, operation.inputs, operation.outputs))
+    return sorted(filter(needed, each), key=work, reverse=True)
 
 
 def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
@@ -77,43 +188,32 @@ def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
 
 def _fastest_rule(operation: Operation, deadline: float) -> Rule:
     default = operation.default
-    single = _fastest(_singles(operation), _operands(operation), default.single, deadline)
-    if operation.lanes == 1:
-        return Rule(single, default.lanes)
-    operands = _operands(operation, operation.lanes)
-    return Rule(single, _fastest(_ways(operation, single), operands, default.lanes, deadline))
-
-
-def _singles(operation: Operation) -> Candidates:
-    """The forms of one lane."""
     shape = operation.name, operation.window, operation.inputs, operation.outputs
     forms = FORMS[operation.name] if jax.default_backend() == "cpu" else ACCELERATED
-    return {form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)}
-
-
-def _ways(operation: Operation, single: str) -> Candidates:
-    """The ways of all lanes."""
+    singles: Candidates = {form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)}
+    single = _fastest(singles, _operands(operation), default.single, deadline)
+    if operation.lanes == 1:
+        return Rule(single, default.lanes)
     one = functools.partial(_compute, operation, single)
-    return {
+    ways: Candidates = {
         "loop": lambda a, b: lax.map(lambda pair: one(*pair), (a, b)),
         "gemm": jax.vmap(functools.partial(_compute, operation, "gemm")),
         "grouped": jax.vmap(functools.partial(_compute, operation, "direct")),
     }
+    return Rule(single, _fastest(ways, _operands(operation, operation.lanes), default.lanes, deadline))
 
 
 def _compute(operation: Operation, form: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return COMPUTE[operation.name](form, a, b, operation.window)
 
 
-def _operands(operation: Operation, *lanes: int) -> tuple[jax.Array, jax.Array]:
-    """Operands of an operation."""
+def _operands(operation: Operation, *lanes: int) -> Sequence[jax.Array]:
     window = operation.window
     x = (*lanes, operation.batch, *window.image, operation.inputs)
     w = (*lanes, *window.kernel, operation.inputs, operation.outputs)
     dy = (*lanes, operation.batch, *window.out, operation.outputs)
     shapes = {"forward": (x, w), "input_gradient": (dy, w), "weight_gradient": (x, dy)}[operation.name]
-    one, two = (jnp.ones(shape, operation.dtype) for shape in shapes)
-    return one, two
+    return [jnp.ones(shape, operation.dtype) for shape in shapes]
 
 
 def _fastest(candidates: Candidates, operands: Sequence[jax.Array], default: str, deadline: float) -> str:

@@ -6,18 +6,19 @@ CCVR: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federate
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
+from fedjax_pcdd.losses import Mask
 from fedjax_pcdd.losses.membership import membership
 
 
 class Moments(NamedTuple):
     """Sums over samples of 1 [C], z [C, D] and z z^T [C, D, D], or only of its diagonal [C, D]."""
 
-    counts: jax.Array
-    sums: jax.Array
-    squares: jax.Array
+    counts: Array
+    sums: Array
+    squares: Array
 
 
 def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
@@ -26,9 +27,7 @@ def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
     return Moments(jnp.zeros(classes), first, first if diagonal else jnp.zeros((classes, features, features)))
 
 
-def class_moments(
-    features: jax.Array, labels: jax.Array, num_classes: int, *, diagonal: bool, mask: jax.Array | None = None
-) -> Moments:
+def class_moments(features: Array, labels: Array, num_classes: int, *, diagonal: bool, mask: Mask = None) -> Moments:
     """The sums over a batch of features [B, D] with labels [B], of the samples that the mask [B] counts."""
     members = membership(labels, num_classes, mask, features.dtype).of_samples
     sums = jnp.einsum("bc,bd->cd", members, features, precision="highest")
@@ -38,7 +37,7 @@ def class_moments(
     return Moments(members.sum(0), sums, squares)
 
 
-def gaussians(moments: Moments) -> tuple[jax.Array, jax.Array]:
+def gaussians(moments: Moments) -> tuple[Array, Array]:
     """Means [C, D] and unbiased covariances [C, D, D], or variances [C, D], of the pooled samples.
 
     They are those of the paper's merging of clients' means and covariances. A class with one sample has covariance 0,
@@ -52,7 +51,7 @@ def gaussians(moments: Moments) -> tuple[jax.Array, jax.Array]:
     return means, jnp.where((counts > 1).reshape(shape), spread, 0)
 
 
-def draw_features(means: jax.Array, covariances: jax.Array, normal: jax.Array) -> jax.Array:
+def draw_features(means: Array, covariances: Array, normal: Array) -> Array:
     """Features [C, M, D] from standard normal numbers [C, M, D]: mu_c + R_c xi, R_c the symmetric root of Sigma_c.
 
     A covariance has eigenvalues of 0 where a class has no more samples than features; what rounding makes of these,

@@ -1,29 +1,24 @@
-"""Softmax cross-entropy and per-class counts of correct predictions."""
+"""Softmax cross-entropy, its focal form, and per-class counts of correct predictions."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from fedjax_pcdd.losses import Mask
 from fedjax_pcdd.losses.membership import membership
 
 
-def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    *,
-    mask: jax.Array | None = None,
-    classes: jax.Array | None = None,
-) -> jax.Array:
+def cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, classes: Array | None = None) -> Array:
     """Mean softmax cross-entropy over the unmasked samples.
 
     Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
-      mask: [B], samples that count; None for all.
       classes: [C] bool, classes in the softmax denominator; None for all. The labels of unmasked samples must
         be among them.
 
     Returns:
-      Scalar in float32 or better; 0 with zero gradient if no sample counts or one class is left.
+      Scalar; 0 with zero gradient if no sample counts or one class is left.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # The target is gathered from the full logits and the fill is finite, so that no -inf meets a zero.
@@ -33,7 +28,27 @@ def cross_entropy(
     return masked_mean(jax.nn.logsumexp(logits, axis=-1) - target, mask)
 
 
-def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def focal_loss(logits: Array, labels: Array, *, gamma: Any, weights: Array | None = None, mask: Mask = None) -> Array:
+    """Mean over the unmasked samples of alpha_y (1 - p_y)^gamma (-log p_y), p the softmax.
+
+    Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017, eq. 5, with a weight of each class, as the benchmark
+    FLamby has it for Fed-ISIC2019: a plain mean, not divided by the weights.
+
+    Args:
+      gamma: scalar >= 0; with 0 this is the weighted cross-entropy.
+      weights: [C] alpha; None for 1.
+
+    Returns:
+      Scalar; 0 with zero gradient if no sample counts.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=-1)[:, 0]
+    rest = jnp.maximum(-jnp.expm1(log_p), jnp.finfo(log_p.dtype).tiny)  # else a power below 1 has no gradient at p = 1
+    alpha = 1.0 if weights is None else weights[labels]
+    return masked_mean(-alpha * rest**gamma * log_p, mask)
+
+
+def masked_mean(values: Array, mask: Mask = None) -> Array:
     """Mean of values [B] over the samples with mask [B]; 0 if there is none."""
     if mask is None:
         return jnp.mean(values)
@@ -41,16 +56,10 @@ def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)
 
 
-def correct_per_class(logits: jax.Array, labels: jax.Array, mask: jax.Array | None, num_classes: int) -> jax.Array:
+def correct_per_class(logits: Array, labels: Array, mask: Mask, num_classes: int) -> Array:
     """Number of correct top-1 predictions of each class; of equal logits the lowest index is predicted.
 
     A class whose logit is -inf, or NaN, is never predicted, even if there is no other.
-
-    Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
-      mask: [B], samples that count; None for all.
-      num_classes: C, static.
 
     Returns:
       [C] int32 counts.

@@ -1,4 +1,4 @@
-"""Contrastive losses on cosines: between models (MOON) and between classes (FedProc).
+"""How features lie to those of other models and of classes: contrasts on cosines (MOON, FedProc), distances (FedRL).
 
 MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021.
 FedProc: Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 2023.
@@ -6,14 +6,17 @@ FedProc: Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.prototypes import safe_norm
 
 _EPSILON = 1e-8
+DISTANCES = ("per_sample", "batch_norm", "squared")
 
 
-def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
+def cosine(a: Array, b: Array) -> Array:
     """a . b / max(|a| |b|, 1e-8) over the last axis: [..., D] and [..., D], which broadcast, to [...].
 
     In float32 or better; 0 with zero gradient where a vector is zero.
@@ -23,7 +26,7 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
     return _ratio(jnp.sum(a * b, axis=-1), safe_norm(a) * safe_norm(b))
 
 
-def cosines(a: jax.Array, b: jax.Array) -> jax.Array:
+def cosines(a: Array, b: Array) -> Array:
     """`cosine` of every row of a [M, D] with every row of b [N, D]: [M, N], without an array [M, N, D]."""
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
@@ -35,14 +38,8 @@ def _ratio(products, lengths):
 
 
 def model_contrast(
-    features: jax.Array,
-    positives: jax.Array,
-    negatives: jax.Array,
-    valid: jax.Array,
-    tau: jax.Array | float,
-    *,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    features: Array, positives: Array, negatives: Array, valid: Array, tau: Number, *, mask: Mask = None
+) -> Array:
     """MOON's loss: a representation shall be nearer to the global model's than to those of the client's past ones.
 
     Mean of -log(e(q, q_g) / (e(q, q_g) + sum_p e(q, q_p))) with e(a, b) = exp(cos(a, b) / tau), eq. 3.
@@ -53,7 +50,6 @@ def model_contrast(
       negatives: [P, B, D], q_p of the previous models; constant.
       valid: [P] bool, previous models that exist.
       tau: temperature > 0.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0; 0 with zero gradient without a previous model.
@@ -66,23 +62,14 @@ def model_contrast(
 
 
 def prototype_contrast(
-    features: jax.Array,
-    labels: jax.Array,
-    prototypes: jax.Array,
-    valid: jax.Array,
-    tau: jax.Array | float,
-    *,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    features: Array, labels: Array, prototypes: Array, valid: Array, tau: Number, *, mask: Mask = None
+) -> Array:
     """FedProc's loss: softmax cross-entropy over cos(z, g_c) / tau of the valid classes. The prototypes are constants.
 
     Args:
-      features: [B, D].
-      labels: [B] integers in [0, C).
       prototypes: [C, D].
       valid: [C] bool; samples of other classes add nothing, but stay in the divisor B.
       tau: temperature > 0.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar in [0, log(valid classes) + 2 / tau]; 0 with zero gradient with less than two valid classes.
@@ -93,3 +80,26 @@ def prototype_contrast(
     similarities = cosines(features, jax.lax.stop_gradient(prototypes)) / tau
     share = jnp.sum(counted) / jnp.maximum(jnp.sum(everyone), 1)
     return share * cross_entropy(similarities, labels, mask=counted, classes=valid)
+
+
+def review_distance(layer: Array, received: Array, *, distance: str = "per_sample", mask: Mask = None) -> Array:
+    """R_m = ||kr_m(x; w) - kr_m(x; w^t)||, unsquared, of one layer on one batch (FedRL).
+
+    Args:
+      layer: [B, ...] output of the local model.
+      received: [B, ...] output of the received model, a constant.
+      distance: "per_sample" (mean over the samples of their Euclidean norms), "batch_norm" (Frobenius norm of the
+        whole batch, the literal reading) or "squared" (mean of the squared norms).
+
+    Returns:
+      Scalar; where it is 0 its gradient is 0 too.
+    """
+    check(distance, DISTANCES, "distance of the review term")
+    dtype = jnp.promote_types(layer.dtype, jnp.float32)
+    moved = (layer.astype(dtype) - jax.lax.stop_gradient(received).astype(dtype)).reshape(layer.shape[0], -1)
+    if distance == "per_sample":
+        return masked_mean(safe_norm(moved), mask)
+    if distance == "squared":
+        return masked_mean(jnp.sum(moved**2, axis=1), mask)
+    kept = moved if mask is None else jnp.where(mask.astype(bool)[:, None], moved, 0)
+    return safe_norm(kept.ravel())

@@ -5,11 +5,12 @@ Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated 
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from fedjax_pcdd.losses import Mask, Number
 
 
-def cross_correlation(
-    logits: jax.Array, mean_logits: jax.Array, *, eps: float = 0.0, mask: jax.Array | None = None
-) -> jax.Array:
+def cross_correlation(logits: Array, mean_logits: Array, *, eps: float = 0.0, mask: Mask = None) -> Array:
     """M_uv, the correlation over a batch between class u of one's own logits and class v of the mean logits.
 
     Columns are standardised with the unbiased standard deviation and the products divided by B (the published code),
@@ -21,7 +22,6 @@ def cross_correlation(
       eps: added to the variance under the root. With 0 a column without any spread (B = 1 among them) has correlation
         0 and no gradient, but the gradient of a column with almost none is as large as the inverse of its deviation;
         eps (1e-12, say) limits it to 1 / sqrt(eps).
-      mask: [B], samples that count; None for all.
 
     Returns:
       [C, C] in float32 or better, entries in [-1, 1]; zeros if no sample counts.
@@ -33,7 +33,7 @@ def cross_correlation(
     return jnp.matmul(own.T, mean, precision="highest") / jnp.maximum(jnp.sum(kept), 1)
 
 
-def cross_correlation_loss(matrix: jax.Array, weight: jax.Array | float) -> jax.Array:
+def cross_correlation_loss(matrix: Array, weight: Number) -> Array:
     """sum_u (1 - M_uu)^2 + weight * sum_{u != v} (1 + M_uv)^2.
 
     Args:

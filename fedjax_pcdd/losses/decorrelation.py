@@ -7,45 +7,32 @@ ICLR 2023.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses import Mask, check
 from fedjax_pcdd.losses.membership import membership
 
 FORMS = ("offdiag", "frobenius")
 
 
 def intra_class(
-    features: jax.Array,
-    labels: jax.Array,
-    num_classes: int,
-    *,
-    form: str = "offdiag",
-    mask: jax.Array | None = None,
-    epsilon: float = 1e-8,
-) -> jax.Array:
+    features: Array, labels: Array, num_classes: int, *, form: str = "offdiag", mask: Mask = None, epsilon: float = 1e-8
+) -> Array:
     """FedMR's decorrelation of features within each class (section 3.3.1, eq. 3).
 
     With x_b standardised inside its own class and G_c = X_c^T X_c, sum_uv G_c[u,v]^2 equals the sum of
     (x_b . x_b')^2 over the pairs of samples of c: one [B, B] matrix serves all classes, never a [C, D, D].
 
     Args:
-      features: [B, D] backbone outputs, not normalised.
-      labels: [B] integers in [0, C).
-      num_classes: C, static.
       form: "offdiag" (published code, fits the tabulated mu1): unbiased variance,
         [sum_c mean_{u!=v} G_c[u,v]^2] / [sum_c n_c]. "frobenius" (as printed): biased variance,
         mean over classes of ||G_c / (n_c - 1)||_F^2.
-      mask: [B], samples that count; None for all.
       epsilon: added to the variance under the root.
 
     Returns:
       Scalar; 0 with zero gradient when no class has two samples in the batch, and for "offdiag" when D = 1.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    if form not in FORMS:
-        raise UserError(f"Unknown form '{form}' of the intra-class loss: {nearest(form, FORMS)}")
+    check(form, FORMS, "form of the intra-class loss")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     members = membership(labels, num_classes, mask, dtype)
     # Classes with fewer than two samples leave here, and from then on nothing divides by n_c - 1 = 0.
@@ -55,9 +42,7 @@ def intra_class(
     return loss(standard, members)
 
 
-def batch_decorrelation(
-    features: jax.Array, *, form: str = "offdiag", mask: jax.Array | None = None, epsilon: float = 1e-8
-) -> jax.Array:
+def batch_decorrelation(features: Array, *, form: str = "offdiag", mask: Mask = None, epsilon: float = 1e-8) -> Array:
     """FedDecorr's decorrelation of features over the batch, whatever the labels.
 
     x is standardised over the batch with the unbiased variance, G = X^T X.
@@ -66,14 +51,10 @@ def batch_decorrelation(
       features: [B, D], what the head reads, not normalised.
       form: "offdiag" (published code): (1/B) mean_{u!=v} G[u,v]^2, which is FedMR's intra-class loss of a batch of one
         class. "frobenius" (as printed): ||G / (B - 1)||_F^2 / D^2, smaller by a factor of about B.
-      mask: [B], samples that count; None for all.
       epsilon: added to the variance under the root.
 
     Returns:
       Scalar; 0 with zero gradient for fewer than two samples, and for "offdiag" when D = 1.
-
-    Raises:
-      UserError: `form` is unknown.
     """
     one_class = jnp.zeros(features.shape[0], jnp.int32)
     if form != "frobenius":

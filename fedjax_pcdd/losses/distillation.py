@@ -9,27 +9,21 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses import Mask, Number, check
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 ENSEMBLES = ("avg_logits", "avg_probs", "avg_losses")
 
 
-def kl_to_teacher(
-    teacher_logits: jax.Array,
-    logits: jax.Array,
-    *,
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+def kl_to_teacher(teacher_logits: Array, logits: Array, *, temperature: Number = 1.0, mask: Mask = None) -> Array:
     """Batch mean of KL(softmax(teacher_logits / T) || softmax(logits / T)), not multiplied by T^2.
 
     Args:
       teacher_logits: [B, C], a constant.
       logits: [B, C] of the student.
       temperature: T > 0.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0 in float32 or better; 0 for equal outputs and if no sample counts.
@@ -38,39 +32,27 @@ def kl_to_teacher(
     return masked_mean(_divergence(teacher, _log_softmax(logits, temperature)), mask)
 
 
-def kl_to_probabilities(
-    probabilities: jax.Array,
-    logits: jax.Array,
-    *,
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+def kl_to_probabilities(probabilities: Array, logits: Array, *, temperature: Number = 1.0, mask: Mask = None) -> Array:
     """Batch mean of KL(probabilities || softmax(logits / T)).
 
     Args:
       probabilities: [B, C], a constant; rows sum to 1, zeros are allowed.
       logits: [B, C] of the student.
       temperature: T > 0, of the student alone.
-      mask: [B], samples that count; None for all.
-
-    Returns:
-      Scalar in float32 or better.
     """
     student = _log_softmax(logits, temperature)
     teacher = jax.lax.stop_gradient(probabilities).astype(student.dtype)
     return masked_mean(jnp.sum(jax.scipy.special.xlogy(teacher, teacher) - teacher * student, axis=-1), mask)
 
 
-def absolute_error(target: jax.Array, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def absolute_error(target: Array, logits: Array, mask: Mask = None) -> Array:
     """FedMD's distance of logits: mean of |logits - target| over samples and classes, as both published codes.
 
     Args:
       target: [B, C], a constant.
-      logits: [B, C].
-      mask: [B], samples that count; None for all.
 
     Returns:
-      Scalar in float32 or better; an entry that equals its target has gradient 0.
+      Scalar; an entry that equals its target has gradient 0.
 
     >>> import jax.numpy as jnp
     >>> float(absolute_error(jnp.asarray([[2.0, 4.0]]), jnp.asarray([[1.0, 3.0]])))
@@ -81,14 +63,12 @@ def absolute_error(target: jax.Array, logits: jax.Array, mask: jax.Array | None 
     return masked_mean(jnp.mean(jnp.where(difference == 0, 0, jnp.abs(difference)), axis=-1), mask)
 
 
-def squared_error(target: jax.Array, logits: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def squared_error(target: Array, logits: Array, mask: Mask = None) -> Array:
     """As `absolute_error` with squares, not halved: FedMD as the FCCL paper words it."""
     return masked_mean(jnp.mean(jnp.square(_difference(target, logits)), axis=-1), mask)
 
 
-def ensemble_target(
-    teachers: jax.Array, *, form: str = "avg_logits", temperature: jax.Array | float = 1.0
-) -> jax.Array:
+def ensemble_target(teachers: Array, *, form: str = "avg_logits", temperature: Number = 1.0) -> Array:
     """What a mean over teachers says: all that their student has to know.
 
     Args:
@@ -98,23 +78,15 @@ def ensemble_target(
 
     Returns:
       [B, C] in float32 or better.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _check(form)
+    check(form, ENSEMBLES, "form of the ensemble")
     teachers = teachers.astype(jnp.promote_types(teachers.dtype, jnp.float32))
     return jnp.mean(teachers if form == "avg_logits" else jax.nn.softmax(teachers / temperature), axis=0)
 
 
 def kl_to_target(
-    target: jax.Array,
-    logits: jax.Array,
-    *,
-    form: str = "avg_logits",
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    target: Array, logits: Array, *, form: str = "avg_logits", temperature: Number = 1.0, mask: Mask = None
+) -> Array:
     """FedDF's loss of a student, given what `ensemble_target` says.
 
     Args:
@@ -123,27 +95,15 @@ def kl_to_target(
       form: "avg_logits" or "avg_probs". "avg_losses" is "avg_probs" here: the gradient is the same, and the value
         lacks a part that no student can change (`ensemble_kl` has it).
       temperature: T > 0.
-      mask: [B], samples that count; None for all.
-
-    Returns:
-      Scalar in float32 or better.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _check(form)
+    check(form, ENSEMBLES, "form of the ensemble")
     loss = kl_to_teacher if form == "avg_logits" else kl_to_probabilities
     return loss(target, logits, temperature=temperature, mask=mask)
 
 
 def ensemble_kl(
-    teachers: jax.Array,
-    logits: jax.Array,
-    *,
-    form: str = "avg_logits",
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    teachers: Array, logits: Array, *, form: str = "avg_logits", temperature: Number = 1.0, mask: Mask = None
+) -> Array:
     """FedDF's loss of a student, given all its teachers.
 
     Args:
@@ -152,15 +112,8 @@ def ensemble_kl(
       form: "avg_logits": KL(softmax(mean_k Z_k / T) || student), the paper's; "avg_probs": KL(mean_k softmax(Z_k / T)
         || student); "avg_losses": mean_k KL(softmax(Z_k / T) || student).
       temperature: T > 0.
-      mask: [B], samples that count; None for all.
-
-    Returns:
-      Scalar in float32 or better.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _check(form)
+    check(form, ENSEMBLES, "form of the ensemble")
     if form == "avg_losses":
         return jnp.mean(jax.vmap(lambda z: kl_to_teacher(z, logits, temperature=temperature, mask=mask))(teachers))
     target = ensemble_target(teachers, form=form, temperature=temperature)
@@ -168,14 +121,14 @@ def ensemble_kl(
 
 
 def mutual_losses(
-    private_logits: jax.Array,
-    meme_logits: jax.Array,
-    labels: jax.Array,
+    private_logits: Array,
+    meme_logits: Array,
+    labels: Array,
     *,
-    alpha: jax.Array | float = 0.5,
-    beta: jax.Array | float = 0.5,
-    mask: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    alpha: Number = 0.5,
+    beta: Number = 0.5,
+    mask: Mask = None,
+) -> tuple[Array, Array]:
     """FML's losses of the private and of the shared ("meme") model on one batch, each a constant to the other.
 
     alpha CE(private) + (1 - alpha) KL(meme || private) and beta CE(meme) + (1 - beta) KL(private || meme). The gradient
@@ -184,10 +137,8 @@ def mutual_losses(
     Args:
       private_logits: [B, C].
       meme_logits: [B, C].
-      labels: [B] integers in [0, C).
       alpha: weight of the labels for the private model, in [0, 1].
       beta: the same for the meme model.
-      mask: [B], samples that count; None for all.
 
     Returns:
       (private, meme), scalars in float32 or better.
@@ -200,13 +151,13 @@ def mutual_losses(
     return loss(private_logits, meme_logits, alpha), loss(meme_logits, private_logits, beta)
 
 
-def confident(logits: jax.Array, confidence: jax.Array | float, *, mask: jax.Array | None = None) -> jax.Array:
+def confident(logits: Array, confidence: Number, *, mask: Mask = None) -> Array:
     """FedMatch's samples to learn from, [B] bool: the largest softmax of logits [B, C] is at least `confidence`."""
     kept = jnp.max(jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32))), axis=-1) >= confidence
     return kept if mask is None else kept & mask.astype(bool)
 
 
-def pseudo_labels(logits: jax.Array, helper_logits: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+def pseudo_labels(logits: Array, helper_logits: Array, *, valid: Array | None = None) -> Array:
     """FedMatch's labels: the class with most votes of the local model and its helpers; of equal ones the lowest.
 
     Args:
@@ -228,13 +179,8 @@ def pseudo_labels(logits: jax.Array, helper_logits: jax.Array, *, valid: jax.Arr
 
 
 def helper_consistency(
-    logits: jax.Array,
-    helper_logits: jax.Array,
-    kept: jax.Array,
-    *,
-    valid: jax.Array | None = None,
-    floor: float = 1e-7,
-) -> jax.Array:
+    logits: Array, helper_logits: Array, kept: Array, *, valid: Array | None = None, floor: float = 1e-7
+) -> Array:
     """FedMatch's inter-client consistency: mean over helpers and kept samples of KL(p_h || p).
 
     Args:
@@ -245,7 +191,7 @@ def helper_consistency(
       floor: probabilities are raised to it before the logarithm, as in the published code; 0 leaves them alone.
 
     Returns:
-      Scalar in float32 or better; 0 with zero gradient without kept samples or helpers.
+      Scalar; 0 with zero gradient without kept samples or helpers.
     """
     least = math.log(floor) if floor else -math.inf
     helpers = jnp.maximum(_log_softmax(jax.lax.stop_gradient(helper_logits)), least)
@@ -254,7 +200,7 @@ def helper_consistency(
     return masked_mean(jax.vmap(lambda each: masked_mean(each, kept))(divergences), exist)
 
 
-def _log_softmax(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.Array:
+def _log_softmax(logits: Array, temperature: Number = 1.0) -> Array:
     """Logarithms of softmax(logits / T) over the last axis, in float32 or better."""
     return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature)
 
@@ -267,8 +213,3 @@ def _divergence(teacher, student):
 def _difference(target, logits):
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     return logits.astype(dtype) - jax.lax.stop_gradient(target).astype(dtype)
-
-
-def _check(form):
-    if form not in ENSEMBLES:
-        raise UserError(f"Unknown form '{form}' of the ensemble: {nearest(form, ENSEMBLES)}")

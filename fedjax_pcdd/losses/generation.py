@@ -6,11 +6,13 @@ Further letters: S participants of a round, N dimensions of the noise.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from fedjax_pcdd.losses import Mask
 from fedjax_pcdd.losses.classification import masked_mean
 
 
-def label_shares(counts: jax.Array) -> jax.Array:
+def label_shares(counts: Array) -> Array:
     """v_kc = n_kc / sum_j n_jc, each participant's share in the samples of each class.
 
     Args:
@@ -23,17 +25,13 @@ def label_shares(counts: jax.Array) -> jax.Array:
     return jnp.where(total > 0, counts / jnp.where(total > 0, total, 1), 0)
 
 
-def ensemble_loss(logits: jax.Array, labels: jax.Array, shares: jax.Array, *, broadcast: bool = False) -> jax.Array:
+def ensemble_loss(logits: Array, labels: Array, shares: Array, *, broadcast: bool = False) -> Array:
     """sum_k mean_b v_{k, y_b} CE(logits_kb, y_b): the participants' heads as teachers of the generator.
 
     Args:
       logits: [S, B, C].
-      labels: [B] integers in [0, C).
       shares: [S, C], v_kc.
       broadcast: as the published code, where a (B,) loss meets a (B, 1) weight: sum_k mean_b v * mean_b CE.
-
-    Returns:
-      Scalar in float32 or better.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[None, :, None], axis=-1)[..., 0]
@@ -43,7 +41,7 @@ def ensemble_loss(logits: jax.Array, labels: jax.Array, shares: jax.Array, *, br
     return jnp.sum(jnp.mean(weights * losses, axis=1))
 
 
-def diversity(noise: jax.Array, latents: jax.Array) -> jax.Array:
+def diversity(noise: Array, latents: Array) -> Array:
     """exp(-mean_ij [mean_n (e_i - e_j)_n^2 * mean_d |z_i - z_j|_d]): small where different noise gives different z.
 
     Args:
@@ -58,19 +56,13 @@ def diversity(noise: jax.Array, latents: jax.Array) -> jax.Array:
     return jnp.exp(-jnp.mean(apart * moved))
 
 
-def latent_kl(
-    generated: jax.Array, logits: jax.Array, *, mask: jax.Array | None = None, valid: jax.Array | None = None
-) -> jax.Array:
+def latent_kl(generated: Array, logits: Array, *, mask: Mask = None, valid: Array | None = None) -> Array:
     """Batch mean of KL(softmax(generated) || softmax(logits)); the first is a constant.
 
     Args:
       generated: [B, C] logits of generated features with the labels of the batch.
       logits: [B, C] of the real samples.
-      mask: [B], samples that count; None for all.
       valid: [B] bool, samples with a label that the generator knows; others add 0, but stay in the divisor.
-
-    Returns:
-      Scalar in float32 or better.
     """
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     target = jax.nn.log_softmax(jax.lax.stop_gradient(generated).astype(dtype))

@@ -6,8 +6,10 @@ NeurIPS 2023. FedRS: Li and Zhan, KDD 2021. FedLC: Zhang et al., ICML 2022. Bala
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses import Mask, Number, check
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 FUNCTIONS = {"identity": lambda shares: shares, "sqrt": jnp.sqrt, "exp": jnp.exp}
@@ -15,16 +17,11 @@ GAMMAS = ("class", "localgamma", "serverscaled")
 
 
 def class_scales(
-    class_counts: jax.Array,
-    federation_counts: jax.Array,
-    *,
-    function: str = "identity",
-    gamma: str = "class",
-) -> jax.Array:
+    class_counts: Array, federation_counts: Array, *, function: str = "identity", gamma: str = "class"
+) -> Array:
     """FedGELA's Phi_k of one client: Q(n_kc / n_k) / gamma.
 
     Args:
-      class_counts: [C] training samples of the client, n_kc.
       federation_counts: [K, C] training samples of all clients; read by "serverscaled" alone.
       function: Q(x) is "identity" x, "sqrt" of x, or "exp" of x. With "exp" a missing class keeps Q = 1 > 0. "none"
         is FedGE: 1 for every class, also of a client without samples, whatever `gamma`.
@@ -40,7 +37,10 @@ def class_scales(
     """
     if function == "none":
         return jnp.ones(class_counts.shape)
-    _check(function, gamma)
+    check(function, FUNCTIONS, "function of the class shares")
+    check(gamma, GAMMAS, "gamma of the class scales")
+    if gamma == "class" and function != "identity":
+        raise UserError(f"With function '{function}' choose gamma 'serverscaled' or 'localgamma'.")
     values = _curve(class_counts, function)
     if gamma == "class":
         return values * values.shape[0]
@@ -51,9 +51,7 @@ def class_scales(
     return _ratio(values, jnp.matmul(weights, _curve(federation_counts, function), precision="highest"))
 
 
-def scaled_logits(
-    features: jax.Array, directions: jax.Array, scales: jax.Array, kappa: jax.Array | float, *, unit: bool = True
-) -> jax.Array:
+def scaled_logits(features: Array, directions: Array, scales: Array, kappa: Number, *, unit: bool = True) -> Array:
     """FedGELA's local logits kappa * Phi_c * (m_c . h / ||h||).
 
     Args:
@@ -71,28 +69,24 @@ def scaled_logits(
     return kappa * scales * jnp.matmul(features, directions, precision="highest")
 
 
-def restricted_scales(class_counts: jax.Array, alpha: jax.Array | float, *, form: str = "hard") -> jax.Array:
+def restricted_scales(class_counts: Array, alpha: Number, *, form: str = "hard") -> Array:
     """FedRS's scales s_c of the classifier's rows (KDD 2021, restricted softmax).
 
     Args:
-      class_counts: [C] training samples of the client, n_kc.
       alpha: scale of a missing class, in [0, 1].
       form: "hard", 1 for a class that the client has (the paper), or "soft",
         (1 - alpha) n_kc / max_j n_kj + alpha (the published code).
 
     Returns:
       [C] scales.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _known(form, ("hard", "soft"), "form of the restricted softmax")
+    check(form, ("hard", "soft"), "form of the restricted softmax")
     if form == "hard":
         return jnp.where(class_counts > 0, 1.0, alpha)
     return (1 - alpha) * _ratio(class_counts, jnp.max(class_counts)) + alpha
 
 
-def calibration_margins(class_counts: jax.Array, tau: jax.Array | float, *, missing: float | None = None) -> jax.Array:
+def calibration_margins(class_counts: Array, tau: Number, *, missing: float | None = None) -> Array:
     """FedLC's margins m_c = tau * n_c^(-1/4), to be taken from the logits (ICML 2022).
 
     Args:
@@ -108,19 +102,14 @@ def calibration_margins(class_counts: jax.Array, tau: jax.Array | float, *, miss
     return jnp.where(present, margins, 0) if missing is None else margins
 
 
-def pairwise_cross_entropy(
-    logits: jax.Array, labels: jax.Array, *, mask: jax.Array | None = None, classes: jax.Array | None = None
-) -> jax.Array:
+def pairwise_cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, classes: Array | None = None) -> Array:
     """Mean of log sum_{c != y} exp(o_c) - o_y: the softmax loss whose denominator lacks the label; it may be negative.
 
     Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
-      mask: [B], samples that count; None for all.
       classes: [C] bool, classes in the denominator; None for all.
 
     Returns:
-      Scalar in float32 or better; samples without a rival class add 0 with zero gradient.
+      Scalar; samples without a rival class add 0 with zero gradient.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     rivals = jnp.arange(logits.shape[-1]) != labels[:, None]
@@ -131,26 +120,19 @@ def pairwise_cross_entropy(
 
 
 def balanced_cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    class_counts: jax.Array,
+    logits: Array,
+    labels: Array,
+    class_counts: Array,
     *,
-    power: jax.Array | float = 1.0,
+    power: Number = 1.0,
     missing: float | None = None,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    mask: Mask = None,
+) -> Array:
     """Balanced softmax: mean cross-entropy of o_c + power * log n_c (NeurIPS 2020, eq. 4 with power 1).
 
     Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
-      class_counts: [C] training samples n_c.
       power: exponent on the counts, >= 0; 0 is the plain softmax over all classes.
       missing: count that stands in for 0, > 0; None takes a class without samples out of the softmax.
-      mask: [B], samples that count; None for all.
-
-    Returns:
-      Scalar.
     """
     present = class_counts > 0
     prior = power * jnp.log(jnp.where(present, class_counts, 1 if missing is None else missing))
@@ -158,24 +140,12 @@ def balanced_cross_entropy(
     return cross_entropy(logits + prior, labels, mask=mask, classes=classes)
 
 
-def l2_normalise(vectors: jax.Array, epsilon: float = 1e-12) -> jax.Array:
+def l2_normalise(vectors: Array, epsilon: float = 1e-12) -> Array:
     """v / max(||v||, epsilon) for [..., D] over the last axis; no gradient up to that norm."""
     squares = jnp.sum(jnp.square(vectors), axis=-1, keepdims=True)
     long = squares > epsilon**2
     unit = vectors / jnp.sqrt(jnp.where(long, squares, 1))
     return jnp.where(long, unit, jax.lax.stop_gradient(vectors / epsilon))
-
-
-def _check(function, gamma):
-    _known(function, FUNCTIONS, "function of the class shares")
-    _known(gamma, GAMMAS, "gamma of the class scales")
-    if gamma == "class" and function != "identity":
-        raise UserError(f"With function '{function}' choose gamma 'serverscaled' or 'localgamma'.")
-
-
-def _known(name, names, what):
-    if name not in names:
-        raise UserError(f"Unknown {what} '{name}': {nearest(name, names)}")
 
 
 def _curve(counts, function):

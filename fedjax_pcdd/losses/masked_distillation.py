@@ -7,8 +7,9 @@ FedVLS: Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses import Mask, Number, check
 from fedjax_pcdd.losses.classification import masked_mean
 
 EMPTY = ("skip", "published")
@@ -16,14 +17,14 @@ PUBLISHED_SHIFT = 1000.0  # what FedLMD's published code takes from a logit that
 
 
 def masked_kl(
-    teacher_logits: jax.Array,
-    logits: jax.Array,
-    teacher_classes: jax.Array,
-    student_classes: jax.Array | None = None,
+    teacher_logits: Array,
+    logits: Array,
+    teacher_classes: Array,
+    student_classes: Array | None = None,
     *,
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    temperature: Number = 1.0,
+    mask: Mask = None,
+) -> Array:
     """T^2 times the batch mean of KL(softmax of the teacher / T || softmax of the student / T), each over its classes.
 
     A class outside a softmax has the weight 0 in it, and its logit the gradient 0.
@@ -34,10 +35,9 @@ def masked_kl(
       teacher_classes: [C] or [B, C] bool, classes in the teacher's softmax; among those of the student's.
       student_classes: [C] or [B, C] bool; None for the teacher's.
       temperature: T > 0.
-      mask: [B], samples that count; None for all.
 
     Returns:
-      Scalar in float32 or better; samples whose teacher has no class, or both of them the same single one, add 0 with
+      Scalar; samples whose teacher has no class, or both of them the same single one, add 0 with
       zero gradient, but stay in B.
     """
     teacher = _log_softmax(jax.lax.stop_gradient(teacher_logits), teacher_classes, temperature)
@@ -47,21 +47,14 @@ def masked_kl(
 
 
 def not_true_distillation(
-    teacher_logits: jax.Array,
-    logits: jax.Array,
-    labels: jax.Array,
-    *,
-    temperature: jax.Array | float = 1.0,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    teacher_logits: Array, logits: Array, labels: Array, *, temperature: Number = 1.0, mask: Mask = None
+) -> Array:
     """FedNTD's loss: `masked_kl` over all classes but the label.
 
     Args:
       teacher_logits: [B, C], a constant.
       logits: [B, C] of the student.
-      labels: [B] integers in [0, C).
       temperature: tau > 0.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0; 0 with zero gradient for C = 2. The label's logit has no gradient.
@@ -69,7 +62,7 @@ def not_true_distillation(
     return masked_kl(teacher_logits, logits, _not_true(logits, labels), temperature=temperature, mask=mask)
 
 
-def majority_classes(class_counts: jax.Array) -> jax.Array:
+def majority_classes(class_counts: Array) -> Array:
     """FedLMD's majority labels [C] bool of class counts [C]: more samples than the mean over all C classes.
 
     >>> majority_classes(jnp.asarray([10, 6, 0, 0])).tolist()
@@ -79,15 +72,15 @@ def majority_classes(class_counts: jax.Array) -> jax.Array:
 
 
 def label_masking_distillation(
-    teacher_logits: jax.Array,
-    logits: jax.Array,
-    labels: jax.Array,
-    majority: jax.Array,
+    teacher_logits: Array,
+    logits: Array,
+    labels: Array,
+    majority: Array,
     *,
-    temperature: jax.Array | float = 1.0,
+    temperature: Number = 1.0,
     empty: str = "skip",
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    mask: Mask = None,
+) -> Array:
     """FedLMD's loss: the teacher is heard on minority labels alone, the student answers on all classes but the label.
 
     The softmax of the teacher is over R_b, the classes that are neither the label nor in the majority. Equal logits of
@@ -96,21 +89,15 @@ def label_masking_distillation(
     Args:
       teacher_logits: [B, C], a constant.
       logits: [B, C] of the student.
-      labels: [B] integers in [0, C).
       majority: [C] bool, `majority_classes`.
       temperature: tau > 0.
       empty: what a sample with an empty R_b adds: "skip", 0; "published", the KL from a teacher over all classes to a
         student whose label's logit is lowered by 1000 tau, as in the published code, which masks so.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0. The label's logit has no gradient.
-
-    Raises:
-      UserError: `empty` is unknown.
     """
-    if empty not in EMPTY:
-        raise UserError(f"Unknown treatment '{empty}' of samples without classes: {nearest(empty, EMPTY)}")
+    check(empty, EMPTY, "treatment of samples without classes")
     others = _not_true(logits, labels)
     taught = others & ~majority
     if empty == "published":

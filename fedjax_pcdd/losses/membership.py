@@ -4,38 +4,41 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from fedjax_pcdd.losses import Mask
 
 
 class Membership(NamedTuple):
     """One-hot classes in both orientations: a CPU multiplies slowly by a matrix that is transposed on the way."""
 
-    of_samples: jax.Array  # [B, C]
-    of_classes: jax.Array  # [C, B]
+    of_samples: Array  # [B, C]
+    of_classes: Array  # [C, B]
 
     @property
-    def counts(self) -> jax.Array:
+    def counts(self) -> Array:
         """Samples of each class [C]."""
         return jnp.sum(self.of_samples, axis=0)
 
     @property
-    def any(self) -> jax.Array:
+    def any(self) -> Array:
         """Which samples count [B], bool."""
         return jnp.any(self.of_samples > 0, axis=1)
 
-    def only(self, classes: jax.Array) -> "Membership":
+    def only(self, classes: Array) -> "Membership":
         """Without the samples of classes that are False in `classes` [C]."""
         return Membership(self.of_samples * classes, self.of_classes * classes[:, None])
 
-    def per_class(self, values: jax.Array) -> jax.Array:
+    def per_class(self, values: Array) -> Array:
         """Sums of values [B, D] over the samples of each class, [C, D]."""
         return _product(self.of_classes, self.of_samples, values)
 
-    def per_sample(self, values: jax.Array) -> jax.Array:
+    def per_sample(self, values: Array) -> Array:
         """The row of values [C, D] that belongs to each sample, [B, D]; 0 for samples that do not count."""
         return _product(self.of_samples, self.of_classes, values)
 
 
-def membership(labels: jax.Array, num_classes: int, mask: jax.Array | None = None, dtype=jnp.float32) -> Membership:
+def membership(labels: Array, num_classes: int, mask: Mask = None, dtype=jnp.float32) -> Membership:
     """Classes of labels [B] in [0, C); masked samples (mask [B]) belong to none.
 
     >>> of = membership(jnp.array([2, 0, 2]), 3, mask=jnp.array([1, 1, 0]))

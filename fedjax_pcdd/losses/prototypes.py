@@ -2,28 +2,23 @@
 
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
 FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
+FedTGP: Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning for Data
+and Model Heterogeneity in Federated Learning", AAAI 2024. Further letter: P uploaded prototypes.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.losses.classification import masked_mean
+from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.membership import membership
 
 STALE = ("carry", "drop")
 
 
-def class_sums(
-    features: jax.Array, labels: jax.Array, num_classes: int, mask: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def class_sums(features: Array, labels: Array, num_classes: int, mask: Mask = None) -> tuple[Array, Array]:
     """Sums of features and numbers of samples of each class.
-
-    Args:
-      features: [B, D].
-      labels: [B] integers in [0, C).
-      num_classes: C, static.
-      mask: [B], samples that count; None for all.
 
     Returns:
       (sums [C, D], counts [C]) in float32 or better; zeros for absent classes.
@@ -34,13 +29,8 @@ def class_sums(
 
 
 def merge_prototypes(
-    sums: jax.Array,
-    counts: jax.Array,
-    previous: jax.Array,
-    previous_valid: jax.Array,
-    *,
-    stale: str = "carry",
-) -> tuple[jax.Array, jax.Array]:
+    sums: Array, counts: Array, previous: Array, previous_valid: Array, *, stale: str = "carry"
+) -> tuple[Array, Array]:
     """Global prototypes g_c = sum_k n_kc g_kc / sum_k n_kc (FedMR), without momentum.
 
     Args:
@@ -52,12 +42,8 @@ def merge_prototypes(
 
     Returns:
       (prototypes [C, D], valid [C] bool); rows that are not valid are zeros.
-
-    Raises:
-      UserError: `stale` is unknown.
     """
-    if stale not in STALE:
-        raise UserError(f"Unknown treatment '{stale}' of stale prototypes: {nearest(stale, STALE)}")
+    check(stale, STALE, "treatment of stale prototypes")
     fresh = counts > 0
     means = sums / jnp.where(fresh, counts, 1)[:, None]
     kept = previous_valid.astype(bool) & (stale == "carry")
@@ -65,7 +51,7 @@ def merge_prototypes(
     return prototypes, fresh | kept
 
 
-def equal_shares(sums: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def equal_shares(sums: Array, counts: Array) -> tuple[Array, Array]:
     """A client's class sums [C, D] and counts [C], as if it had one sample of each of its classes, at their mean.
 
     Summed over clients and merged, they give the unweighted mean of the local prototypes (FedProto).
@@ -75,26 +61,17 @@ def equal_shares(sums: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def inter_class(
-    features: jax.Array,
-    labels: jax.Array,
-    prototypes: jax.Array,
-    valid: jax.Array,
-    candidates: jax.Array,
-    *,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    features: Array, labels: Array, prototypes: Array, valid: Array, candidates: Array, *, mask: Mask = None
+) -> Array:
     """FedMR's inter-class margin: a feature shall be nearer to its own prototype than to any other.
 
     D(ci, cj) = mean over the samples of ci of max(||z - g_ci|| - ||z - g_cj||, 0), averaged over the ordered
     pairs with ci in the batch and valid, cj != ci a candidate and valid. The prototypes are constants.
 
     Args:
-      features: [B, D] backbone outputs, not normalised.
-      labels: [B] integers in [0, C).
       prototypes: [C, D].
       valid: [C] bool, prototypes that exist.
       candidates: [C] bool, classes that may be cj: the client's own (as printed), or all.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0; 0 with zero gradient when there is no pair.
@@ -115,21 +92,13 @@ def inter_class(
 
 
 def squared_distance_to_own(
-    features: jax.Array,
-    labels: jax.Array,
-    prototypes: jax.Array,
-    valid: jax.Array,
-    *,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    features: Array, labels: Array, prototypes: Array, valid: Array, *, mask: Mask = None
+) -> Array:
     """FedProto's regulariser: (1 / (B D)) sum_b ||z_b - g_{y_b}||^2. The prototypes are constants.
 
     Args:
-      features: [B, D], not normalised.
-      labels: [B] integers in [0, C).
       prototypes: [C, D].
       valid: [C] bool; samples of other classes add nothing, but stay in B.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar >= 0; 0 with zero gradient when no sample's class is valid.
@@ -140,11 +109,10 @@ def squared_distance_to_own(
     return masked_mean(distances, mask)
 
 
-def nearest_prototype_scores(features: jax.Array, prototypes: jax.Array, valid: jax.Array) -> jax.Array:
+def nearest_prototype_scores(features: Array, prototypes: Array, valid: Array) -> Array:
     """FedProto's prediction: the argmax over classes is the nearest prototype.
 
     Args:
-      features: [B, D].
       prototypes: [C, D].
       valid: [C] bool, classes that may be predicted.
 
@@ -155,7 +123,55 @@ def nearest_prototype_scores(features: jax.Array, prototypes: jax.Array, valid: 
     return jnp.where(valid.astype(bool), -distances, -jnp.inf)
 
 
-def random_subset(key: jax.Array, mask: jax.Array, n: jax.Array | int) -> jax.Array:
+def centre_distances(centres: Array, valid: Array) -> tuple[Array, Array]:
+    """Distances [C, C] between the centres [C, D] of classes, and which pairs [C, C] are two valid classes [C]."""
+    pairs = valid[:, None] & valid & ~jnp.eye(len(valid), dtype=bool)
+    return safe_norm(centres[:, None] - centres), pairs
+
+
+def nearest_gaps(centres: Array, valid: Array) -> Array:
+    """Distances [C] to the nearest other centre; classes without one take the smallest, all are inf without a pair."""
+    distances, pairs = centre_distances(centres, valid)
+    gaps = jnp.min(jnp.where(pairs, distances, jnp.inf), axis=1)
+    return jnp.where(valid, gaps, jnp.min(gaps))
+
+
+def adaptive_margin(centres: Array, valid: Array, threshold: Number, rule: str) -> Array:
+    """FedTGP's margin between classes, at most a threshold; the threshold itself with fewer than two valid classes.
+
+    Args:
+      centres: [C, D], unweighted means of the uploaded prototypes of each class.
+      valid: [C] bool, classes with a prototype.
+      threshold: tau.
+      rule: "nearest", the largest distance of a centre to its nearest neighbour; "farthest", the largest of all.
+    """
+    if rule == "nearest":
+        return jnp.minimum(jnp.max(nearest_gaps(centres, valid)), threshold)
+    distances, pairs = centre_distances(centres, valid)
+    return jnp.minimum(jnp.where(jnp.any(pairs), jnp.max(jnp.where(pairs, distances, 0)), jnp.inf), threshold)
+
+
+def margin_cross_entropy(
+    prototypes: Array, labels: Array, targets: Array, margin: Number, *, mask: Mask = None
+) -> Array:
+    """FedTGP's loss: cross-entropy of minus the distances to the targets, the own class's lengthened by the margin.
+
+    Args:
+      prototypes: [P, D] as uploaded.
+      labels: [P] their classes.
+      targets: [C, D], the trained prototypes.
+      margin: delta >= 0.
+      mask: [P], prototypes that count; None for all.
+
+    Returns:
+      Scalar; the gradient of a distance of 0 is 0.
+    """
+    distances = safe_norm(prototypes[:, None] - targets)
+    own = jax.nn.one_hot(labels, len(targets), dtype=distances.dtype)
+    return cross_entropy(-(distances + margin * own), labels, mask=mask)
+
+
+def random_subset(key: Array, mask: Array, n: Array | int) -> Array:
     """Choose n of the unmasked samples uniformly without replacement (FedMR Lite-n).
 
     Args:
@@ -173,7 +189,7 @@ def random_subset(key: jax.Array, mask: jax.Array, n: jax.Array | int) -> jax.Ar
     return mask & (ranks < n)
 
 
-def safe_norm(vectors: jax.Array) -> jax.Array:
+def safe_norm(vectors: Array) -> Array:
     """Euclidean norm over the last axis, [..., D] to [...], with zero gradient at zero."""
     squares = jnp.sum(jnp.square(vectors), axis=-1)
     positive = squares > 0

@@ -7,20 +7,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses import Mask, check
 
 WIDTHS = ("median", "constant")
 
 
-def prediction_variance(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def prediction_variance(logits: Array, *, mask: Mask = None) -> Array:
     """(1/C) sum_c max(1/sqrt(C) - std_b softmax(o_b)_c, 0), with the unbiased standard deviation over the batch.
 
     1/sqrt(C) is the deviation of a column of the C x C identity matrix: one sample a class, all certain.
-
-    Args:
-      logits: [B, C].
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar in [0, 1/sqrt(C)], in float32 or better; 0 with zero gradient for fewer than two samples.
@@ -38,25 +35,19 @@ def prediction_variance(logits: jax.Array, *, mask: jax.Array | None = None) -> 
     return jnp.where(count >= 2, jnp.mean(lacking), 0)
 
 
-def uniformity(features: jax.Array, *, width: str = "median", mask: jax.Array | None = None) -> jax.Array:
+def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> Array:
     """Mean over the B (B - 1) / 2 pairs of exp(-||z_i - z_j||^2 / m), m the median of the positive squared distances.
 
     Of an even number of distances m is the lower of the two in the middle. Pairs at distance 0 count in the mean.
 
     Args:
-      features: [B, D], not normalised.
       width: "median" (published code): the gradient goes through m too, to the pair that it is the distance of, so that
         the loss depends on the shape of the cloud of features alone; "constant": m is a constant.
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar in [0, 1], in float32 or better; 0 for fewer than two samples and 1 for equal features, with zero gradient.
-
-    Raises:
-      UserError: `width` is unknown.
     """
-    if width not in WIDTHS:
-        raise UserError(f"Unknown width '{width}' of the uniformity: {nearest(width, WIDTHS)}")
+    check(width, WIDTHS, "width of the uniformity")
     features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
     size = features.shape[0]
     kept = jnp.ones(size, bool) if mask is None else mask.astype(bool)

@@ -8,8 +8,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.losses import Mask, check
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 
@@ -18,31 +19,24 @@ EPSILON = 1e-9  # added to shares under the logarithm in the published code
 
 
 def calibrated_cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    class_counts: jax.Array,
+    logits: Array,
+    labels: Array,
+    class_counts: Array,
     *,
     form: str = "code",
     epsilon: float = EPSILON,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    mask: Mask = None,
+) -> Array:
     """Mean cross-entropy of o_c + log p_c, with p_c = n_c / n (L_cal).
 
     Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
-      class_counts: [C] training samples n_c of the client.
       form: "code": log(p_c + epsilon), so that vacant classes stay in the softmax; "paper": log p_c, without them.
       epsilon: of the form "code".
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar in float32 or better. The forms agree unless a vacant logit exceeds the others by 15 or so.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _check(form)
+    check(form, FORMS, "form of FedVLS's losses")
     if form == "paper":
         return balanced_cross_entropy(logits, labels, class_counts, mask=mask)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -51,33 +45,27 @@ def calibrated_cross_entropy(
 
 
 def logit_suppression(
-    logits: jax.Array,
-    labels: jax.Array,
-    class_counts: jax.Array,
+    logits: Array,
+    labels: Array,
+    class_counts: Array,
     *,
     form: str = "code",
     epsilon: float = EPSILON,
-    mask: jax.Array | None = None,
-) -> jax.Array:
+    mask: Mask = None,
+) -> Array:
     """sum_c p_c log((1/B) sum_b exp(s_bc)): logits of the client's classes fall on samples of others (L_sup).
 
     Args:
-      logits: [B, C].
-      labels: [B] integers in [0, C).
       class_counts: [C] training samples n_c of the client; p_c = n_c / n.
       form: "code": s_bc = o_bc - log(p_c + epsilon) + log(1/C + epsilon), and 0 at the label; "paper": s_bc = o_bc, and
         samples of the label left out of the sum, but not of B: without a lower bound.
       epsilon: of the form "code".
-      mask: [B], samples that count; None for all.
 
     Returns:
       Scalar in float32 or better. Logits of labels and of vacant classes have no gradient; in the form "paper" a class
       without a sample of another one in the batch adds 0.
-
-    Raises:
-      UserError: `form` is unknown.
     """
-    _check(form)
+    check(form, FORMS, "form of FedVLS's losses")
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     num_classes, shares = logits.shape[-1], _shares(class_counts)
     own = jnp.arange(num_classes) == labels[:, None]
@@ -96,8 +84,3 @@ def _shares(class_counts):
     """p_c = n_c / n of class counts [C], in float32 or better; zeros for a client without samples."""
     counts = class_counts.astype(jnp.promote_types(class_counts.dtype, jnp.float32))
     return counts / jnp.maximum(jnp.sum(counts), 1)
-
-
-def _check(form):
-    if form not in FORMS:
-        raise UserError(f"Unknown form '{form}' of FedVLS's losses: {nearest(form, FORMS)}")

@@ -6,6 +6,7 @@ from fedjax_pcdd.methods.ccvr import CCVR
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.fccl import FCCL
 from fedjax_pcdd.methods.fedavg import FedAvg
+from fedjax_pcdd.methods.fedavgm import FedAvgM
 from fedjax_pcdd.methods.fedbabu import FedBABU
 from fedjax_pcdd.methods.fedcm import FedCM
 from fedjax_pcdd.methods.feddc import FedDC
@@ -26,6 +27,7 @@ from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.methods.fednova import FedNova
 from fedjax_pcdd.methods.fedntd import FedNTD
+from fedjax_pcdd.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.fedproc import FedProc
 from fedjax_pcdd.methods.fedproto import FedProto
@@ -46,14 +48,13 @@ from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
-from fedjax_pcdd.methods.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi
-from fedjax_pcdd.methods.server_step import around
+from fedjax_pcdd.methods.server_step import ServerStep, around
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import with_prototypes
 from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
 from fedjax_pcdd.registry import Registry
 
-_OWN: dict[str, type[Method]] = {
+OWN: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fedproc": FedProc,
@@ -105,21 +106,22 @@ _OWN: dict[str, type[Method]] = {
     "fedmatch": FedMatch,
 }
 
-METHODS: Registry[type[Method]] = Registry("method", "methods", _OWN)
+METHODS: Registry[type[Method]] = Registry("method", "methods", OWN)
 """Classes of methods by name, and by the import path of a class elsewhere."""
 
-# What `X+suffix` stands for; a new wrapper is one file and one line here.
-_SERVERS = {"avgm": FedAvgM, "adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad, "exp": FedExP}
+# What `X+suffix` stands for; a new one is one file and one line here.
+_SERVERS: dict[str, type[ServerStep]] = {
+    "avgm": FedAvgM, "adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad, "exp": FedExP,
+}  # fmt: skip
+SERVER_OPTIMISERS: Registry[type[ServerStep]] = Registry("server optimiser", "server_optimisers", _SERVERS)
 WRAPPERS: Registry[Wrapper] = Registry(
-    "suffix",
-    "wrappers",
-    {
-        "prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8"),
-        **{suffix: Wrapper(around(step, suffix), 1, step.source()) for suffix, step in _SERVERS.items()},
-    },
+    "suffix", "wrappers", {"prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8")}
 )
 
-__all__ = ["METHODS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting", "Traits"]
+__all__ = [
+    "METHODS", "SERVER_OPTIMISERS", "WRAPPERS", "Batch", "Context", "Facts", "Message", "Method", "Server", "Setting",
+    "Traits",
+]  # fmt: skip
 
 
 def get(name: str) -> type[Method]:
@@ -132,7 +134,13 @@ def get(name: str) -> type[Method]:
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
-    return wrapped(cls, plain, suffixes, WRAPPERS)
+    return wrapped(cls, plain, suffixes, known_suffixes() if suffixes else {})
+
+
+def known_suffixes() -> dict[str, Wrapper]:
+    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go around a method."""
+    steps = {name: Wrapper(around(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.items()}
+    return {**WRAPPERS, **steps}
 
 
 def plain_name(name: str) -> str:

@@ -16,7 +16,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.method import Message, Step, Traits, hyperparameter, objective, train_forward
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.parts import PersonalModel, joined, protocol_of, without
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, with_copy, without_copy
 from fedjax_pcdd.models.classifier import forward
 
@@ -44,13 +44,13 @@ class APFL(PersonalCopy):
     mix: Literal["parameters", "logits"] = hyperparameter(
         "parameters", help="what is mixed: parameters as in the paper, or logits as in its code", static=True
     )
-    pa_model: Literal["local", "server"] = hyperparameter(
-        "local", help="PA of the mixture with the w just trained, or with the aggregated one", static=True
+    pa_model: PersonalModel | None = hyperparameter(
+        None, help="another name of `pa_protocol`: local of last, server of received", static=True
     )
 
     def traits(self):
         """PA is that of the mixtures; each model is clipped by itself."""
-        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
+        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
         return Traits("Deng et al., 2020", apart=(PERSONAL,), **kinds)
 
     def configure(self, setting, hyper):

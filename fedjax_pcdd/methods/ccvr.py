@@ -16,14 +16,13 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians, no_moments
-from fedjax_pcdd.losses.classification import cross_entropy
-from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.losses.class_gaussians import class_moments, no_moments
+from fedjax_pcdd.methods.calibration import calibrated_head
+from fedjax_pcdd.methods.method import Message, Method, Setting, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import joined, moving
 from fedjax_pcdd.methods.server_step import ServerStep
-from fedjax_pcdd.methods.server_training import train_in_passes
-from fedjax_pcdd.models.classifier import apply_head, forward
-from fedjax_pcdd.trees import where
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.trees import where, zeros_like
 
 LARGEST = 2**28  # scalars of the clients' sums that a server takes in, 1 GiB
 
@@ -56,11 +55,11 @@ class CCVR(Method):
     )
 
     def traits(self):
-        """A pass over the local data yields the sums."""
-        return Traits("Luo et al., NeurIPS 2021", summary=Summary())
+        """A pass over the local data yields the sums, in the last round."""
+        return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=True))
 
     def configure(self, setting, hyper):
-        """The covariances must fit; one round has only the calibration; a server's momentum would not stop for it."""
+        """The covariances must fit, and may be singular; a server's momentum would not stop for the calibration."""
         if isinstance(self, ServerStep):
             raise UserError(
                 "CCVR's last round trains nothing, but a step of the server would go on: use `method=ccvr`."
@@ -71,7 +70,17 @@ class CCVR(Method):
         few = (
             "CCVR with `rounds=1` calibrates the initial model, as its last round trains nothing: choose more `rounds`."
         )
-        return self, [few] if setting.rounds == 1 else []
+        return self, [few] * (setting.rounds == 1) + self._gaussian_advice(setting)
+
+    def _gaussian_advice(self, setting: Setting) -> list[str]:
+        """A sentence for classes that have no Gaussian, or a covariance of less than full rank."""
+        rarest, width = setting.rarest_class, setting.feature_dim
+        if rarest == 0 and self.softmax == "all":
+            return ["CCVR draws no features of classes without samples, so their logits fall: set `softmax=present`."]
+        if 0 < rarest <= width and self.covariance == "full":
+            few = f"CCVR has {rarest} samples of a class for {width} features, so its covariance is singular"
+            return [f"{few} and features are drawn in the samples' span alone: for more set `covariance=diagonal`."]
+        return []
 
     def init_server(self, setting, variables, class_counts, key):
         """The calibrated head is the model's own, until the last round."""
@@ -124,24 +133,10 @@ class CCVR(Method):
 
     def calibrated(self, head, moments, key):
         """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the sums."""
-        means, covariances = gaussians(moments)
-        valid, keys = moments.counts > 0, jax.random.split(key)
-        shape = (len(means), self.drawn, means.shape[1])
-        features = draw_features(means, covariances, jax.random.normal(keys[0], shape, means.dtype))
-        features = (jax.nn.relu(features) if self.relu else features).reshape(-1, shape[2])
-        owned, labels = jnp.repeat(valid, self.drawn), jnp.repeat(jnp.arange(len(valid)), self.drawn)
-        classes = valid if self.softmax == "present" else None
-
-        def loss(head, index, mask):
-            return cross_entropy(apply_head(head, features[index]), labels[index], mask=mask, classes=classes)
-
-        def order(epoch):
-            lots = jax.random.uniform(jax.random.fold_in(keys[1], epoch), labels.shape)
-            return jnp.argsort(jnp.where(owned, lots, 2))
-
         optimiser = optax.sgd(self.calibration_lr, self.calibration_momentum)
-        how = {"epochs": self.calibration_epochs, "size": self.calibration_batch}
-        return train_in_passes(head, loss, order, owned.sum(), optimiser, **how)
+        how = {"drawn": self.drawn, "epochs": self.calibration_epochs, "size": self.calibration_batch}
+        present = self.softmax == "present"
+        return calibrated_head(head, moments, key, optimiser=optimiser, relu=self.relu, present=present, **how)
 
     def generic_variables(self, server):
         """The global model as trained, or calibrated."""
@@ -154,3 +149,19 @@ class CCVR(Method):
 
     def _models(self, server):
         return {"trained": server.variables, "calibrated": joined(server.variables, "head", server.head)}
+
+
+@struct.dataclass
+class Calibration(CCVR):
+    """CCVR's last round alone, for the global model that any method has trained (`calibrate=ccvr`)."""
+
+    def traits(self):
+        """Any round is the last."""
+        return super().traits()._replace(summary=Summary())
+
+    def _training(self, context):
+        return False
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """Nothing is evaluated, and nothing moves."""
+        return jnp.zeros(()), {}, step(zeros_like(variables["params"]))

@@ -1,7 +1,8 @@
 """What FedCM and MoFedSAM share: local gradients are mixed with the federation's mean direction of the last round.
 
 Delta^{t+1} = (w^t - m^t) / (sum_k p_k eta tau_k), m^t the mean of the clients' models: in units of a gradient, with
-what weight decay and momentum added to the steps.
+what weight decay added to the steps. Published code has no momentum; with it, steps as tau_k make Delta grow by up to
+(1 - share) / (1 - rho) a round, so tau_k is FedNova's a_k, which is the number of steps without momentum.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -43,7 +44,7 @@ class ClientMomentum(Method):
         static=True,
     )
     step_normaliser: Literal["steps", "a_k"] = hyperparameter(
-        "steps", symbol="tau_k", help="steps made, or FedNova's a_k, which counts momentum", static=True
+        "a_k", symbol="tau_k", help="steps made, or FedNova's a_k, the same but that it counts momentum", static=True
     )
     warm: bool = hyperparameter(False, help="plain gradients in the first round, which has no direction", static=True)
 
@@ -57,7 +58,7 @@ class ClientMomentum(Method):
         name = type(self).__name__
         if self.share() == 0:
             raise UserError(f"{name} without a share of the clients' own gradients learns nothing: set it above 0.")
-        stretched = "makes its direction about {:.3g} times a gradient and may diverge"
+        stretched = "and `step_normaliser=steps` makes its direction about {:.3g} times a gradient and diverges"
         more = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
         return method, [*advice, *more]
 

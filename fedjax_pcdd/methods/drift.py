@@ -1,6 +1,7 @@
 """What FedDyn and FedDC share: each client accumulates how far it moved, and the server adds the mean of that.
 
-w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k with v_k the sum of a client's w_k - w^t so far.
+w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k with v_k the sum of a client's w_k - w^t so far. That
+is a server momentum, near 1 where alpha is small; without this step of the server alpha -> 0 is FedAvg.
 """
 
 from typing import Literal, NamedTuple
@@ -18,7 +19,7 @@ class Server(NamedTuple):
     """Cloud model, mean drift of all clients, and what some settings add (else ())."""
 
     variables: Tree
-    drift: Tree  # as the parameters
+    drift: Tree  # as the parameters; () where the server averages alone
     latest: Tree  # mean of the latest models of all clients, where that is evaluated
     state: Tree
 
@@ -56,18 +57,35 @@ class Drifting(Method):
         static=True,
     )
 
+    server_step: Literal["full", "none"] = hyperparameter(
+        "full",
+        help="the algorithm's, or none: the models are averaged, by n_k, and what clients keep acts on them alone",
+        static=True,
+    )
+
+    @property
+    def _averages(self) -> bool:
+        return self.server_step == "none"
+
+    def unread(self) -> list[str]:
+        """Advice on an option that does nothing."""
+        unread = self._averages and self.eval != "selected_mean"
+        return [f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."] * unread
+
     def weight(self, facts):
-        """The mean over the cohort is unweighted."""
-        return jnp.ones((), jnp.result_type(float))
+        """The mean over the cohort is unweighted, but for `server_step=none`."""
+        return super().weight(facts) if self._averages else jnp.ones((), jnp.result_type(float))
 
     def init_server(self, setting, variables, class_counts, key):
         """No client has drifted; those that never took part count with w^0."""
+        if self._averages:
+            return Server(variables, (), (), ())
         latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
         return Server(variables, zeros_like(variables["params"]), latest, ())
 
     def init_client(self, setting, server, facts, key):
         """No drift yet."""
-        return Client(zeros_like(server.drift), server.latest, ())
+        return Client(zeros_like(server.variables["params"]), server.latest, ())
 
     def pace(self) -> jax.Array | float:
         """A drift grows by this times w_k - w^t."""
@@ -78,15 +96,18 @@ class Drifting(Method):
         client, share = context.client, 1 / context.setting.num_clients
         moved = optax.tree.sub(variables["params"], context.start["params"])
         grown = optax.tree.scale(self.pace(), moved)
-        told = () if context.setting.own_weights else optax.tree.scale(share, grown)
-        latest = variables if self.eval == "all_mean" else ()
+        told = () if context.setting.own_weights or self._averages else optax.tree.scale(share, grown)
+        latest = variables if client.latest else ()
         newer = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
         kept = client._replace(drift=optax.tree.add(client.drift, grown), latest=latest)
         return kept, Message(mean={**variables, "params": moved}, total=Sent(told, newer, ()))
 
     def aggregate(self, server, message, weights, context):
-        """w = mean of the cohort + mean drift of all; running statistics are the cohort's mean."""
+        """w = mean of the cohort (+ mean drift of all); running statistics are the cohort's mean."""
         step, change = message.mean["params"], message.total.drift
+        if self._averages:
+            params = optax.tree.add(server.variables["params"], step)
+            return server._replace(variables={**message.mean, "params": params})
         if change == ():
             change = optax.tree.scale(self.pace() * context.count / context.setting.num_clients, step)
         drift = optax.tree.add(server.drift, change)
@@ -96,6 +117,8 @@ class Drifting(Method):
 
     def _models(self, server: Server) -> dict[str, Tree]:
         """Variables that `eval` can name; the cohort's mean is the cloud model without the drift."""
+        if self._averages:
+            return {self.eval: server.variables}
         mean = {**server.variables, "params": optax.tree.sub(server.variables["params"], server.drift)}
         models = {"selected_mean": mean, "cloud": server.variables}
         return {**models, "all_mean": server.latest} if self.eval == "all_mean" else models

@@ -72,11 +72,11 @@ class FCCL(Exchanging):
         return public, mean
 
     def public_loss(self, logits, target, context):
-        """L_col, a scalar (equation 4)."""
+        """L_col, a scalar (equation 2)."""
         return cross_correlation_loss(cross_correlation(logits, target, eps=self.eps), self.lambda_col)
 
     def penalty(self, variables, outputs, batch, context):
-        """lambda_loc times both divergences from constant teachers in eval mode (equations 5 and 6)."""
+        """lambda_loc times both divergences from constant teachers in eval mode (equations 4 and 5)."""
         if not self.continual:
             return 0.0
 

@@ -2,8 +2,9 @@
 
 Xu et al., "FedCM: Federated Learning with Client-level Momentum", 2021.
 Sent: the model and the direction Delta down (2P), the model and the scalar eta tau_k up. Clients keep nothing.
-Follows the published code, which has no local momentum, but for tau_k: the steps that each client made, where the code
-takes those of the first client for all, and weights n_k. Clipping acts on the mixture, weight decay follows in full.
+Follows the published code, which has no local momentum, but for tau_k: the steps that each client made (a_k with
+momentum), where the code takes those of the first client for all, and weights n_k. Clipping acts on the mixture, weight
+decay follows in full.
 """
 
 from typing import Any

@@ -3,19 +3,20 @@
 Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction", CVPR 2022.
 Sent: the model and the global state Delta down (2P), the model and its part of Delta_k up (2P). A client keeps its
 drift h_k and its last update state Delta_k (2P).
-Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s steps equal for all clients; its clipping
-at norm 10 is `--grad-clip=10`. The original trains without momentum; with it use `--step-normaliser=a_k`.
+Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s steps equal for all clients, clipping at
+10. The original trains without momentum; with momentum K_s diverges, and each client's a_k is the divisor.
 """
 
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.methods.steps import effective_steps, state_advice
 from fedjax_pcdd.trees import squared_distance, zeros_like
 
 
@@ -27,25 +28,27 @@ class FedDC(Drifting):
     alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
         "inverse_size", symbol="nu", help="nu_k = 1, or N n_k / n on client k as in the published code", static=True
     )
-    step_normaliser: Literal["steps", "a_k"] = hyperparameter(
-        "steps",
+    step_normaliser: Literal["auto", "steps", "a_k"] = hyperparameter(
+        "auto",
         symbol="K_s",
-        help="divisor of a client's update: E ceil(n / (N B)) steps, or FedNova's a_k, which counts momentum",
+        help="divisor of a client's update: E ceil(n / (N B)) steps, or FedNova's a_k, which counts momentum; auto: "
+        "a_k with momentum",
         static=True,
     )
 
     def traits(self):
-        """As FedAvg."""
-        return Traits("Gao et al., CVPR 2022")
+        """Clipped as in the published code."""
+        return Traits("Gao et al., CVPR 2022", clip=10.0)
 
     def configure(self, setting, hyper):
-        """The update state is too large with momentum."""
-        return self, momentum_advice("FedDC", hyper.momentum) if self.step_normaliser == "steps" else []
+        """With momentum, an update over K_s steps is too large a state."""
+        counted = self.step_normaliser != "steps"
+        return self, [*self.unread(), *state_advice("FedDC", setting, hyper, counts_momentum=counted)]
 
     def init_server(self, setting, variables, class_counts, key):
         """Delta starts at 0."""
         server = super().init_server(setting, variables, class_counts, key)
-        return server._replace(state=zeros_like(server.drift))
+        return server._replace(state=zeros_like(variables["params"]))
 
     def init_client(self, setting, server, facts, key):
         """Delta_k starts at 0."""
@@ -66,11 +69,15 @@ class FedDC(Drifting):
         return tied + optax.tree.vdot(self._correction(context), params)
 
     def _steps(self, context: Context):
-        """K_s, a scalar."""
-        if self.step_normaliser == "a_k":
-            return effective_steps(context.step, context.hyper.momentum)
+        """K_s or a_k, a scalar."""
         setting, samples = context.setting, context.facts.federation_counts.sum().astype(int)
-        return setting.epochs * -(-samples // (setting.num_clients * setting.batch_size))
+        epoch = -(-samples // (setting.num_clients * setting.batch_size))
+        common = context.hyper.local_steps or setting.epochs * epoch
+        if self.step_normaliser == "steps":
+            return common
+        momentum = jnp.asarray(context.hyper.momentum)
+        own = effective_steps(context.step, momentum)
+        return own if self.step_normaliser == "a_k" else jnp.where(momentum > 0, own, common)
 
     def upload(self, variables, summary, context):
         """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta); sent is the last term, times nu_k."""

@@ -4,7 +4,8 @@ Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, al
 Sent: as FedAvg. A client keeps its drift v_k (P); the paper's gradient memory is lambda_k = -alpha v_k, its server
 state h = -alpha * mean(v_k), so nothing is ever divided by alpha.
 Follows the paper's common alpha and plain mean; the published code's alpha_k = alpha / nu_k is an option, its clipping
-at norm 10 is `--grad-clip=10`. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights.
+at 10 the default. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights. The server's
+step is a momentum of 1 - eta K alpha / (1 - rho) on top of the clients': without theirs, as published, FedDyn trains.
 """
 
 from typing import Literal
@@ -32,14 +33,21 @@ class FedDyn(Drifting):
     )
 
     def traits(self):
-        """As FedAvg."""
-        return Traits("Acar et al., ICLR 2021")
+        """Clipped as in the published code."""
+        return Traits("Acar et al., ICLR 2021", clip=10.0)
 
     def configure(self, setting, hyper):
-        """alpha = 0 has no dynamic regularisation."""
-        if self.alpha > 0:
-            return self, []
-        return self, ["FedDyn with `alpha=0` is FedAvg with uniform weights: choose `alpha` above 0 for FedDyn itself."]
+        """alpha = 0 has no dynamic regularisation; two momenta on top of each other may end at chance."""
+        advice, rho = self.unread(), float(hyper.momentum)
+        if self.alpha <= 0:
+            advice += ["FedDyn with `alpha=0` is FedAvg: choose `alpha` above 0 for FedDyn itself."]
+        elif rho >= 0.1 and not self._averages:
+            server = max(0.0, 1 - float(hyper.lr) * setting.steps * self.alpha / (1 - rho))
+            advice += [
+                f"FedDyn with `momentum={rho:g}` has a server momentum of about {server:.4g} beside it and has ended "
+                "at chance: set `server_step=none`, or `momentum=0` as the paper has it."
+            ]
+        return self, advice
 
     def regulariser(self, params, context):
         """alpha_k * (<v_k, w> + ||w - w^t||^2 / 2), a scalar; <v_k, w> is -<lambda_k, w> / alpha_k."""

@@ -13,18 +13,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy, scaled_logits
-from fedjax_pcdd.methods.method import Message, Method, Step, Traits, hyperparameter, objective, train_forward
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.method import Method, Traits, hyperparameter, objective, train_forward
+from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.etf import draw_etf
-from fedjax_pcdd.trees import zeros_like
 
-BETA, ETF, TRACE = "beta", "etf", "tuning"  # parts of the parameters, and the collection of the tuning's momentum
+BETA, ETF = "beta", "etf"  # parts of the parameters, the latter while a client tunes its own
 
 
 class Server(NamedTuple):
@@ -61,7 +59,7 @@ class FedETF(Method):
 
     def traits(self):
         """PA is that of tuned models."""
-        return Traits("Li et al., ICCV 2023", target="both")
+        return Traits("Li et al., ICCV 2023", target="both", own_loss=True)
 
     def build(self, model):
         """A linear projection, by default as wide as there are classes, and no trained head."""
@@ -96,9 +94,10 @@ class FedETF(Method):
 
     def classification(self, outputs, batch, context):
         """The balanced cross-entropy, a scalar."""
-        return self._balanced(outputs, batch, context, self.prior_power)
+        return self.balanced(outputs, batch, context, self.prior_power)
 
-    def _balanced(self, outputs, batch, context, power):
+    def balanced(self, outputs, batch, context, power):
+        """That with another exponent on the counts."""
         counts, missing = context.facts.class_counts, 1.0 if self.missing == "one" else None
         return balanced_cross_entropy(
             outputs.logits, batch.labels, counts, power=power, missing=missing, mask=batch.mask
@@ -110,62 +109,7 @@ class FedETF(Method):
 
     def fine_tuner(self, setting, epochs):
         """The personal tuning, whatever the epochs that the user asks for."""
+        from fedjax_pcdd.methods.fedetf_tuning import FedETFTuning  # which is derived from this class
+
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(FedETF)}
         return FedETFTuning(**own, epochs=setting.epochs)
-
-
-@struct.dataclass
-class FedETFTuning(FedETF):
-    """E epochs as in a round; then, in turns, plain cross-entropy moves the ETF alone and the projection alone.
-
-    The ETF is not renormalised. Both are SGD with learning rates of their own; the projection's has momentum 0.9, which
-    begins at 0 in each of its turns, and weight decay 5e-4. Batch norm goes on to see the client's batches.
-    """
-
-    epochs: int = hyperparameter(1, symbol="E", help="local epochs before the tuning", low=0, static=True)
-
-    def traits(self):
-        """So many epochs, whatever is asked for."""
-        return Traits(epochs=self.epochs, more_epochs=2 * self.tuning_cycles * self.tuning_epochs)
-
-    def init_server(self, setting, variables, class_counts, key):
-        """The trained model and the ETF that it was trained with, drawn from the same key."""
-        return Server(variables, draw_etf(key, setting.feature_dim, setting.num_classes))
-
-    def download(self, server, client):
-        """The ETF as parameters of the client's own, and the momentum of its projection."""
-        trace = zeros_like(server.variables["params"]["neck"])
-        return {**joined(server.variables, ETF, server.etf), TRACE: trace}
-
-    def _turns(self, context):
-        """Whether the ETF, and whether the projection has its turn: booleans, both False in the epochs before."""
-        since = context.epoch - (context.epochs - 2 * self.tuning_cycles * self.tuning_epochs)
-        odd = (since // self.tuning_epochs) % 2 == 1
-        return (since >= 0) & ~odd, (since >= 0) & odd
-
-    def classification(self, outputs, batch, context):
-        """The balanced cross-entropy at first, then the plain one, a scalar."""
-        on_etf, on_projection = self._turns(context)
-        return self._balanced(outputs, batch, context, jnp.where(on_etf | on_projection, 0.0, self.prior_power))
-
-    def local_update(self, evaluate, step, variables, batch, context):
-        """A step as in a round, or of what has its turn."""
-        loss, state, gradients = evaluate(variables)
-        on_etf, on_projection = self._turns(context)
-        usual = step({**gradients, ETF: jnp.zeros_like(gradients[ETF])})
-        updates = jax.tree.map(lambda u: jnp.where(on_etf | on_projection, 0, u), usual.updates)
-        neck = optax.tree.add_scale(gradients["neck"], 5e-4, variables["params"]["neck"])
-        trace = optax.tree.add_scale(neck, 0.9, variables[TRACE])
-        trace = jax.tree.map(lambda m: jnp.where(on_projection, m, 0), trace)
-        updates["neck"] = optax.tree.add_scale(updates["neck"], -self.projection_lr, trace)
-        updates[ETF] = -self.etf_lr * jnp.where(on_etf, gradients[ETF], 0)
-        return loss, {**state, TRACE: trace}, Step(updates, usual.optimiser)
-
-    def upload(self, variables, summary, context):
-        """The model without what is the client's own."""
-        shared = without(variables, ETF)
-        return (), Message(mean={name: tree for name, tree in shared.items() if name != TRACE})
-
-    def personal_variables(self, server, client):
-        """The model before its tuning."""
-        return joined(server.variables, ETF, server.etf)

@@ -48,6 +48,11 @@ class FedExP(ServerStep):
         """FedExP's paper."""
         return "Jhunjhunwala et al., ICLR 2023"
 
+    def traits(self):
+        """X's, with eta_g in every round's metrics."""
+        own = super().traits()
+        return own._replace(recorded=(*own.recorded, "extrapolation"))
+
     def init_server(self, setting, variables, class_counts, key):
         """X's server; the evaluated model, the step's length, and the first learning rate, 0 before the first round."""
         server: Any = super().init_server(setting, variables, class_counts, key)

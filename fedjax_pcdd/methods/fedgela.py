@@ -17,6 +17,7 @@ from flax import struct
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import class_scales, scaled_logits
 from fedjax_pcdd.methods.method import Method, Traits, Tree, hyperparameter
+from fedjax_pcdd.methods.parts import PersonalModel, protocol_of
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.etf import draw_etf
 
@@ -52,12 +53,14 @@ class FedGELA(Method):
     normalise: Literal["l2", "batch"] = hyperparameter(
         "l2", help="features before the ETF: unit length, or batch norm as the published command has it", static=True
     )
-    pa_model: Literal["local", "server"] = hyperparameter("local", help="PA of the local or server model", static=True)
+    pa_model: PersonalModel | None = hyperparameter(
+        None, help="another name of `pa_protocol`: local of last, server of received", static=True
+    )
 
     def traits(self):
         """PA is read with Phi, from the backbone that `pa_model` names."""
-        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
-        return Traits("Fan et al., NeurIPS 2023", clip=20.0, **kinds)
+        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
+        return Traits("Fan et al., NeurIPS 2023", own_loss=True, clip=20.0, **kinds)
 
     def build(self, model):
         """Neck for all; no trained head beside an ETF, no bias in the learned one."""

@@ -3,7 +3,9 @@
 Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024.
 Sent: the model, the perturbed model and the scalar c down (2P), the model and the scalar ||w_k - w^t|| up. Clients keep
 nothing, the server one model. A step costs two gradients.
-Follows the published code. The threshold is in units of the parameters, so it grows with learning rate and steps.
+Follows the published code, which has no momentum. The threshold is in units of the parameters, so what to choose grows
+with learning rate and steps; each round's metrics have the mean ||w_k - w^t|| as `divergence` and c as `share`. At
+c = 1 all steps of a round take their gradients at one point, so nothing holds what momentum makes of them.
 """
 
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.method import Message, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent, of_length
+from fedjax_pcdd.methods.steps import momentum_advice
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -37,13 +40,13 @@ class FedGF(SharpnessAware):
         None, symbol="rho_g", help="length of the global perturbation; by default rho", low=0.0
     )
     threshold: float = hyperparameter(
-        0.2, symbol="T_D", help="mean ||w_k - w^t|| above which a round counts as diverged; inf is FedSAM"
+        0.2, symbol="T_D", help="mean ||w_k - w^t|| above which a round counts as diverged; FedSAM where none is"
     )
     window: int = hyperparameter(30, symbol="W", help="last rounds whose diverged part is c", static=True, low=1)
 
     def traits(self):
         """As FedAvg."""
-        return Traits("Lee and Yoon, ICML 2024")
+        return Traits("Lee and Yoon, ICML 2024", recorded=("divergence", "share"))
 
     def configure(self, setting, hyper):
         """rho_g where it was left open; a threshold that every round is above."""
@@ -54,6 +57,8 @@ class FedGF(SharpnessAware):
             )
         if self.rho == 0 and not self.global_rho:
             advice.append("FedGF with `rho=0` perturbs nothing and still pays two gradients: set `rho` above 0.")
+        chance = "goes about {:.3g} times as far along gradients that do not follow its steps once all rounds diverge"
+        advice += momentum_advice("FedGF", hyper.momentum, "a higher `threshold`", f"{chance}, and has ended at chance")
         return self.replace(global_rho=self._global_rho()), advice  # pyright: ignore[reportAttributeAccessIssue]
 
     def _global_rho(self):

@@ -34,7 +34,7 @@ class FedLC(Method):
 
     def traits(self):
         """As FedAvg."""
-        return Traits("Zhang et al., ICML 2022")
+        return Traits("Zhang et al., ICML 2022", own_loss=True)
 
     def configure(self, setting, hyper):
         """A masked softmax over one class is constant; the pairwise form has no lower bound."""

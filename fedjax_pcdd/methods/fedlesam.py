@@ -49,6 +49,12 @@ class FedLESAM(Method):
         """As FedAvg."""
         return Traits("Fan et al., ICML 2024")
 
+    def configure(self, setting, hyper):
+        """Without a perturbation the old model is kept for nothing."""
+        return self, [
+            "FedLESAM with `rho=0` is FedAvg that keeps a model more: set it above 0."
+        ] if self.rho == 0 else []
+
     def init_server(self, setting, variables, class_counts, key):
         """No step yet."""
         previous = jax.tree.map(jnp.copy, variables["params"]) if self.memory == "server" else ()

@@ -49,7 +49,7 @@ class FedLoGe(Method):
     def traits(self):
         """PA is read from the server's body and heads; each head is clipped by itself."""
         kinds = {"target": "both", "fine_tunes": False, "personal_model": "server"}
-        return Traits("Xiao et al., ICLR 2024", apart=("head", "personal"), **kinds)
+        return Traits("Xiao et al., ICLR 2024", own_loss=True, apart=("head", "personal"), **kinds)
 
     def configure(self, setting, hyper):
         """The ETF needs as many features as classes."""

@@ -40,7 +40,7 @@ class FedMatch(Exchanging):
 
     def traits(self):
         """As of all participants in an exchange."""
-        return super().traits()._replace(paper="Jeong et al., ICLR 2021, as FCCL's baseline, reconstructed")
+        return super().traits()._replace(paper="reconstructed: Jeong et al., ICLR 2021, as FCCL's baseline")
 
     def init_client(self, setting, server, facts, key):
         """The model's parameters, split: the part of sigma as the model's, psi beside them."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.losses.prototypes import inter_class, random_subset
 from fedjax_pcdd.methods.method import Message, Summary, Tree, hyperparameter
@@ -37,6 +38,9 @@ class FedMR(Prototypical):
         None, symbol="mu_1", help="weight of the intra-class loss; by default 0.1, or 0.01 below 256 features", low=0.0
     )
     mu2: float = hyperparameter(1e-4, symbol="mu_2", help="weight of the inter-class loss", low=0.0)
+    prototypes: Literal["mean", "onehot"] = hyperparameter(
+        "mean", help="of the features of a class, or the c-th unit vector, fixed (section 4.4; D >= C)", static=True
+    )
     terms: Literal["both", "intra", "inter"] = hyperparameter(
         "both", help="which terms are trained: intra alone sends no prototypes", static=True
     )
@@ -66,19 +70,32 @@ class FedMR(Prototypical):
     def traits(self):
         """Prototypes come from a pass over the local data, in training mode where batch statistics are to be used."""
         summary = Summary(self.prototype_inputs == "augmented", self.prototype_mode == "train")
-        no_pass = self.terms == "intra"
+        no_pass = self.terms == "intra" or self.prototypes == "onehot"
         return super().traits()._replace(paper="Fan et al., TMLR 2023", summary=None if no_pass else summary)
 
     def configure(self, setting, hyper):
-        """The tabulated mu1 belongs to D >= 512 with batch norm; small models need less."""
+        """The tabulated mu1 belongs to D >= 512 with batch norm; small models need less.
+
+        Raises:
+          UserError: unit vectors for more classes than there are features.
+        """
+        if self.prototypes == "onehot" and setting.feature_dim < setting.num_classes:
+            raise UserError(
+                f"`prototypes=onehot` needs a feature for each of the {setting.num_classes} classes, and the model has "
+                f"{setting.feature_dim}: choose a wider one."
+            )
         mu1 = self.mu1 if self.mu1 is not None else (0.1 if setting.feature_dim >= 256 else 0.01)
         return dataclasses.replace(self, mu1=mu1), []
 
     def init_server(self, setting, variables, class_counts, key):
-        """No prototype is valid yet; round(submitters * K) clients are chosen to submit theirs."""
+        """No mean is valid yet, unit vectors are; round(submitters * K) clients are chosen to submit theirs."""
         clients = setting.num_clients
         submits = jax.random.permutation(key, clients) < round(self.submitters * clients)
-        return Server(*super().init_server(setting, variables, class_counts, key), submits)
+        server = Server(*super().init_server(setting, variables, class_counts, key), submits)
+        if self.prototypes == "mean":
+            return server
+        classes, features = server.prototypes.shape
+        return server._replace(prototypes=jnp.eye(classes, features), valid=jnp.ones_like(server.valid))
 
     def penalty(self, variables, outputs, batch, context):
         """mu1 * L_intra + mu2 * L_inter on the features of the batch, a scalar (section 3.3)."""
@@ -106,4 +123,4 @@ class FedMR(Prototypical):
     def aggregate(self, server, message, weights, context):
         """The weighted mean of the models, and the prototypes of the submitting clients merged."""
         server = server._replace(variables=message.mean)
-        return server if self.terms == "intra" else super().aggregate(server, message, weights, context)
+        return server if self.traits().summary is None else super().aggregate(server, message, weights, context)

@@ -3,8 +3,8 @@
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, algorithm 1.
 Sent: the body each way. A client keeps its head, at first the common initial one.
 Follows the paper. What is frozen in a phase stands still (no decay, no momentum), whereas the published code's head may
-drift on; epochs have the published ratio (E for the head, 1 for the body), and its fine-tuning of all heads after the
-last round is an option. GA is the mean over clients of their best models on the global test set.
+drift on; E counts both phases, as that code does (E - 1 for the head, 1 for the body), and its fine-tuning of all heads
+after the last round is an option. GA is the mean over clients of their best models on the global test set.
 """
 
 import dataclasses
@@ -21,7 +21,11 @@ class FedRep(Method):
     """Cross-entropy: E_h epochs on the own head, then E_theta epochs on the shared body."""
 
     head_epochs: int | None = hyperparameter(
-        None, symbol="E_h", help="epochs on the head in a round; by default `local_epochs`", low=0, static=True
+        None,
+        symbol="E_h",
+        help="epochs on the head in a round; by default what `local_epochs` leaves, at least 1",
+        low=0,
+        static=True,
     )
     body_epochs: int = hyperparameter(
         1, symbol="E_theta", help="epochs on the body in a round, after those on the head", low=0, static=True
@@ -35,7 +39,8 @@ class FedRep(Method):
     def traits(self):
         """E_h + E_theta epochs; PA of the shared body of the round under the own head."""
         kinds = {"target": "personal", "global_model": False, "personal_model": "server"}
-        epochs = {"epochs": self.head_epochs, "more_epochs": self.body_epochs}
+        head, body = self.head_epochs, self.body_epochs
+        epochs = {"epochs": None if head is None else head + body, "least_epochs": body + (head is None)}
         return Traits("Collins et al., ICML 2021", fine_tunes=self.fine_tune_heads, **kinds, **epochs)
 
     def configure(self, setting, hyper):
@@ -71,5 +76,5 @@ class FedRep(Method):
 
     def fine_tuner(self, setting, epochs):
         """Heads alone, for max(epochs, E_h) epochs."""
-        own = setting.epochs if self.head_epochs is None else self.head_epochs
+        own = max(1, setting.epochs - self.body_epochs) if self.head_epochs is None else self.head_epochs
         return dataclasses.replace(self, head_epochs=max(epochs, own), body_epochs=0)

@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 from flax import struct
 
-from fedjax_pcdd.losses.review import review_distance
+from fedjax_pcdd.losses.contrastive import review_distance
 from fedjax_pcdd.methods.method import Method, Traits, hyperparameter, objective
 from fedjax_pcdd.models.classifier import layers
 
@@ -23,10 +23,10 @@ class FedRL(Method):
     """L = CE + (mu / 2) * R_m, with layer m = step mod M."""
 
     mu: float = hyperparameter(0.001, symbol="mu", help="weight of the review term", low=0.0)
-    distance: Literal["per_sample", "batch_norm"] = hyperparameter(
+    distance: Literal["per_sample", "batch_norm", "squared"] = hyperparameter(
         "per_sample",
         symbol="R_m",
-        help="mean over the samples of their norms, or the Frobenius norm of the whole batch",
+        help="mean over the samples of their norms, their Frobenius norm over the batch, or the mean of squared norms",
         static=True,
     )
     cycle: Literal["batch", "round"] = hyperparameter(

@@ -16,7 +16,7 @@ from flax import struct
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.parts import PersonalModel, joined, protocol_of, without
 from fedjax_pcdd.models.classifier import apply_head, forward
 
 
@@ -33,14 +33,14 @@ class FedRoD(Method):
     personal_logits: Literal["sum", "alone"] = hyperparameter(
         "sum", help="personal logits g + p_k as in the paper, or p_k alone with gradients into the body", static=True
     )
-    pa_model: Literal["local", "server"] = hyperparameter(
-        "server", help="PA with the aggregated body and generic head, or with those just trained", static=True
+    pa_model: PersonalModel | None = hyperparameter(
+        None, help="another name of `pa_protocol`: local of last, server of received", static=True
     )
 
     def traits(self):
         """PA is that of both heads, on the body that `pa_model` names."""
-        kinds = {"target": "both", "fine_tunes": False, "personal_model": self.pa_model}
-        return Traits("Chen and Chao, ICLR 2022", **kinds)
+        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
+        return Traits("Chen and Chao, ICLR 2022", own_loss=True, **kinds)
 
     def init_client(self, setting, server, facts, key):
         """The personal head: kernel [D, C] and bias [C]."""

@@ -30,7 +30,7 @@ class FedRS(Method):
 
     def traits(self):
         """As FedAvg."""
-        return Traits("Li and Zhan, KDD 2021")
+        return Traits("Li and Zhan, KDD 2021", own_loss=True)
 
     def build(self, model):
         """The head's bias is as asked for."""

@@ -49,11 +49,11 @@ class FedSMOO(Drifting):
     def init_server(self, setting, variables, class_counts, key):
         """s = 0."""
         server = super().init_server(setting, variables, class_counts, key)
-        return server._replace(state=zeros_like(server.drift))
+        return server._replace(state=zeros_like(variables["params"]))
 
     def init_client(self, setting, server, facts, key):
         """mu_k = 0."""
-        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.drift))
+        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.state))
 
     def pace(self) -> Any:
         """No drift accumulates at lambda = 0."""

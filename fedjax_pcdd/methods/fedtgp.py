@@ -5,8 +5,9 @@ Heterogeneity in Federated Learning", AAAI 2024.
 Sent: the prototypes [C, D] down, the local ones and which exist [C] up. A client keeps its model.
 Follows the published code: the margin is the largest distance of a class centre to its nearest neighbour (the paper's
 largest of all: `--margin=farthest`), prediction is by the nearest prototype of any class, defaults are the script's.
-The server's network has one prototype for every class, also where nobody owns it: it is only pushed away. Server and
-clients begin with the same model of one architecture; until prototypes exist, clients answer with their classifiers.
+The server's network has one prototype for every class, also where nobody owns it: it is only pushed away. Clients
+may have models of several architectures (`--models`) with as many features (`--features`), and begin with the same one
+of each; until prototypes exist, they answer with their classifiers.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_entropy
-from fedjax_pcdd.losses.prototypes import equal_shares, nearest_prototype_scores, squared_distance_to_own
-from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.losses.prototypes import adaptive_margin, equal_shares, margin_cross_entropy
+from fedjax_pcdd.methods.method import Message, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.near_prototypes import NearPrototypes
 from fedjax_pcdd.methods.prototypical import sums_of
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.models.prototype_generator import generate_prototypes, initialise_prototypes
+from fedjax_pcdd.models.generator import generate_prototypes, initialise_prototypes
 
 
 class Server(NamedTuple):
@@ -35,7 +36,7 @@ class Server(NamedTuple):
 
 
 @struct.dataclass
-class FedTGP(Method):
+class FedTGP(NearPrototypes):
     """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on a model that never leaves its client."""
 
     lam: float = hyperparameter(10.0, symbol="lambda", help="weight of the distance to the prototypes", low=0.0)
@@ -57,10 +58,8 @@ class FedTGP(Method):
     )  # fmt: skip
 
     def traits(self):
-        """No model is shared; prediction by prototypes needs those that the round has just made."""
-        personal = "local" if self.predict == "classifier" else "server"
-        kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
-        return Traits("Zhang et al., AAAI 2024", summary=Summary(), **kinds)
+        """As of all that keep their models near prototypes, which come from a pass over the local data."""
+        return self.kept(Traits("Zhang et al., AAAI 2024", summary=Summary()))
 
     def configure(self, setting, hyper):
         """Without its term, or a server that trains, prototypes teach nothing."""
@@ -75,21 +74,6 @@ class FedTGP(Method):
         generator = initialise_prototypes(key, setting.num_classes, setting.feature_dim, setting.feature_dim)
         valid = jnp.zeros(setting.num_classes, bool)
         return Server(variables, generator, generate_prototypes(generator), valid)
-
-    def init_client(self, setting, server, facts, key):
-        """The client's model, at first the common initial one."""
-        return server.variables
-
-    def download(self, server, client):
-        """The client's own last model."""
-        return client
-
-    def penalty(self, variables, outputs, batch, context):
-        """lambda times the mean squared distance to the prototypes, a scalar; 0 before the server's first step."""
-        server = context.server
-        prototypes, valid = server.prototypes, server.valid
-        distance = squared_distance_to_own(outputs.features, batch.labels, prototypes, valid, mask=batch.mask)
-        return self.lam * distance
 
     def summarise(self, variables, batch, context):
         """Class sums [C, D] and counts [C] of the features under the final weights."""
@@ -125,17 +109,11 @@ class FedTGP(Method):
         valid = server.valid | (count > 0)
         return server._replace(generator=generator, prototypes=generate_prototypes(generator), valid=valid)
 
-    def personal_variables(self, server, client):
-        """The client's own last model."""
-        return client
-
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Minus the distances to the prototypes, or logits where these do not exist or are asked for."""
         outputs, _ = forward(model, variables, images, train=False)
         if self.predict == "classifier":
             return outputs.logits
-        allowed = server.valid
-        if self.predict == "own" and scope == "personal" and facts is not None:
-            allowed = allowed & (facts.class_counts > 0)
-        scores = nearest_prototype_scores(outputs.features, server.prototypes, allowed)
+        own = self.predict == "own" and scope == "personal"
+        scores = self.nearest(outputs.features, server, facts if own else None)
         return jnp.where(jnp.any(server.valid), scores, outputs.logits)

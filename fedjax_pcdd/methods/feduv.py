@@ -3,8 +3,9 @@
 Son et al., "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
 Sent: as FedAvg. Clients keep nothing.
 Follows the published code: features are not normalised, although the paper calls the space a hypersphere, and gradients
-go through the median that scales their distances; both are options. The weights are those for 10 classes, perhaps C / 4
-of the variance in the paper. The authors' networks end in two further layers, where the common model has none.
+go through the median that scales their distances; both are options. The weights are those for 10 classes; with
+`--lam-scaling=classes` that of the variance is C / 4, as the paper perhaps has it. The authors' networks end in two
+further layers, where the common model has none.
 """
 
 from typing import Literal
@@ -21,6 +22,9 @@ class FedUV(Method):
     """L = CE + lambda * L_V + mu * L_U."""
 
     lam: float = hyperparameter(2.5, symbol="lambda", help="weight of the predictions' variance", low=0.0)
+    lam_scaling: Literal["constant", "classes"] = hyperparameter(
+        "constant", help="lambda as it is, or times C / 10: its default is then C / 4", static=True
+    )
     mu: float = hyperparameter(0.5, symbol="mu", help="weight of the features' uniformity", low=0.0)
     width: Literal["median", "constant"] = hyperparameter(
         "median", help="scale of the distances, their median: with its gradient, or without", static=True
@@ -40,4 +44,5 @@ class FedUV(Method):
         """lambda * L_V + mu * L_U, a scalar."""
         features = l2_normalise(outputs.features) if self.normalise else outputs.features
         variance = prediction_variance(outputs.logits, mask=batch.mask)
-        return self.lam * variance + self.mu * uniformity(features, width=self.width, mask=batch.mask)
+        lam = self.lam if self.lam_scaling == "constant" else self.lam * outputs.logits.shape[-1] / 10
+        return lam * variance + self.mu * uniformity(features, width=self.width, mask=batch.mask)

@@ -38,7 +38,7 @@ class FedVLS(Taught):
 
     def traits(self):
         """As FedAvg."""
-        return Traits("Guo et al., AAAI 2025")
+        return Traits("Guo et al., AAAI 2025", own_loss=True)
 
     def configure(self, setting, hyper):
         """omega where it was left open; what has no lower bound, and where nothing is left to train on."""
@@ -50,6 +50,9 @@ class FedVLS(Taught):
             few = f"{setting.one_class_clients} clients have one class, where only FedVLS's distillation has a gradient"
             remedy = "set `lam` above 0" if self.lam == 0 else "two classes leave it nothing: use `calibrated=false`"
             advice.append(f"{few}: {remedy}.")
+        if self.lam > 0 and setting.fewest_classes >= setting.num_classes - 1:
+            nothing = "FedVLS distils where a client lacks two classes or more, and here each lacks one at most"
+            advice.append(f"{nothing}: choose a `partition` that takes more away.")
         return dataclasses.replace(self, omega=omega), advice
 
     def classification(self, outputs, batch, context):

@@ -19,13 +19,17 @@ A method that only adds a term to the loss overrides `penalty`, and nothing else
 features, K clients, S clients of the round (cohort).
 """
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
 from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 
@@ -38,6 +42,7 @@ class Summary(NamedTuple):
 
     augmented: bool = False
     train: bool = False  # in training mode, so in batches of B; else in batches of any size
+    last: bool = False  # nothing but zeros before the last round, so left out there: `upload` may be given ()
 
 
 class Traits(NamedTuple):
@@ -48,18 +53,24 @@ class Traits(NamedTuple):
     global_model: bool = True  # False: GA is the mean of the local models on the global test set
     fine_tunes: bool = True  # PA is that of models fine-tuned by each client, by `fine_tuner`
     personal_model: Literal["local", "server"] = "local"  # PA of the model just trained or of `personal_variables`
+    protocol: Literal["last", "received"] | None = None  # of PA, where an option of the method's own says it
+    own_loss: bool = False  # its supervised term is another softmax, which `loss` and `class_weights` do not change
     clip: float | None = None  # largest norm of the gradient, unless the user says otherwise
+    rates: tuple[str, ...] = ()  # learning rates beside `lr` that may be too large
+    recorded: tuple[str, ...] = ()  # scalars of the server, by their fields, that each round's metrics have
     apart: tuple[str, ...] = ()  # parts of the parameters that are clipped each by itself
     renewed: tuple[str, ...] = ()  # parts of the parameters whose optimiser is new each round in any case
     epochs: int | None = None  # local epochs of a round in place of the E asked for
-    more_epochs: int = 0  # local epochs of a round after those
+    least_epochs: int = 0  # and how many there are at least
     summary: Summary | None = None  # a pass over the local data after training; None for no pass
     public: bool = False  # hooks read the public images in their context
     own_models: bool = False  # clients keep their models, perhaps of different architectures
     exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
     targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
     averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
-    common_server: bool = False  # groups of architectures share a server: the mean of theirs, weighted as clients
+    common_start: bool = False  # whether own models of one architecture begin alike
+    common_server: bool = False  # the servers of groups of architectures are told what the clients of all groups sent
+    common_features: bool = False  # what is sent has D features, so architectures must have as many
 
     @property
     def needs_public(self) -> bool:
@@ -78,7 +89,10 @@ class Setting(NamedTuple):
     batch_size: int  # B
     normalised: bool  # whether the backbone has normalisation layers, over batches or groups
     one_class_clients: int = 0  # clients with samples of a single class
+    fewest_classes: int = 1  # that a client with samples has, at least
+    rarest_class: int = 2**31  # training samples that all clients have of it together
     own_weights: bool = True  # whether clients weigh in a mean as `Method.weight` says
+    steps: int = 0  # local steps of a round, of the client with the most; 0 where that is not known
 
 
 class Facts(NamedTuple):
@@ -98,13 +112,32 @@ class Batch(NamedTuple):
     mask: jax.Array  # [B] 1 for a sample, 0 for padding
 
 
-class Hyper(NamedTuple):
-    """Settings of local training in this round; scalars, traced."""
+LastBatch = Literal["drop", "keep", "top_up", "strict"]
 
-    lr: jax.Array
-    momentum: jax.Array
-    weight_decay: jax.Array
-    clip: jax.Array  # largest global norm of the raw gradient; inf for no clipping
+
+@struct.dataclass
+class Local:
+    """Local training, from the options to the step: what every client does in a round.
+
+    Floats are traced: for hooks scalars of this round, in a simulation [E], with momentum 0 under Adam, which has none
+    of SGD's kind, and a clip of inf for None. The rest is static, and equal in all experiments.
+    """
+
+    epochs: int | tuple[int, ...] = struct.field(default=10, pytree_node=False)  # of all clients, or of each
+    batch_size: int = struct.field(default=100, pytree_node=False)
+    last_batch: LastBatch = struct.field(default="drop", pytree_node=False)
+    optimizer: str = struct.field(default="sgd", pytree_node=False)
+    lr: Any = 0.01
+    momentum: Any = 0.9
+    weight_decay: Any = 1e-4
+    clip: Any = None  # largest global norm of the raw gradient
+    shuffle: bool = struct.field(default=True, pytree_node=False)  # a fresh permutation each epoch, else as stored
+    lr_steps: tuple[int, ...] = struct.field(default=(), pytree_node=False)  # rounds from which lr_decay applies again
+    lr_decay: float = struct.field(default=0.1, pytree_node=False)
+    local_steps: int | None = struct.field(default=None, pytree_node=False)  # of a round, one epoch to hooks
+    loss: Literal["ce", "focal"] = struct.field(default="ce", pytree_node=False)
+    focal_gamma: float = struct.field(default=2.0, pytree_node=False)
+    class_weights: Literal["none", "pooled", "local"] = struct.field(default="none", pytree_node=False)
 
 
 class Keys(NamedTuple):
@@ -132,7 +165,7 @@ class Context(NamedTuple):
 
     model: Classifier
     setting: Setting
-    hyper: Hyper
+    hyper: Local
     server: Tree  # as `init_server` made it, at the start of the round
     client: Tree  # this client's own state, at the start of the round
     start: Tree  # the variables that local training started from (w^t)
@@ -151,7 +184,7 @@ class ServerContext(NamedTuple):
 
     model: Classifier
     setting: Setting
-    hyper: Hyper  # of local training in this round
+    hyper: Local  # of local training in this round
     round: jax.Array
     clients: jax.Array  # [S] the cohort, indices in [0, K)
     count: jax.Array  # scalar, how many of them trained and sent a message
@@ -203,9 +236,49 @@ def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None,
     return struct.field(pytree_node=not static, default=default, metadata=metadata)
 
 
+def class_weights(facts: Facts, kind: Literal["none", "pooled", "local"]) -> jax.Array | None:
+    """n / n_c of all clients' training samples or of this one's, [C], 0 for a class without any; None for `none`."""
+    if kind == "none":
+        return None
+    counts = facts.federation_counts.sum(0) if kind == "pooled" else facts.class_counts
+    return jnp.where(counts > 0, counts.sum() / jnp.maximum(counts, 1), 0.0)
+
+
+class Described:
+    """The docstring of a method: as written, then its hyper-parameters, of which the fields know what they mean."""
+
+    def __init__(self, text: str | None):
+        """Args: text: as written."""
+        self.text = inspect.cleandoc(text or "")
+
+    def __get__(self, method: Any, cls: type) -> str:
+        """The whole."""
+        known = [one for one in dataclasses.fields(cls) if "help" in one.metadata]
+        return "\n".join([self.text, *["\nHyper-parameters:"] * bool(known), *map(_in_words, known)])
+
+
+def _in_words(field: dataclasses.Field) -> str:
+    known, signs = field.metadata, {"low": "at least", "above": "above", "high": "at most"}
+    symbol = f" ({known['symbol']})" if known["symbol"] else ""
+    bounds = " and ".join(f"{words} {known[key]:g}" for key, words in signs.items() if known[key] is not None)
+    return f"  {field.name}{symbol}: {known['help']}{f' [{bounds}]' if bounds else ''}; default: {field.default!r}."
+
+
 @struct.dataclass
 class Method:
     """FedAvg's hooks; see the module's text for the order in which a run calls them."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        cls.__doc__ = Described(vars(cls).get("__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __new__(cls, *_: Any, **__: Any) -> "Method":
+        """UserError for a class that is no dataclass itself: its fields would be nobody's."""
+        if "__dataclass_fields__" not in vars(cls):
+            raise UserError(
+                f"{cls.__name__} is no dataclass: write @flax.struct.dataclass above `class {cls.__name__}`."
+            )
+        return super().__new__(cls)
 
     def traits(self) -> Traits:
         """What must be known before anything is traced; depends on static fields alone."""
@@ -215,7 +288,7 @@ class Method:
         """The model this method trains, made from the plain one (another neck, no bias, no head)."""
         return model
 
-    def configure(self, setting: Setting, hyper: Hyper) -> tuple["Method", list[str]]:
+    def configure(self, setting: Setting, hyper: Local) -> tuple["Method", list[str]]:
         """The method with defaults that depend on the setting, and advice; UserError for what cannot work.
 
         Args:
@@ -247,8 +320,13 @@ class Method:
         return server.variables
 
     def classification(self, outputs: Outputs, batch: Batch, context: Context) -> jax.Array:
-        """The supervised term, a scalar: mean cross-entropy over the batch."""
-        return cross_entropy(outputs.logits, batch.labels, mask=batch.mask)
+        """The supervised term, a scalar: mean cross-entropy over the batch, or what the options put in its place."""
+        local = context.hyper
+        if (local.loss, local.class_weights) == ("ce", "none"):
+            return cross_entropy(outputs.logits, batch.labels, mask=batch.mask)
+        gamma = local.focal_gamma if local.loss == "focal" else 0.0
+        weights = class_weights(context.facts, local.class_weights)
+        return focal_loss(outputs.logits, batch.labels, gamma=gamma, weights=weights, mask=batch.mask)
 
     def penalty(self, variables: Tree, outputs: Outputs, batch: Batch, context: Context) -> jax.Array | float:
         """What the method adds to the supervised term, a scalar, already weighted."""

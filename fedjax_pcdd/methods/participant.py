@@ -88,10 +88,16 @@ class Exchanging(Participant):
         static=True,
     )
 
+    common_start: bool = hyperparameter(
+        True, help="models that are averaged begin from one initialisation, before they are pre-trained", static=True
+    )
+
     def traits(self):
         """An exchange before local training; where models are averaged after it, PA is that of the mean."""
         personal = "server" if self.average == "trained" else "local"
-        return super().traits()._replace(exchange="before", averages=self.average, personal_model=personal)
+        alike = self.common_start and self.average != "never"
+        own = super().traits()._replace(exchange="before", averages=self.average, personal_model=personal)
+        return own._replace(common_start=alike)
 
     def configure(self, setting, hyper):
         """One pass, where neither task nor user says otherwise."""

@@ -11,7 +11,13 @@ from flax import struct
 from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 
 Part = Literal["all", "head", "body"]
+PersonalModel = Literal["local", "server"]
 SEEN = "seen"  # a collection of the variables in which a client sums up what it sees while it trains
+
+
+def protocol_of(pa_model: PersonalModel | None) -> Literal["last", "received"] | None:
+    """The protocol of PA that reads it from the model just trained, or from the aggregated one."""
+    return {None: None, "local": "last", "server": "received"}[pa_model]
 
 
 def without(variables: Tree, part: str) -> Tree:

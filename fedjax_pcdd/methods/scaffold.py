@@ -5,7 +5,8 @@ Sent: the model and the control c down (2P), the model and the change of c_k plu
 Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
 corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
 algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
-whose gradient is that of the training mode, in batches of B.
+whose gradient is that of the training mode, in batches of B. With momentum, tau_k as divisor of option II diverges.
+The norm of gradient + c - c_k is clipped at 10, as FedDC's authors do in their code for all methods.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +17,7 @@ from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Summary, Traits, Tree, hyperparameter
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, state_advice
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -38,30 +39,36 @@ class Scaffold(Method):
     correction: Literal["gradient", "post_step"] = hyperparameter(
         "gradient", help="c - c_k joins the gradient before momentum, or the step after it", static=True
     )
-    step_normaliser: Literal["steps", "a_k"] = hyperparameter(
-        "steps", symbol="K_s", help="divisor in option II: tau_k, or FedNova's a_k, which counts momentum", static=True
+    step_normaliser: Literal["auto", "steps", "a_k"] = hyperparameter(
+        "auto",
+        symbol="K_s",
+        help="divisor in option II: tau_k, or FedNova's a_k, which counts momentum; auto: a_k, tau_k for post_step",
+        static=True,
     )
 
     def traits(self):
         """Option I reads the gradient of training off a pass over the local data, not augmented."""
         summary = Summary(train=True) if self.control == "I" else None
-        return Traits("Karimireddy et al., ICML 2020", summary=summary)
+        return Traits("Karimireddy et al., ICML 2020", summary=summary, clip=10.0)
 
     def configure(self, setting, hyper):
         """a_k counts momentum in the correction too, where a step after it has none; else the two must both."""
         if self.control == "II" and self.correction == "post_step" and self.step_normaliser == "a_k":
             raise UserError("`step_normaliser=a_k` needs `correction=gradient`: choose it, or drop `step_normaliser`.")
-        return self, self._advice(hyper)
+        return self, self._advice(setting, hyper)
 
-    def _advice(self, hyper):
-        """The correction must weigh as much as the gradients, with momentum or both without."""
+    def _advice(self, setting, hyper):
+        """A control must be the gradient, and the correction weigh as much as the gradients of the steps."""
         if self.correction == "post_step":
             weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
             return momentum_advice("SCAFFOLD", hyper.momentum, "`control=II`", weak) if self.control == "I" else []
-        if self.control == "II" and self.step_normaliser == "a_k":
-            return []
-        remedy = "`step_normaliser=a_k`" if self.control == "II" else "`control=II` `step_normaliser=a_k`"
-        return momentum_advice("SCAFFOLD", hyper.momentum, remedy)
+        exact = self.control == "I" or self._counts_momentum
+        return state_advice("SCAFFOLD", setting, hyper, counts_momentum=exact)
+
+    @property
+    def _counts_momentum(self) -> bool:
+        """Whether K_s is a_k, which is tau_k without momentum."""
+        return self.step_normaliser != "steps" and self.correction == "gradient"
 
     def init_server(self, setting, variables, class_counts, key):
         """c = 0."""
@@ -99,8 +106,8 @@ class Scaffold(Method):
             control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
             sent = optax.tree.add(control, correction)
         else:
-            plain = self.step_normaliser == "steps"
-            steps = context.step if plain else effective_steps(context.step, context.hyper.momentum)
+            counted = self._counts_momentum
+            steps = effective_steps(context.step, context.hyper.momentum) if counted else context.step
             moved = optax.tree.sub(context.start["params"], variables["params"])
             sent = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
             control = optax.tree.sub(sent, correction)

@@ -38,6 +38,7 @@ class ServerStep(Method):
         return method, advice
 
 
+@functools.cache
 def around(step: type[ServerStep], suffix: str) -> Callable[[type[Method], str], type[Method]]:
     """The wrapper that puts a step of the server around a method."""
 

@@ -10,6 +10,7 @@ import optax
 
 from fedjax_pcdd.methods.method import Keys, ServerContext, Tree
 from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.trees import where
 
 
 def train_on_public(
@@ -87,6 +88,16 @@ def train_in_passes(
             updates, state = optimiser.update(jax.grad(loss)(params, index, at < count), state, params)
             return optax.apply_updates(params, updates), state
 
-        return jax.lax.fori_loop(0, (count + size - 1) // size, step, carry)
+        return _first_steps((count + size - 1) // size, -(-len(samples) // size), step, carry)
 
     return jax.lax.fori_loop(0, epochs, epoch, (params, optimiser.init(params)))[0]
+
+
+def _first_steps(number: jax.Array | int, most: int, step: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
+    """The carry after the first so many of `most` steps, the others of which a CPU leaves out.
+
+    Elsewhere the host would have to ask before each step whether there is another, so the others change nothing.
+    """
+    if jax.default_backend() == "cpu":
+        return jax.lax.fori_loop(0, number, step, carry)
+    return jax.lax.fori_loop(0, most, lambda i, carry: where(i < number, step(i, carry), carry), carry)

@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.methods.method import Local, Setting
 
 
 def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: jax.Array | float = 0.0) -> jax.Array:
@@ -53,3 +56,29 @@ def momentum_advice(
         return []
     effect = effect.format(1 / (1 - rho))
     return [f"{name} with `momentum={rho:g}` {effect}: set {remedy}, or `momentum=0` as the paper has it."]
+
+
+def state_advice(name: str, setting: Setting, hyper: Local, *, counts_momentum: bool) -> list[str]:
+    """What to tell a user whose method keeps on each client its update over K steps, as an estimate of its gradient.
+
+    The deviation of these states from their mean grows by 1 - A / K a round, A = a_k for tau steps, whatever the data:
+    it shrinks to 0 with K = A, and with K = tau from the fourth step on it grows at a momentum of 0.9.
+
+    Args:
+      counts_momentum: K is a_k, not the number of steps.
+
+    Returns:
+      One sentence where that diverges, or may for want of clipping; none below a momentum of 0.1.
+    """
+    rho = float(hyper.momentum)
+    if rho < 0.1:
+        return []
+    if counts_momentum:
+        unclipped = f"{name} with `momentum={rho:g}` and without clipping may not stay finite: set `grad_clip=10`."
+        return [] if np.isfinite(hyper.clip) else [unclipped]
+    stretch = float(effective_steps(setting.steps, rho)) / setting.steps if setting.steps else 1 / (1 - rho)
+    return [
+        f"{name} with `momentum={rho:g}` and `step_normaliser=steps` multiplies the error of its clients' states by "
+        f"{1 - stretch:.3g} in a round of {setting.steps} local steps, and so diverges: set `step_normaliser=auto`, or "
+        "`momentum=0` as the paper has it."
+    ] * (stretch >= 2)

@@ -38,13 +38,15 @@ def with_prototypes(cls: type[Method], name: str) -> type[Method]:
 
     @struct.dataclass
     class WithPrototypes(cls):
+        __doc__ = f"{cls.__name__}'s objective + mu * L_gpc, FedProc's contrast to class prototypes."
+
         prototype_mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast to prototypes", low=0.0)
         prototype_tau: float = hyperparameter(0.5, symbol="tau", help="temperature of that contrast", above=0.0)
 
         def traits(self):
             """A pass over the local data yields the prototypes, beside what X reads off it."""
             own = super().traits()
-            return own._replace(summary=own.summary or Summary())
+            return own._replace(summary=(own.summary or Summary())._replace(last=False))
 
         def configure(self, setting, hyper):
             """As X, in a form that averages models."""
@@ -85,5 +87,4 @@ def with_prototypes(cls: type[Method], name: str) -> type[Method]:
             return after._replace(prototypes=merged[0], valid=merged[1])
 
     WithPrototypes.__name__ = f"{cls.__name__}WithPrototypes"
-    WithPrototypes.__doc__ = f"{cls.__name__}'s objective + mu * L_gpc, FedProc's contrast to class prototypes."
     return WithPrototypes

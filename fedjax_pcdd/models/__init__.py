@@ -1,32 +1,26 @@
 """Models: `build` makes one by its name, `MODELS` lists them."""
 
 import functools
-import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models import layers
-from fedjax_pcdd.models.classifier import (
-    Classifier,
-    Outputs,
-    Sizes,
-    feature_dim,
-    forward,
-    initialise,
-    sizes,
-)
-from fedjax_pcdd.models.cnn import fedrl_cnn, mcmahan_cnn, simple_cnn
-from fedjax_pcdd.models.efficientnet import EfficientNet
+from fedjax_pcdd.models.classifier import Classifier, Outputs, Sizes, feature_dim, forward, initialise, sizes
+from fedjax_pcdd.models.cnn import fedrl_cnn, femnist_cnn, mcmahan_cnn, simple_cnn
+from fedjax_pcdd.models.efficientnet import EfficientNet, flamby_efficientnet
 from fedjax_pcdd.models.etf import etf_from, simplex_etf
 from fedjax_pcdd.models.googlenet import GoogLeNet
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
+from fedjax_pcdd.models.own_modules import adapted, spelled
 from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet
@@ -55,70 +49,51 @@ NORMS = (layers.BatchNorm, layers.GroupNorm, nn.BatchNorm, nn.GroupNorm, nn.Laye
 
 
 class _Family(NamedTuple):
-    """A backbone by `backbone(norm, **types)`, the smallest image side (0: any input), one line; does it read text."""
+    """A backbone from norm and types, the smallest image side (0: any input), one line; which inputs and layers."""
 
     backbone: Callable[..., nn.Module]
     smallest: int
     description: str
+    normed: bool = True
     text: bool = False
 
 
 _OWN = {
-    "mlp": _Family(lambda norm, **types: MLP(**types), 0, "one hidden layer of 200, for inputs of any shape"),
-    "simple_cnn": _Family(
-        lambda norm, **types: simple_cnn(**types),
-        16,
-        "two 5x5 convolutions of 6 and 16 channels (MOON, FedRL)",
-    ),
-    "mcmahan_cnn": _Family(
-        lambda norm, **types: mcmahan_cnn(**types), 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)"
-    ),
+    "mlp": _Family(MLP, 0, "one hidden layer of 200, for inputs of any shape", normed=False),
+    "simple_cnn": _Family(simple_cnn, 16, "two 5x5 convolutions of 6 and 16 channels (MOON, FedRL)", normed=False),
+    "mcmahan_cnn": _Family(mcmahan_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (FedAvg)", normed=False),
     "fedrl_cnn": _Family(
-        lambda norm, **types: fedrl_cnn(**types),
-        16,
-        "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)",
+        fedrl_cnn, 16, "two 5x5 convolutions of 6 and 16 channels, one hidden layer (FedRL on MNIST)", normed=False
     ),
-    "resnet10": _Family(
-        lambda norm, **types: ResNet((1, 1, 1, 1), norm=norm, **types), 8, "ResNet10 for 32x32 images (FCCL)"
+    "femnist_cnn": _Family(
+        femnist_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (LEAF on FEMNIST)", normed=False
     ),
-    "resnet12": _Family(
-        lambda norm, **types: ResNet((2, 1, 1, 1), norm=norm, **types), 8, "ResNet12 for 32x32 images (FCCL)"
-    ),
-    "resnet18": _Family(
-        lambda norm, **types: ResNet((2, 2, 2, 2), norm=norm, **types),
-        8,
-        "ResNet18 for 32x32 images (FedMR, FedGELA)",
-    ),
+    "resnet8": _Family(partial(ResNet, (1, 1, 1), width=16), 4, "ResNet8 of 16 to 64 channels, which a CPU can train"),
+    "resnet10": _Family(partial(ResNet, (1, 1, 1, 1), kernel_init="uniform"), 8, "ResNet10 for 32x32 images (FCCL)"),
+    "resnet12": _Family(partial(ResNet, (2, 1, 1, 1), kernel_init="uniform"), 8, "ResNet12 for 32x32 images (FCCL)"),
+    "resnet18": _Family(partial(ResNet, (2, 2, 2, 2)), 8, "ResNet18 for 32x32 images (FedMR, FedGELA)"),
     "resnet50": _Family(
-        lambda norm, **types: ResNet((3, 4, 6, 3), bottleneck=True, norm=norm, **types),
-        8,
-        "ResNet50 for 32x32 images (FedRL on CIFAR-100)",
+        partial(ResNet, (3, 4, 6, 3), bottleneck=True), 8, "ResNet50 for 32x32 images (FedRL on CIFAR-100)"
     ),
-    "wrn28_10": _Family(
-        lambda norm, **types: WideResNet(norm=norm, **types), 4, "WRN-28-10 with dropout 0.3 (FedMR on CIFAR-100)"
-    ),
+    "wrn28_10": _Family(WideResNet, 4, "WRN-28-10 with dropout 0.3 (FedMR on CIFAR-100)"),
     "efficientnet_b0": _Family(
-        lambda norm, **types: EfficientNet(norm=norm, **types),
+        partial(EfficientNet, last=None, dropout=0.2, kernel_init="uniform"),
         16,
-        "EfficientNet-B0 for 32x32 images (FCCL)",
+        "EfficientNet-B0 for 32x32 images, with 320 features (FCCL)",
     ),
+    "efficientnet_b0_1280": _Family(EfficientNet, 16, "EfficientNet-B0 for 32x32 images, with 1280 features"),
     "efficientnet_b0_isic": _Family(
-        lambda norm, **types: EfficientNet(stem_stride=2, projection=640, norm=norm, **types),
+        partial(EfficientNet, stem_stride=2, projection=640),
         32,
         "EfficientNet-B0 for large images, with 640 features (FedMR on ISIC2019)",
     ),
-    "mobilenet_v2": _Family(
-        lambda norm, **types: MobileNet(norm=norm, **types), 8, "MobileNetV2 for 32x32 images (FCCL)"
+    "efficientnet_b0_flamby": _Family(
+        flamby_efficientnet, 32, "EfficientNet-B0 for large images, with 1280 features (FLamby on Fed-ISIC2019)"
     ),
-    "googlenet": _Family(
-        lambda norm, **types: GoogLeNet(norm=norm, **types), 4, "GoogLeNet with norms for 32x32 images (FCCL)"
-    ),
-    "shufflenet_g2": _Family(
-        lambda norm, **types: ShuffleNet(norm=norm, **types), 8, "ShuffleNet in 2 groups for 32x32 images (FCCL)"
-    ),
-    "lstm": _Family(
-        lambda norm, **types: LSTM(**types), 0, "embedding of 8, two LSTM layers of 256, for text (LEAF)", text=True
-    ),
+    "mobilenet_v2": _Family(MobileNet, 8, "MobileNetV2 for 32x32 images (FCCL)"),
+    "googlenet": _Family(GoogLeNet, 4, "GoogLeNet with norms for 32x32 images (FCCL)"),
+    "shufflenet_g2": _Family(ShuffleNet, 8, "ShuffleNet in 2 groups for 32x32 images (FCCL)"),
+    "lstm": _Family(LSTM, 0, "embedding of 8, two LSTM layers of 256, for text (LEAF)", normed=False, text=True),
 }
 
 MODELS = {name: family.description for name, family in _OWN.items()}
@@ -129,7 +104,7 @@ BACKBONES: Registry[Any] = Registry("model", "models", _OWN)
 
 
 def build(
-    name: str,
+    model: Any,
     *,
     num_classes: int,
     image_shape: tuple[int, ...],
@@ -142,7 +117,8 @@ def build(
     """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
 
     Args:
-      name: a key of MODELS, a registered name, or the import path of a backbone, as "my.package:Net".
+      model: a key of MODELS, a registered name, or the import path of a module, as "my.package:Net"; or a Flax module
+        itself, Linen or NNX, or what returns one: a backbone, or a whole classifier that ends with a dense layer.
       num_classes: C.
       image_shape: (H, W, channels); any shape for "mlp"; (T, 1, 1) for text.
       text: whether inputs are character codes in [0, C), not images.
@@ -152,32 +128,30 @@ def build(
       precision: of products of float32 operands, as for `jax.default_matmul_precision`.
 
     Raises:
-      UserError: for an unknown name or norm, images that are too small for the model, or text in their place.
+      UserError: an unknown name or norm, images that are too small for the model, text in their place, or no module.
 
     >>> build("mlp", num_classes=10, image_shape=(28, 28, 1)).num_classes
     10
     """
     layers.norm(norm)
-    family, types = BACKBONES.find(name), {"dtype": dtype, "param_dtype": param_dtype}
+    types = {"dtype": dtype, "param_dtype": param_dtype}
+    rest = types | {"norm": norm, "precision": precision}
+    family = BACKBONES.find(model) if isinstance(model, str) else model
     if not isinstance(family, _Family):
-        backbone = _from_outside(name, family, {"num_classes": num_classes, "norm": norm, **types})
-    elif not _fits(family, image_shape, text):
-        raise UserError(_misfit(name, image_shape, text))
-    else:
-        backbone = family.backbone(norm, **({"vocabulary": num_classes} if text else {}), **types)
-    return Classifier(backbone, num_classes, **types, norm=norm, precision=precision)
+        known = {"num_classes": num_classes, "image_shape": tuple(image_shape), "norm": norm, **types}
+        name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
+        backbone, head = adapted(family, name, known, num_classes, tuple(image_shape))
+        return Classifier(backbone, num_classes, head_bias=head is None or head.use_bias, own_head=head, **rest)
+    if not _fits(family, image_shape, text):
+        raise UserError(_misfit(model, image_shape, text))
+    kind = {"norm": norm} if family.normed else {"vocabulary": num_classes} if text else {}
+    return Classifier(family.backbone(**kind, **types), num_classes, **rest)
 
 
-def _from_outside(name: str, part: Any, known: dict[str, Any]) -> nn.Module:
-    """A backbone `__call__(x, train=False)` from images to features, made with those of the arguments that it takes."""
-    if not isinstance(part, nn.Module):
-        taken = inspect.signature(part).parameters if callable(part) else {}
-        part = part(**{key: value for key, value in known.items() if key in taken}) if callable(part) else part
-    if not isinstance(part, nn.Module):
-        raise UserError(
-            f"model {name} must be a Flax module or a function that returns one, not {type(part).__name__}."
-        )
-    return part
+def with_uniform_kernels(model: Classifier) -> Classifier:
+    """The same, its kernels starting uniform where the network leaves that open, as all of the FCCL paper's do."""
+    backbone: Any = model.backbone
+    return model.clone(backbone=backbone.clone(kernel_init="uniform")) if hasattr(backbone, "kernel_init") else model
 
 
 def smallest_side(name: str) -> int:
@@ -191,14 +165,32 @@ def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
 
 
 def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
-    """Whether the backbone has normalisation layers, over batches, groups, layers or instances: ours or Flax's."""
+    """Whether the backbone has normalisation layers: ours or Flax's, or variables as those have."""
     model = model.private if isinstance(model, Pair) else model
-    return any(issubclass(module, NORMS) for module in _traced(getattr(model, "backbone", model), image_shape)[1])
+    variables, types = _traced(getattr(model, "backbone", model), image_shape)
+    names = {path[-1] for path in flatten_dict(variables.get("params", {}))}
+    return "batch_stats" in variables or "scale" in names or any(issubclass(module, NORMS) for module in types)
+
+
+def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """Paths of the parameters of all normalisation layers, as scale and bias, in `variables["params"]`."""
+    paths: set[tuple[str, ...]] = set()
+
+    def note(call, args, kwargs, context):
+        if isinstance(context.module, NORMS):
+            paths.add(context.module.path)
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        image = jnp.zeros((1, *image_shape))
+        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image, train=False))
+    leaves = flatten_dict(variables["params"])
+    return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in paths))
 
 
 @functools.lru_cache(maxsize=64)
-def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[type]]:
-    """The collections of a module's variables, and the types of the modules that it calls; nothing is computed."""
+def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], frozenset[type]]:
+    """The shapes of a module's variables, and the types of the modules that it calls; nothing is computed."""
     types: set[type] = set()
 
     def note(call, args, kwargs, context):
@@ -206,9 +198,9 @@ def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[frozenset[s
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        image = jnp.zeros((1, *image_shape))
-        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image, train=False))
-    return frozenset(variables), frozenset(types)
+        image, told = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
+        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **told))
+    return dict(variables), frozenset(types)
 
 
 def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:

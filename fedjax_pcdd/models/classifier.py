@@ -4,8 +4,8 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 """
 
 import functools
-import inspect
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_pcdd.models.convolution_choices import Choices, choosing
-from fedjax_pcdd.models.layers import BatchNorm, Linear
+from fedjax_pcdd.models.convolution_table import Choices, choosing
+from fedjax_pcdd.models.layers import BatchNorm, Linear, Typed
+from fedjax_pcdd.models.own_modules import OwnHead, in_this_engine, spelled
 
 Variables = dict[str, Any]
 
@@ -47,25 +48,25 @@ class Sizes(NamedTuple):
     head: int
 
 
-class Classifier(nn.Module):
+class Classifier(Typed):
     """Backbone [B, D'], then `neck` linear layers, then a linear head.
 
     Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
 
     Attributes:
-      backbone: called as `backbone(x, train=train, mask=mask)`, or without the mask if it takes none, gives [B, D'].
+      backbone: a Linen module that gives [B, D'], called as `own_modules.spelled` says.
       num_classes: C.
       neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
       neck_width: D, outputs of the neck's last layer; None for as many as the backbone's.
       feature_norm: whether batch norm is applied to the features before the head.
       head: whether the model has a trained head.
       head_bias: whether that head has a bias.
-      dtype: of the computation, but for the head, which reads at least float32; None promotes.
-      param_dtype: of the parameters.
+      own_head: the backbone's own last layer, in the place of which the head is; None for none.
+      norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
       precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
         for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
       convolutions: which forms they take; None for those of the packaged table.
-      norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
+      dtype: of the computation, but for the head, which reads at least float32; None promotes.
     """
 
     backbone: nn.Module
@@ -75,8 +76,7 @@ class Classifier(nn.Module):
     feature_norm: bool = False
     head: bool = True
     head_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    own_head: OwnHead | None = None
     norm: str = "batch"
     precision: str | None = None
     convolutions: Choices | None = None
@@ -84,56 +84,42 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        masked = {"mask": mask} if _takes_mask(type(self.backbone)) else {}
+        own, told = self.own_head, spelled(type(self.backbone).__call__, train, mask)
+        cut = (*self.path, "backbone", *own.path) if own and own.path else ()
         precise = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
-        with precise, choosing(self.convolutions):
-            features = self.backbone(x, train=train, **masked)
+        with precise, choosing(self.convolutions), in_this_engine(mask, cut):
+            features = self.backbone(x, **told)
             if self.neck:
-                features = Neck(self.neck, self.neck_width, self.dtype, self.param_dtype, name="neck")(features)
+                features = Neck(self.neck, self.neck_width, name="neck", **self.types)(features)
         if self.feature_norm:
-            features = BatchNorm(self.dtype, self.param_dtype, name="feature_norm")(features, train=train, mask=mask)
+            features = BatchNorm(name="feature_norm", **self.types)(features, train=train, mask=mask)
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
         if not self.head:
             return Outputs(features, None)
-        logits = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head")(features)
-        self.sow("intermediates", "layers", logits)
-        return Outputs(features, logits)
+        inits: dict[str, Any] = {"kernel_init": own.kernel_init, "bias_init": own.bias_init} if own else {}
+        head = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head", **inits)
+        return Outputs(features, self.kept(head(features)))
 
 
-@functools.cache
-def _takes_mask(backbone: type[nn.Module]) -> bool:
-    """Whether a backbone is told which samples are valid; one without norms over batches need not be."""
-    parameters = inspect.signature(backbone.__call__).parameters
-    return "mask" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-class Neck(nn.Module):
-    """Linear layers as wide as their input, but for the last one, with ReLU between them."""
+class Neck(Typed):
+    """Linear layers with ReLU between them: [B, D] to [B, width], to [B, D] where the width is None."""
 
     layers: int
     width: int | None = None
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, D] to [B, width], to [B, D] where the width is None."""
         for i in range(self.layers):
             last = i == self.layers - 1
             width = self.width if last and self.width else x.shape[-1]
-            x = Linear(width, dtype=self.dtype, param_dtype=self.param_dtype, name=f"fc{i + 1}")(x)
-            x = x if last else nn.relu(x)
-            self.sow("intermediates", "layers", x)
+            x = Linear(width, name=f"fc{i + 1}", **self.types)(x)
+            x = self.kept(x if last else nn.relu(x))
         return x
 
 
+@functools.partial(jax.jit, static_argnames=("model", "image_shape"))
 def initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
-    """Fresh variables: "params" and, where the model has batch norm, "batch_stats"."""
-    return _initialise(model, key, tuple(image_shape))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
+    """Fresh variables: "params" and, where the model has batch norm, "batch_stats"; other collections of its own."""
     return model.init(key, jnp.zeros((1, *image_shape)), train=False)  # pyright: ignore[reportReturnType]
 
 
@@ -145,36 +131,32 @@ def forward(
     train: bool,
     mask: jax.Array | None = None,
     key: jax.Array | None = None,
+    mutable: Sequence[str] = (),
 ) -> tuple[Outputs, Variables]:
     """Runs the model.
 
     Args:
-      model: the module.
       variables: as `initialise` gives them.
       x: [B, ...] inputs.
       train: whether batch norm uses the batch's statistics and dropout is on.
       mask: [B], 1 for valid samples, which alone enter batch statistics; None for all.
       key: for dropout.
+      mutable: further collections that the model may write.
 
     Returns:
-      The outputs, and {"batch_stats": new running statistics}, {} where there is nothing new.
+      The outputs, and new values of all collections but the parameters, as {"batch_stats": ...}; {} without training.
     """
     rngs = None if key is None else {"dropout": key}
-    if train and "batch_stats" in variables:
-        return model.apply(variables, x, train=True, mask=mask, rngs=rngs, mutable=["batch_stats"])  # pyright: ignore[reportReturnType]
+    changing = [*mutable, *(name for name in variables if train and name != "params")]
+    if changing:
+        return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]
     return model.apply(variables, x, train=train, mask=mask, rngs=rngs), {}  # pyright: ignore[reportReturnType]
 
 
 def layers(
-    model: Classifier,
-    variables: Variables,
-    x: jax.Array,
-    *,
-    train: bool,
-    mask: jax.Array | None = None,
-    key: jax.Array | None = None,
+    model: Classifier, variables: Variables, x: jax.Array, **how: Any
 ) -> tuple[tuple[jax.Array, ...], Outputs, Variables]:
-    """Runs the model as `forward` does, and keeps what each layer gives.
+    """Runs the model as `forward` does, with its keyword arguments, and keeps what each layer gives.
 
     A layer is a parametrised operation (in a residual network a stage) with its activation and the pooling that
     directly follows. Backbones and necks offer them by `self.sow("intermediates", "layers", x)`, which is nothing
@@ -183,13 +165,10 @@ def layers(
     Returns:
       The layers, each [B, ...], first to last, the logits being the last; and the two results of `forward`.
     """
-    rngs = None if key is None else {"dropout": key}
-    mutable = ["intermediates", *(["batch_stats"] if train and "batch_stats" in variables else [])]
-    outputs, changed = model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=mutable)
-    state = dict(changed)
+    outputs, state = forward(model, variables, x, **how, mutable=["intermediates"])
     sown = state.pop("intermediates", {})
     parts = (sown.get("backbone", {}), sown.get("neck", {}), sown)
-    return tuple(layer for part in parts for layer in part.get("layers", ())), outputs, state  # pyright: ignore[reportReturnType]
+    return tuple(layer for part in parts for layer in part.get("layers", ())), outputs, state
 
 
 def apply_head(params: Variables, features: jax.Array) -> jax.Array:
@@ -206,15 +185,10 @@ def feature_dim(model: Classifier, image_shape: tuple[int, ...]) -> int:
 def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
     """Counts scalars, without running anything."""
     outputs, variables = _shapes(model, image_shape)
-    statistics = variables.get("batch_stats", {})
-    params = _count(variables["params"])
+    statistics, params = variables.get("batch_stats", {}), _count(variables["params"])
     counters = len(jax.tree.leaves(statistics)) // 2
-    return Sizes(
-        params=params,
-        full=params + _count(statistics) + counters,
-        features=outputs.features.shape[-1],
-        head=_count(variables["params"].get("head", {})),
-    )
+    head = _count(variables["params"].get("head", {}))
+    return Sizes(params, params + _count(statistics) + counters, outputs.features.shape[-1], head)
 
 
 def _shapes(model: Classifier, image_shape: tuple[int, ...]) -> tuple[Any, Variables]:

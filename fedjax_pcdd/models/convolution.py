@@ -5,7 +5,7 @@ Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout i
 XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in
 the body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there.
 So the two gradients are written here as ordinary convolutions, and each of the three operations (forward,
-input gradient, weight gradient) says itself how it runs under vmap; `convolution_choices` has its form.
+input gradient, weight gradient) says itself how it runs under vmap; `convolution_table` has its form.
 """
 
 import functools
@@ -16,17 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_pcdd.models.convolution_choices import Choices, Listing, Operation, in_use
-from fedjax_pcdd.models.convolution_forms import (
-    LAYOUT,
-    Pair,
-    Window,
-    depthwise,
-    forward,
-    input_gradient,
-    weight_gradient,
-)
-from fedjax_pcdd.models.convolution_table import Rule
+from fedjax_pcdd.models import convolution_forms as forms
+from fedjax_pcdd.models.convolution_forms import LAYOUT, Pair, Window
+from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, Rule, in_use
 
 
 def client_conv(
@@ -43,31 +35,18 @@ def client_conv(
 ) -> jax.Array:
     """`lax.conv_general_dilated` for training steps with a lane axis.
 
-    For Flax: `nn.Conv(..., conv_general_dilated=client_conv)`. Dilated convolutions, other layouts and other
-    ranks are passed on unchanged, as are grouped ones but on CPUs: there XLA's gradients of a depthwise
-    convolution in a loop are hundreds of times slower than products of shifted images, which take their place.
-    Can be differentiated in reverse mode, once.
-
-    Args:
-      lhs: [B, H, W, I].
-      rhs: [kh, kw, I / feature_group_count, O].
-      window_strides: (height, width).
-      padding: "SAME", "VALID" or ((low, high), (low, high)).
-      lhs_dilation: passed on where it is not 1.
-      rhs_dilation: passed on where it is not 1.
-      dimension_numbers: None means NHWC x HWIO for images; others are passed on.
-      feature_group_count: groups of channels, each convolved by itself.
-      precision: of the products, as for `lax.conv_general_dilated`.
-      **unusual: passed on.
-
-    Returns:
-      [B, h, w, O].
+    For Flax: `nn.Conv(..., conv_general_dilated=client_conv)`. Takes [B, H, W, I] and
+    [kh, kw, I / feature_group_count, O], and gives [B, h, w, O]; no dimension numbers mean NHWC x HWIO. Dilated
+    convolutions, other layouts and other ranks are passed on unchanged, as are grouped ones but on CPUs: there XLA's
+    gradients of a depthwise convolution in a loop are hundreds of times slower than products of shifted images, which
+    take their place. Can be differentiated in reverse mode, once.
 
     >>> client_conv(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5)), (1, 1), "VALID").shape
     (1, 2, 2, 5)
     """
     if dimension_numbers is None and lhs.ndim == 4:
         dimension_numbers = LAYOUT
+    unusual = {name: value for name, value in unusual.items() if value is not None}
     dilated = {*(lhs_dilation or ()), *(rhs_dilation or ())} - {1}
     xla = feature_group_count != 1 and jax.default_backend() != "cpu"
     other = dilated or xla or unusual or not _is_nhwc(lhs, rhs, dimension_numbers)
@@ -99,22 +78,22 @@ def _every(x: jax.Array, strides: Pair) -> jax.Array:
 
 def _in_groups(lhs: jax.Array, rhs: jax.Array, window: Window, groups: int) -> jax.Array:
     if rhs.shape[2:] == (1, groups):
-        return depthwise(lhs, rhs, window)
+        return forms.depthwise(lhs, rhs, window)
     parts = zip(jnp.split(lhs, groups, 3), jnp.split(rhs, groups, 3), strict=True)
     each = [client_conv(x, w, window.strides, window.pads, precision=window.precision) for x, w in parts]
     return jnp.concatenate(each, axis=3)
 
 
 def _is_nhwc(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
-    if lhs.ndim != 4:
-        return False
-    given = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    return given == lax.conv_dimension_numbers(lhs.shape, rhs.shape, LAYOUT)
+    shapes = lhs.shape, rhs.shape
+    return lhs.ndim == 4 and (
+        lax.conv_dimension_numbers(*shapes, dimension_numbers) == lax.conv_dimension_numbers(*shapes, LAYOUT)
+    )
 
 
 def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | None:
     """The geometry of an ordinary convolution; None where padding is negative."""
-    image, kernel, (height, width) = _plane(lhs, 1), _plane(rhs, 0), strides
+    image, kernel, (height, width) = lhs.shape[1:3], rhs.shape[:2], strides
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(image, kernel, strides, padding)
     (top, bottom), (left, right) = padding
@@ -124,10 +103,6 @@ def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | 
     # Gradients are traced where the precision of what surrounds the forward pass no longer holds.
     surrounding = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     return Window(image, kernel, (height, width), pads, precision or surrounding)
-
-
-def _plane(array: jax.Array, axis: int) -> Pair:
-    return array.shape[axis], array.shape[axis + 1]
 
 
 # Differentiation outside, vmap rules inside: custom_vmap has no reverse mode.
@@ -193,7 +168,7 @@ def _unfold(array: jax.Array, axis: int, lanes: int) -> jax.Array:
 # For each: the function, and for each operand the axis into which lanes fold when the other operand is shared and
 # the axis out of which they come.
 _OPERATIONS = {
-    "forward": (forward, ((0, 0), (3, 3))),
-    "input_gradient": (input_gradient, ((0, 0), (2, 3))),
-    "weight_gradient": (weight_gradient, ((3, 2), (3, 3))),
+    "forward": (forms.forward, ((0, 0), (3, 3))),
+    "input_gradient": (forms.input_gradient, ((0, 0), (2, 3))),
+    "weight_gradient": (forms.weight_gradient, ((3, 2), (3, 3))),
 }

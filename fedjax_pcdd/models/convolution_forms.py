@@ -10,7 +10,7 @@ Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,13 +76,7 @@ def forward(form: str, x, w, window: Window):
     if form == "gemm":
         return jnp.matmul(_patches(x, window), w.reshape(-1, w.shape[3]), precision=window.precision)
     return lax.conv_general_dilated(
-        x,
-        w,
-        window.strides,
-        window.pads,
-        window.dilation,
-        dimension_numbers=LAYOUT,
-        precision=window.precision,
+        x, w, window.strides, window.pads, window.dilation, dimension_numbers=LAYOUT, precision=window.precision
     )
 
 
@@ -108,11 +102,11 @@ def weight_gradient(form: str, x, dy, window: Window):
         columns = jnp.concatenate(_shifts(_padded(x, window), window, 2), axis=-1)
         rows = [_inner(row, dy, window.precision) for row in _shifts(columns, window, 1)]
         return jnp.stack(rows).reshape(shape)
-    return _total(form)(functools.partial(_padded, window=window), x, dy, window.strides, window.precision)
+    return _total(form, functools.partial(_padded, window=window), x, dy, window.strides, window.precision)
 
 
-def _total(form: str) -> Callable:
-    return _in_pieces if form.endswith("pieces") else _at_once
+def _total(form: str, *operands):
+    return (_in_pieces if form.endswith("pieces") else _at_once)(*operands)
 
 
 def _at_once(prepare, x, dy, strides, precision):
@@ -151,7 +145,7 @@ def _piece(batch: int, image: int) -> int:
 
 
 def depthwise(x, w, window: Window):
-    """[B, H, W, C] and [kh, kw, 1, C] to [B, h, w, C], summed over the kernel's places in at least float32."""
+    """[B, H, W, C] and [kh, kw, 1, C] to [B, h, w, C], summed over the kernel's positions in at least float32."""
     rows = _shifts(_padded(x, window), window, 1)
     shifted = [patch for row in rows for patch in _shifts(row, window, 2)]
     precise = jnp.promote_types(x.dtype, jnp.float32)
@@ -202,7 +196,7 @@ def weight_gradient_in_blocks(form: str, x, dy, window: Window, columns: Sequenc
     """[B, H, W, I] and [B, h, w / n, n * O], ordered like that, to [kh, kw, I, O]; "blocked" or "blocked_pieces"."""
     blocks = functools.partial(_in_blocks, window=window, width=len(columns))
     shape = (*window.kernel, x.shape[3], dy.shape[3] // len(columns))
-    return _gather(_total(form)(blocks, x, dy, (1, 1), window.precision), columns, shape)
+    return _gather(_total(form, blocks, x, dy, (1, 1), window.precision), columns, shape)
 
 
 def block_width(window: Window, channels: int) -> int:

@@ -14,15 +14,7 @@ from fedjax_pcdd.errors import UserError
 
 
 def simplex_etf(dim: int, num_classes: int, seed: int) -> np.ndarray:
-    """A randomly rotated simplex ETF.
-
-    Args:
-      dim: D, at least C.
-      num_classes: C, at least 2.
-      seed: of the rotation.
-
-    Returns:
-      [D, C] float64, columns of norm 1 with inner products -1 / (C - 1).
+    """A simplex ETF, rotated at random: [D, C] float64, columns of norm 1 with inner products -1 / (C - 1).
 
     Raises:
       UserError: where D < C or C < 2.
@@ -43,14 +35,10 @@ def draw_etf(key: jax.Array, dim: int, num_classes: int) -> jax.Array:
 def etf_from(matrix: np.ndarray) -> np.ndarray:
     """M = sqrt(C / (C - 1)) Q (I - 1 1^T / C), with Q the orthonormal factor of a matrix.
 
-    Args:
-      matrix: [D, C] of full rank. Its factor is taken in float64 by NumPy, whose choice of signs is fixed.
+    The matrix [D, C] has full rank; its factor is taken in float64 by NumPy, whose choice of signs is fixed.
 
     Returns:
-      [D, C] float64.
-
-    Raises:
-      UserError: where D < C or C < 2.
+      [D, C] float64; UserError where D < C or C < 2.
     """
     dim, classes = matrix.shape
     if classes < 2:
@@ -69,8 +57,6 @@ def draw_sparse_etf(key: jax.Array, dim: int, num_classes: int, *, sparsity: flo
 
     Args:
       key: of the frame and of its zeros.
-      dim: D, at least C.
-      num_classes: C.
       sparsity: share of the entries that are 0, in [0, 1).
       length: what the columns' norms are drawn to.
 
@@ -103,7 +89,6 @@ def sparse_etf(start: np.ndarray, *, length: float, steps: int = 10_000, learnin
       start: [D, C], a simplex ETF with entries set to 0; no column is 0.
       length: target of the columns' norms.
       steps: of Adam; 0 gives `start` back.
-      learning_rate: of Adam.
 
     Returns:
       [D, C] float64.

@@ -1,4 +1,4 @@
-"""A generator of features for a class: what FedGen trains on the server.
+"""Networks that a server trains: a generator of features for a class (FedGen), a vector for each class (FedTGP).
 
 Letters: B batch, C classes, D features, N dimensions of the noise.
 """
@@ -11,49 +11,43 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pcdd.models.layers import BatchNorm, Linear
+from fedjax_pcdd.models.layers import BatchNorm, Linear, Typed
 from fedjax_pcdd.trees import where
 
 
-class Generator(nn.Module):
+class Generator(Typed):
     """Linear - batch norm - ReLU - Linear on noise [B, N] and one-hot classes [B, C]: to [B, features].
 
     Attributes:
       hidden: width between the two linear layers.
       features: D, of the model whose head reads them.
-      param_dtype: of the parameters.
     """
 
     hidden: int
     features: int
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, noise: jax.Array, classes: jax.Array, *, train: bool) -> jax.Array:
-        """[B, N] and [B, C] to [B, features]."""
-        types = {"param_dtype": self.param_dtype}
-        x = Linear(self.hidden, name="fc1", **types)(jnp.concatenate([noise, classes], axis=-1))
-        x = nn.relu(BatchNorm(name="norm", **types)(x, train=train))
-        return Linear(self.features, name="fc2", **types)(x)
+        x = Linear(self.hidden, name="fc1", **self.types)(jnp.concatenate([noise, classes], axis=-1))
+        x = nn.relu(BatchNorm(name="norm", **self.types)(x, train=train))
+        return Linear(self.features, name="fc2", **self.types)(x)
 
 
 def initialise_generator(key: jax.Array, num_classes: int, features: int, noise_dim: int, hidden: int) -> Any:
     """Fresh variables, "params" and "batch_stats", in the default float type."""
     dtype = jnp.result_type(float)
     inputs = jnp.zeros((1, noise_dim), dtype), jnp.zeros((1, num_classes), dtype)
-    return Generator(hidden, features, dtype).init(key, *inputs, train=False)
+    return Generator(hidden, features, param_dtype=dtype).init(key, *inputs, train=False)
 
 
 def generate(
     variables: Any, key: jax.Array, labels: jax.Array, num_classes: int, *, noise: str = "uniform", train: bool = False
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Features for classes.
+    """Features for the classes of labels [B], C = num_classes.
 
     Args:
       variables: as `initialise_generator` gives them.
       key: consumed for the noise.
-      labels: [B] integers in [0, C).
-      num_classes: C.
       noise: "uniform" on [0, 1), or "gaussian" (standard normal).
       train: whether batch norm uses the batch's statistics.
 
@@ -63,7 +57,7 @@ def generate(
     first, last = variables["params"]["fc1"]["kernel"], variables["params"]["fc2"]["bias"]
     draw = jax.random.uniform if noise == "uniform" else jax.random.normal
     values = draw(key, (len(labels), len(first) - num_classes), last.dtype)
-    model = Generator(first.shape[1], len(last), last.dtype)
+    model = Generator(first.shape[1], len(last), param_dtype=last.dtype)
     classes = jax.nn.one_hot(labels, num_classes, dtype=last.dtype)
     if train:
         features, state = model.apply(variables, values, classes, train=True, mutable=["batch_stats"])
@@ -98,13 +92,11 @@ def train_generator(
 
     Args:
       generator: as `initialise_generator` gives it.
-      state: of the optimiser.
-      optimiser: of the parameters.
+      state: of the optimiser of the parameters.
       objective: scalar of (noise [B, N], features [B, D], labels [B]).
       key: consumed for labels and noise.
       allowed: [C] bool.
       size: B, features a step.
-      steps: number of steps.
       noise: as in `generate`.
 
     Returns:
@@ -128,3 +120,36 @@ def train_generator(
 
     old = generator, state
     return where(jnp.any(allowed), jax.lax.fori_loop(0, steps, step, old), old)
+
+
+class PrototypeGenerator(Typed):
+    """An embedding of each class - Linear - ReLU - Linear: [C, D].
+
+    Attributes:
+      classes: C.
+      features: D.
+      hidden: width between the linear layers.
+    """
+
+    classes: int
+    features: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        shape = self.classes, self.features
+        x = self.param("embedding", nn.initializers.normal(1.0), shape, self.param_dtype)
+        x = nn.relu(Linear(self.hidden, name="fc1", **self.types)(x))
+        return Linear(self.features, name="fc2", **self.types)(x)
+
+
+def initialise_prototypes(key: jax.Array, classes: int, features: int, hidden: int) -> Any:
+    """Fresh parameters, in the default float type."""
+    return PrototypeGenerator(classes, features, hidden, param_dtype=jnp.result_type(float)).init(key)["params"]
+
+
+def generate_prototypes(params: Any) -> jax.Array:
+    """The vectors [C, D] of all classes."""
+    classes, features = params["embedding"].shape
+    hidden = params["fc1"]["bias"].size
+    return PrototypeGenerator(classes, features, hidden).apply({"params": params})  # pyright: ignore[reportReturnType]

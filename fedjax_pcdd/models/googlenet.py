@@ -17,8 +17,7 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from fedjax_pcdd.models.blocks import ConvNorm, Normalised, global_average
-from fedjax_pcdd.models.layers import max_pool
+from fedjax_pcdd.models.layers import ConvNorm, Normalised, global_average, max_pool
 
 
 class Widths(NamedTuple):
@@ -83,14 +82,11 @@ class GoogLeNet(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
         x = ConvNorm(self.stem, 3, use_bias=True, name="stem", **self.shared)(x, train=train, mask=mask)
         for g, group in enumerate(self.groups, 1):
             if g > 1:
                 x = max_pool(x, 3, 2, 1)
             for i, widths in enumerate(group, 1):
-                self.sow("intermediates", "layers", x)
-                x = Inception(widths, name=f"group{g}_module{i}", **self.shared)(x, train=train, mask=mask)
-        x = global_average(x)
-        self.sow("intermediates", "layers", x)
-        return x
+                block = Inception(widths, name=f"group{g}_module{i}", **self.shared)
+                x = block(self.kept(x), train=train, mask=mask)
+        return self.kept(global_average(x))

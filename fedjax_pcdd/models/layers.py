@@ -1,12 +1,13 @@
-"""The layers that all models are made of.
+"""The layers that all models are made of, and the fields that these share.
 
-Letters: B batch, C channels. Initialisation and batch norm are those of the papers' reference framework, not
-Flax's defaults.
+Letters: B batch, C channels, H x W image, h x w output. Initialisation and batch norm are those of the papers'
+reference framework, not Flax's defaults.
 """
 
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -42,25 +43,61 @@ def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) 
     return math.sqrt(2 / fan_out) * jax.random.normal(key, shape, dtype)
 
 
-class Linear(nn.Module):
-    """A dense layer with the initialisation of `linear_init`: [..., in] to [..., features]."""
+KERNEL_INITS = {"uniform": linear_init, "fan_out": conv_init}
+"""How a network's kernels start, where it has a field `kernel_init`: as the framework's do, or as He et al.'s."""
 
-    features: int
-    use_bias: bool = True
+
+class Typed(nn.Module, kw_only=True):
+    """Fields of every module that computes; all are given by keyword.
+
+    Attributes:
+      dtype: of the computation; None promotes.
+      param_dtype: of the parameters.
+    """
+
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
+    @property
+    def types(self) -> dict[str, Any]:
+        """The two types, for the layers inside."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
+
+    def kept(self, x: jax.Array) -> jax.Array:
+        """The same; `classifier.layers` gives it as one of the model's layers."""
+        self.sow("intermediates", "layers", x)
+        return x
+
+
+class Normalised(Typed, kw_only=True):
+    """A module with normalisation layers: `norm` is "batch" or "group".
+
+    It is called as `module(x, train=..., mask=...)`: the mask [B] is 1 for samples that enter batch statistics.
+    """
+
+    norm: str = "batch"
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Norm and types, for the blocks inside."""
+        return {"norm": self.norm, **self.types}
+
+
+class Linear(Typed):
+    """A dense layer: [..., in] to [..., features]; by default its weights start as those of `linear_init`."""
+
+    features: int
+    use_bias: bool = True
+    kernel_init: Callable[..., jax.Array] = linear_init
+    bias_init: Callable[..., jax.Array] | None = None
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., in] to [..., features]."""
-        kernel = self.param("kernel", linear_init, (x.shape[-1], self.features), self.param_dtype)
-        bias_init = linear_bias_init(x.shape[-1])
-        bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        x, kernel, bias = _weights(self, x, (x.shape[-1], self.features), self.kernel_init, self.bias_init)
         return x @ kernel if bias is None else x @ kernel + bias
 
 
-class Conv(nn.Module):
+class Conv(Typed):
     """A convolution by `client_conv`: [B, H, W, in] to [B, h, w, features].
 
     Attributes:
@@ -71,8 +108,6 @@ class Conv(nn.Module):
       use_bias: bias initialised as `linear_bias_init`.
       groups: of channels, each convolved by itself; as many as inputs for a depthwise convolution.
       kernel_init: `linear_init` or `conv_init`.
-      dtype: of the computation; None promotes.
-      param_dtype: of the parameters.
     """
 
     features: int
@@ -82,17 +117,11 @@ class Conv(nn.Module):
     use_bias: bool = True
     groups: int = 1
     kernel_init: Callable[..., jax.Array] = linear_init
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, in] to [B, h, w, features]."""
         shape = (self.kernel_size, self.kernel_size, x.shape[-1] // self.groups, self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias_init = linear_bias_init(math.prod(shape[:-1]))
-        bias = self.param("bias", bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        return self.convolve(*promote_dtype(x, kernel, bias, dtype=self.dtype))
+        return self.convolve(*_weights(self, x, shape, self.kernel_init))
 
     @property
     def geometry(self) -> tuple[tuple[int, int], Any]:
@@ -107,8 +136,16 @@ class Conv(nn.Module):
         return out if bias is None else out + bias
 
 
-class BatchNorm(nn.Module):
-    """Batch norm of the reference framework.
+def _weights(layer: Any, x: jax.Array, shape: tuple[int, ...], kernel_init: Callable, bias_init: Any = None) -> Any:
+    """The input, the kernel of a shape [..., in, out] and the bias [out], or None, in one type."""
+    kernel = layer.param("kernel", kernel_init, shape, layer.param_dtype)
+    bias_init = bias_init or linear_bias_init(math.prod(shape[:-1]))
+    bias = layer.param("bias", bias_init, shape[-1:], layer.param_dtype) if layer.use_bias else None
+    return promote_dtype(x, kernel, bias, dtype=layer.dtype)
+
+
+class BatchNorm(Typed):
+    """Batch norm of the reference framework: [B, ..., C] to the same; the mask [B] is 1 for valid samples.
 
     Training normalises by the biased variance of the batch; the running variance takes the unbiased one, and
     new = 0.9 old + 0.1 batch. The statistics, at least float32, are the collection
@@ -116,27 +153,19 @@ class BatchNorm(nn.Module):
     leaves the running ones alone.
 
     Attributes:
-      dtype: of the result; None promotes.
-      param_dtype: of the parameters.
       epsilon: added to the variance.
       momentum: share of the batch in the running statistics.
     """
 
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
     epsilon: float = _EPSILON
     momentum: float = 0.1
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Normalises [B, ..., C]; mask [B] is 1 for valid samples, None for all valid."""
-        channels = (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, channels, self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, channels, self.param_dtype)
+        scale, bias, out_dtype = _affine(self, x)
         precise = jnp.promote_types(jnp.float32, self.param_dtype)
-        running_mean = self.variable("batch_stats", "mean", jnp.zeros, channels, precise)
-        running_var = self.variable("batch_stats", "var", jnp.ones, channels, precise)
-        out_dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, scale.shape, precise)
+        running_var = self.variable("batch_stats", "var", jnp.ones, scale.shape, precise)
         x = x.astype(jnp.promote_types(precise, x.dtype))
         mean, var = running_mean.value, running_var.value
         if train and not self.is_initializing():
@@ -148,31 +177,31 @@ class BatchNorm(nn.Module):
         return ((x - mean) * (jax.lax.rsqrt(var + self.epsilon) * scale) + bias).astype(out_dtype)
 
 
+def _affine(layer: Typed, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """Scale [C] and bias [C] of a normalisation, and the type of its result."""
+    scale = layer.param("scale", nn.initializers.ones, x.shape[-1:], layer.param_dtype)
+    bias = layer.param("bias", nn.initializers.zeros, x.shape[-1:], layer.param_dtype)
+    return scale, bias, layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)
+
+
 def _moments(x: jax.Array, mask: jax.Array | None):
     """Mean [C], biased variance [C] and number of valid elements per channel of [B, ..., C]."""
     axes = tuple(range(x.ndim - 1))
-    pixels = math.prod(x.shape[1:-1])
     weights = jnp.ones(x.shape[0], x.dtype) if mask is None else mask.astype(x.dtype)
-    count = weights.sum() * pixels
+    count = weights.sum() * math.prod(x.shape[1:-1])
     share = (weights / jnp.maximum(count, 1)).reshape(-1, *[1] * (x.ndim - 1))
     mean = (share * x).sum(axes)
     return mean, (share * jnp.square(x - mean)).sum(axes), count
 
 
-class GroupNorm(nn.Module):
-    """Group norm in as many groups, up to 32, as divide the channels."""
-
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+class GroupNorm(Typed):
+    """Group norm in as many groups, up to 32, as divide the channels: [B, ..., C] to the same, each sample alone."""
 
     @nn.compact
     def __call__(self, x, *, train: bool = False, mask=None):
-        """Normalises [B, ..., C]; each sample by itself, so train and mask change nothing."""
         del train, mask
+        scale, bias, out_dtype = _affine(self, x)
         channels = x.shape[-1]
-        scale = self.param("scale", nn.initializers.ones, (channels,), self.param_dtype)
-        bias = self.param("bias", nn.initializers.zeros, (channels,), self.param_dtype)
-        out_dtype = self.dtype or jnp.promote_types(x.dtype, self.param_dtype)
         groups = next(g for g in range(min(32, channels), 0, -1) if channels % g == 0)
         grouped = x.astype(jnp.promote_types(jnp.float32, x.dtype)).reshape(*x.shape[:-1], groups, -1)
         axes = (*range(1, x.ndim - 1), x.ndim)
@@ -182,21 +211,50 @@ class GroupNorm(nn.Module):
         return (normal * scale + bias).astype(out_dtype)
 
 
-_NORMS = {"batch": BatchNorm, "group": GroupNorm}
+_NORMS = {"batch": BatchNorm, "group": GroupNorm, "slow_batch": partial(BatchNorm, epsilon=1e-3, momentum=0.01)}
 
 
-def norm(kind: str) -> type[BatchNorm] | type[GroupNorm]:
-    """The normalisation layer of a name.
-
-    Args:
-      kind: "batch" or "group".
-
-    Raises:
-      UserError: for another name.
-    """
+def norm(kind: str) -> Callable[..., BatchNorm | GroupNorm]:
+    """The layer "batch", "group", or "slow_batch" of networks from TensorFlow; UserError for another name."""
     if kind not in _NORMS:
         raise UserError(f"Unknown normalisation '{kind}': {nearest(kind, _NORMS)}")
     return _NORMS[kind]
+
+
+class ConvNorm(Normalised):
+    """Convolution, norm, activation: [B, H, W, in] to [B, h, w, features], h = ceil(H / stride).
+
+    Attributes:
+      features: output channels.
+      kernel: odd side of the kernel, padded by half of it.
+      stride: of both sides.
+      groups: of channels, each convolved by itself.
+      activation: None for none.
+      use_bias: of the convolution.
+      kernel_init: `linear_init` or `conv_init`.
+    """
+
+    features: int
+    kernel: int = 1
+    stride: int = 1
+    groups: int = 1
+    activation: Callable[[jax.Array], jax.Array] | None = nn.relu
+    use_bias: bool = False
+    kernel_init: Callable[..., jax.Array] = linear_init
+
+    @nn.compact
+    def __call__(self, x, *, train: bool, mask=None):
+        conv = Conv(
+            self.features, self.kernel, self.stride, self.kernel // 2, use_bias=self.use_bias, groups=self.groups,
+            kernel_init=self.kernel_init, name="conv", **self.types,
+        )  # fmt: skip
+        x = norm(self.norm)(name="norm", **self.types)(conv(x), train=train, mask=mask)
+        return x if self.activation is None else self.activation(x)
+
+
+def global_average(x: jax.Array) -> jax.Array:
+    """[B, H, W, C] to [B, C], in at least float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)).mean((1, 2))
 
 
 def max_pool(x: jax.Array, window: int, stride: int | None = None, padding: int = 0) -> jax.Array:

@@ -5,9 +5,13 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from fedjax_pcdd.models.layers import Typed
 
-class LSTM(nn.Module):
+
+class LSTM(Typed):
     """[B, T, 1, 1] character codes to [B, hidden[-1]], the last layer's state after the last character.
+
+    The codes are of any type that holds them exactly.
 
     Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019, appendix A. With a vocabulary of V characters, an
     embedding of e and layers of h_1, h_2, ... it has V e + sum_i 4 h_i (h_{i-1} + h_i + 1) parameters (h_0 = e), and a
@@ -22,28 +26,21 @@ class LSTM(nn.Module):
       vocabulary: V; codes lie in [0, V).
       embedding: width e of a character's vector, initialised with a standard deviation of 1.
       hidden: widths of the layers.
-      dtype: of the computation; None promotes.
-      param_dtype: of the parameters.
     """
 
     vocabulary: int
     embedding: int = 8
     hidden: tuple[int, ...] = (256, 256)
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x, *, train: bool = False, mask=None):
-        """Runs [B, T, 1, 1] codes of any type that holds them exactly; train and mask change nothing."""
         del train, mask
-        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         codes = x.reshape(x.shape[0], -1).astype(jnp.int32)
         normal = nn.initializers.normal(1.0)
-        x = nn.Embed(self.vocabulary, self.embedding, embedding_init=normal, name="embedding", **types)(codes)
-        self.sow("intermediates", "layers", x)
+        embed = nn.Embed(self.vocabulary, self.embedding, embedding_init=normal, name="embedding", **self.types)
+        x = self.kept(embed(codes))
         for i, width in enumerate(self.hidden, 1):
-            layer: Any = nn.RNN(nn.OptimizedLSTMCell(width, name=f"lstm{i}", **types))
+            layer: Any = nn.RNN(nn.OptimizedLSTMCell(width, name=f"lstm{i}", **self.types))
             x = layer(x)
-            x = x[:, -1] if i == len(self.hidden) else x
-            self.sow("intermediates", "layers", x)
+            x = self.kept(x[:, -1] if i == len(self.hidden) else x)
         return x

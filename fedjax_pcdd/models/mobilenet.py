@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import flax.linen as nn
 
-from fedjax_pcdd.models.blocks import ConvNorm, Normalised, global_average
+from fedjax_pcdd.models.layers import ConvNorm, Normalised, global_average
 
 
 class Stage(NamedTuple):
@@ -57,7 +57,6 @@ class InvertedBlock(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs one block; mask [B] is 1 for samples that enter batch statistics."""
         wide = self.expand * x.shape[-1]
 
         def conv(x, name, features, **form):
@@ -88,16 +87,12 @@ class MobileNet(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
-        x = ConvNorm(self.stem, 3, name="stem", **self.shared)(x, train=train, mask=mask)
-        self.sow("intermediates", "layers", x)
+        x = self.kept(ConvNorm(self.stem, 3, name="stem", **self.shared)(x, train=train, mask=mask))
         for s, (expand, features, blocks, stride) in enumerate(self.stages, 1):
             for i in range(blocks):
                 name = f"stage{s}_block{i + 1}"
                 block = InvertedBlock(features, expand, 1 if i else stride, name=name, **self.shared)
                 x = block(x, train=train, mask=mask)
-            self.sow("intermediates", "layers", x)
+            x = self.kept(x)
         x = ConvNorm(self.last, name="last", **self.shared)(x, train=train, mask=mask)
-        x = global_average(x)
-        self.sow("intermediates", "layers", x)
-        return x
+        return self.kept(global_average(x))

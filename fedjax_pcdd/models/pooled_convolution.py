@@ -1,4 +1,4 @@
-"""A convolution, ReLU and max-pool of two by two in one, for few channels on a CPU.
+"""A convolution, ReLU and max-pool of two by two in one, with gradients that are fast for few channels on a CPU.
 
 Where a convolution runs in blocks of columns (`convolution_forms`), the columns are put in such an order that the two
 of a window lie half a block apart. The maximum and its gradient then work on half blocks, not on the few channels of a
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_pcdd.models.convolution import plain_window
-from fedjax_pcdd.models.convolution_choices import Choices, Listing, Operation, in_use
 from fedjax_pcdd.models.convolution_forms import (
     Window,
     block_width,
@@ -24,8 +23,10 @@ from fedjax_pcdd.models.convolution_forms import (
     weight_gradient,
     weight_gradient_in_blocks,
 )
-from fedjax_pcdd.models.layers import Conv
-from fedjax_pcdd.models.pooling import largest, relu_max_pool
+from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, in_use
+from fedjax_pcdd.models.layers import Conv, max_pool
+
+FEW_CHANNELS = 16  # below which the gradient by positions is slower than that of slices, in a training step
 
 
 class PooledConv(Conv):
@@ -43,16 +44,57 @@ class PooledConv(Conv):
         return jax.nn.relu(best if bias is None else best + bias)  # the bias is no matter of which one is largest
 
 
+def relu_max_pool(x: jax.Array) -> jax.Array:
+    """The largest of each window of two by two, or 0: [B, H, W, C] to [B, H // 2, W // 2, C]; an odd edge is cut.
+
+    Of equal ones, the first has the whole gradient, row by row; with few channels they share it. Where none is above 0,
+    none has any.
+
+    >>> relu_max_pool(jnp.arange(9.0).reshape(1, 3, 3, 1) - 3)
+    Array([[[[1.]]]], dtype=float32)
+    """
+    x = jax.nn.relu(x)
+    if x.shape[3] < FEW_CHANNELS:
+        return max_pool(x, 2)
+    height, width = x.shape[1] // 2, x.shape[2] // 2
+    return largest(x[:, : 2 * height, : 2 * width].reshape(x.shape[0], height, 2, width, 2, x.shape[3]))
+
+
+@jax.custom_vjp
+def largest(windows: jax.Array) -> jax.Array:
+    """The largest of each window of two by two: [B, h, 2, w, 2, C] to [B, h, w, C]; the first has the gradient."""
+    return _largest_and_position(windows)[0]
+
+
+def _largest_and_position(windows):
+    """The largest and its position, counted row by row, as numbers of one type: vectors of two types are slow."""
+    best, *others = (windows[:, :, i, :, j] for i in range(2) for j in range(2))
+    position = jnp.zeros_like(best)
+    for number, other in enumerate(others, 1):
+        position = jnp.where(other > best, jnp.asarray(number, position.dtype), position)
+        best = jnp.maximum(best, other)
+    return best, position
+
+
+def _largest_backward(position, dy):
+    positions = jnp.arange(4, dtype=position.dtype).reshape(1, 1, 2, 1, 2, 1)
+    return (jnp.where(position[:, :, None, :, None] == positions, dy[:, :, None, :, None], 0),)
+
+
+largest.defvjp(_largest_and_position, _largest_backward)
+
+
 def _fits(window: Window, x: jax.Array, w: jax.Array) -> bool:
-    """Whether the convolution runs in blocks here, and windows of two by two divide its output."""
-    if in_use().rule(_asked("forward", window, x, w)).single != "blocked":
+    """Whether the convolution runs in blocks, and windows of two by two divide its output."""
+    if _rule(in_use(), "forward", window, x, w) != "blocked":
         return False
     return window.out[0] % 2 == 0 and block_width(window, w.shape[3]) % 2 == 0
 
 
-def _asked(name: str, window: Window, x: jax.Array, w: jax.Array) -> Operation:
+def _rule(choices: Choices | Listing, name: str, window: Window, x: jax.Array, w: jax.Array) -> str:
+    """The form of an operation for a single lane."""
     inputs, outputs = w.shape[2:]
-    return Operation(name, window, inputs, outputs, x.shape[0], 1, str(x.dtype))
+    return choices.rule(Operation(name, window, inputs, outputs, x.shape[0], 1, str(x.dtype))).single
 
 
 def _order(window: Window, outputs: int) -> tuple[int, ...]:
@@ -73,8 +115,8 @@ def _one_after_another(function: Callable) -> Callable:
             own = iter(own)
             return alone(*(next(own) if b else a for a, b in zip(arguments, batched, strict=True)))
 
-        found = lax.map(one, [a for a, b in zip(arguments, batched, strict=True) if b])
-        return found, jax.tree.map(lambda _: True, found)
+        results = lax.map(one, [a for a, b in zip(arguments, batched, strict=True) if b])
+        return results, jax.tree.map(lambda _: True, results)
 
     return alone
 
@@ -96,8 +138,7 @@ def _gradients(window: Window, choices: Choices | Listing, x, w, dz):
     columns = _order(window, w.shape[3])
     sides = dz.reshape(*dz.shape[:3], 2, len(columns) // 2, w.shape[3])  # left columns of windows, then right ones
     dy = sides.swapaxes(3, 4).reshape(dz.shape[0], *window.out, w.shape[3])
-    names = "input_gradient", "weight_gradient"
-    into, onto = (choices.rule(_asked(name, window, x, w)).single for name in names)
+    into, onto = (_rule(choices, name, window, x, w) for name in ("input_gradient", "weight_gradient"))
     if onto.startswith("blocked"):
         dw = weight_gradient_in_blocks(onto, x, dz, window, columns)
     else:

@@ -16,8 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_pcdd.models.blocks import ConvNorm, Normalised, global_average
-from fedjax_pcdd.models.layers import average_pool
+from fedjax_pcdd.models.layers import ConvNorm, Normalised, average_pool, global_average
 
 
 def shuffle(x: jax.Array, groups: int) -> jax.Array:
@@ -48,7 +47,6 @@ class ShuffleBlock(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs one block; mask [B] is 1 for samples that enter batch statistics."""
         made = self.features if self.stride == 1 else self.features - x.shape[-1]
         narrow = made // 4
 
@@ -80,16 +78,13 @@ class ShuffleNet(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
         x = ConvNorm(self.stem, name="stem", **self.shared)(x, train=train, mask=mask)
         for s, (width, count) in enumerate(zip(self.widths, self.blocks, strict=True), 1):
-            self.sow("intermediates", "layers", x)
+            x = self.kept(x)
             for i in range(count):
                 entry_groups = 1 if s == 1 and i == 0 else self.groups
                 block = ShuffleBlock(
                     width, 1 if i else 2, self.groups, entry_groups, name=f"stage{s}_block{i + 1}", **self.shared
                 )
                 x = block(x, train=train, mask=mask)
-        x = global_average(x)
-        self.sow("intermediates", "layers", x)
-        return x
+        return self.kept(global_average(x))

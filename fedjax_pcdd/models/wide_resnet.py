@@ -7,14 +7,14 @@ faster than the others.
 
 import flax.linen as nn
 
-from fedjax_pcdd.models.blocks import Normalised, global_average
-from fedjax_pcdd.models.layers import Conv, norm
+from fedjax_pcdd.models.layers import Conv, Normalised, global_average, norm
 
 
 class WideBlock(Normalised):
     """norm - ReLU - conv3x3 - dropout - norm - ReLU - conv3x3, plus shortcut: [B, H, W, in] to [B, h, w, features].
 
-    h = ceil(H / stride). The shortcut is a 1x1 convolution of the raw input where the shape changes.
+    h = ceil(H / stride). The shortcut is a 1x1 convolution of the raw input where the shape changes. Without a key
+    there is no dropout.
     """
 
     features: int
@@ -23,7 +23,6 @@ class WideBlock(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs one block; mask [B] is 1 for samples that enter batch statistics; dropout where it has a key."""
 
         def activated(x, name):
             return nn.relu(norm(self.norm)(name=name, **self.types)(x, train=train, mask=mask))
@@ -51,10 +50,9 @@ class WideResNet(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        """Runs [B, H, W, channels]; mask [B] is 1 for samples that enter batch statistics."""
         x = Conv(16, 3, 1, 1, name="stem", **self.types)(x)
         for group in range(3):
-            self.sow("intermediates", "layers", x)
+            x = self.kept(x)
             for i in range(self.blocks):
                 stride = 2 if group and i == 0 else 1
                 block = WideBlock(
@@ -64,6 +62,4 @@ class WideResNet(Normalised):
                 x = block(x, train=train, mask=mask)
         fast = {"momentum": 0.9} if self.norm == "batch" else {}
         x = nn.relu(norm(self.norm)(name="norm", **fast, **self.types)(x, train=train, mask=mask))
-        x = global_average(x)
-        self.sow("intermediates", "layers", x)
-        return x
+        return self.kept(global_average(x))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,12 +79,15 @@ class RunRecord:
 
     @cached_property
     def partition(self) -> str | None:
-        """A digest of who holds which samples; None where the folder does not say."""
+        """A digest of who holds which samples; None where the folder does not say, UserError where it is damaged."""
         path = self.path / "partition.npz"
         if not path.is_file():
             return None
-        with np.load(path) as arrays:
-            parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+        try:
+            with np.load(path) as arrays:
+                parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+        except Exception:  # of a damaged archive almost anything is raised
+            raise UserError(f"{path} is damaged: resume the run, or leave it out.") from None
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     @cached_property
@@ -108,7 +112,8 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
         as a shell's `*` names them too.
 
     Raises:
-      UserError: no such folder, no run in it, or something in it that is no run of this library.
+      UserError: no such folder, no run in it, or the only one, or all, cannot be read or are no runs of this library.
+        Of several the others are left out, which is said on stderr.
     """
     folders: dict[Path, Path] = {}
     named = [Path(path) for path in paths]
@@ -122,7 +127,17 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
         for folder in below:
             folders.setdefault(folder.resolve(), folder)
-    return [read_run(folder) for folder in folders.values()]
+    records: list[RunRecord] = []
+    for folder in folders.values():
+        try:
+            records.append(read_run(folder))
+        except UserError as error:
+            if len(folders) == 1:
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+    if not records:
+        raise UserError(f"none of the {len(folders)} runs can be read: repair one, or name other folders.")
+    return records
 
 
 def _folders(path: Path) -> Iterable[Path]:
@@ -146,7 +161,9 @@ def read_run(path: Path) -> RunRecord:
         rows, clients = folder.rows(), folder.rows("clients.jsonl")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         raise _unreadable(path) from None
-    return RunRecord(path, config, text, resolved or {}, rows, clients, summary)
+    record = RunRecord(path, config, text, resolved or {}, rows, clients, summary)
+    _ = record.partition  # read now, as what is damaged is left out
+    return record
 
 
 def _unreadable(path: Path) -> UserError:

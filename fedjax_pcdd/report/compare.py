@@ -9,6 +9,7 @@ from fedjax_pcdd.report.contents import ACCURACIES
 from fedjax_pcdd.report.grouping import Entry, data_of, entries
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
+from fedjax_pcdd.training.progress import with_pa_named
 
 HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p (Wilcoxon)", "verdict")
 
@@ -20,6 +21,7 @@ class Comparison(NamedTuple):
       data: data set and partition.
       first, other: what is compared.
       metric: entry of summary.json.
+      heading: of the metric; PA by when it was measured, where that is the same for both.
       difference: other less first; p-values are adjusted for the comparisons of this metric on this data.
     """
 
@@ -27,6 +29,7 @@ class Comparison(NamedTuple):
     first: str
     other: str
     metric: str
+    heading: str
     difference: Difference
 
 
@@ -69,11 +72,15 @@ def _compare(data: str, members: list[Entry], confidence: float, notes: list[str
         for metric in ACCURACIES
     }
     return [
-        Comparison(data, first.label, other.label, metric, difference)
+        Comparison(data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference)
         for i, other in enumerate(others)
         for metric in ACCURACIES
         if (difference := by_metric[metric][i]) is not None
     ]
+
+
+def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
+    return with_pa_named(ACCURACIES[metric], [run.summary or {} for run in runs])
 
 
 def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:
@@ -114,6 +121,6 @@ def _line(one: Comparison, alpha: float) -> list[str]:
     bounds = NOTHING if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
     p_values = [NOTHING if p is None else f"{p:.3f}" for p in (difference.p, difference.rank_p)]
     return [
-        f"{one.other} less {one.first}", ACCURACIES[one.metric], str(len(difference.seeds)), signed(difference.mean),
+        f"{one.other} less {one.first}", one.heading, str(len(difference.seeds)), signed(difference.mean),
         bounds, *p_values, difference.verdict(alpha),
     ]  # fmt: skip

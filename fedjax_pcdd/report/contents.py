@@ -5,12 +5,27 @@ Accuracies are in percent but where a paper prints shares. A standard deviation 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.expected import METRICS, TARGET_METRICS, Expected, Metric, kind, measured, title
-from fedjax_pcdd.report.grouping import Group, Names, label, shared
+from fedjax_pcdd.report.expected import (
+    FLATTERED,
+    METRICS,
+    PA,
+    PA_LAST,
+    TARGET_METRICS,
+    Expected,
+    Metric,
+    kind,
+    measured,
+    title,
+)
+from fedjax_pcdd.report.grouping import Group, Names, differing, label, shared
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
+from fedjax_pcdd.training.progress import with_pa_named
+from fedjax_pcdd.training.protocols import needs_epochs
 
 # Entry of summary.json -> heading, for those that are accuracies.
 ACCURACIES = {
@@ -20,7 +35,9 @@ ACCURACIES = {
     "pa_best": "PA best",
     "pa_last": "PA last",
 }
+SPREAD = {"pa_std": "PA std over clients", "pa_worst10": "PA of the worst tenth"}
 SECONDS = "seconds_per_round"
+HELD_OUT = "Best round, chosen by validation samples that are kept out of training."
 MISSED = "/: not reached, by at least one seed."
 
 Runs = Sequence[RunRecord]
@@ -32,17 +49,21 @@ def own_table(group: Group) -> Table:
     known = [(entry.names, entry.runs) for entry in group.entries]
     targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
     rule = RULES.get(group.preset or "", BEST)
-    columns = [Column(heading, name, best=1) for name, heading in ACCURACIES.items()]
+    summaries = [run.summary or {} for _, runs in known for run in runs]
+    columns = [Column(with_pa_named(heading, summaries), name, best=1) for name, heading in ACCURACIES.items()]
+    spread = {n: heading for n, heading in SPREAD.items() if any(one.get(n) is not None for one in summaries)}
+    columns += [Column(heading, name, best=-1 if name == "pa_std" else 1) for name, heading in spread.items()]
     columns.append(Column("s a round", SECONDS))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
     for names, runs in known:
-        rows[names] = [_of_summary(runs, name, 100.0) for name in ACCURACIES]
+        rows[names] = [_of_summary(runs, name, 100.0) for name in (*ACCURACIES, *spread)]
         rows[names].append(_of_summary(runs, SECONDS, 1.0))
         if targets:
             rows[names] += target_cells(runs, _references(known, names), rule)
-    notes = [_protocols(group), *[rule.sentence, MISSED] * targets]
+    chosen = _differing(group, "selected_on", "Best rounds are chosen by samples of")
+    notes = [_differing(group, "pa_protocol", "PA"), chosen, *[rule.sentence, MISSED] * targets]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
@@ -68,6 +89,50 @@ def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[
     return ranked(Table(title, tuple(columns), lines, remarks))
 
 
+def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
+    """A table of two options: the mean of a metric over the seeds of each combination of their values.
+
+    Args:
+      runs: finished ones count.
+      rows, columns: options or hyper-parameters; a single column of numbers where `columns` is None.
+      metric: entry of summary.json; accuracies are shown in percent.
+
+    Raises:
+      UserError: no run has such an option, or such an entry.
+    """
+    finished = [run for run in runs if run.summary is not None]
+    known = {name: None for run in finished for name in run.config}
+    for field, name in (("rows", rows), ("columns", columns)):
+        if name is not None and name not in known:
+            raise UserError(f"takes an option of the runs, not '{name}': {nearest(name, known)}", field=field)
+    numbers = {name: None for run in finished for name, x in (run.summary or {}).items() if _is_number(x)}
+    if metric not in numbers:
+        raise UserError(f"takes an entry of summary.json, not '{metric}': {nearest(metric, numbers)}", field="metric")
+    members: dict[tuple[Any, Any], list[RunRecord]] = {}
+    for run in finished:
+        members.setdefault((run.config.get(rows), run.config.get(columns) if columns else metric), []).append(run)
+    labels, heads = (list(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
+    heads = sorted(heads) if all(map(_is_number, heads)) else heads
+    share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
+    lines = []
+    for one in labels:
+        cells = [_of_summary(members.get((one, head), ()), metric, 100.0 if share else 1.0) for head in heads]
+        lines.append(Row(str(one), tuple(cells), (str(one), "", "")))
+    others = {name for own in members.values() for name in differing([run.config for run in own])} - {rows, columns}
+    remark = f"Cells are means over runs that also differ in {', '.join(sorted(others))}." if others else ""
+    if metric.endswith("_best"):
+        chosen = dict.fromkeys((run.summary or {}).get("selected_on", "test") for run in finished)
+        remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
+    headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=int(share)) for head in heads)
+    name = with_pa_named(ACCURACIES.get(metric, metric), [run.summary or {} for run in finished])
+    title = f"{name}{', %,' if share else ''} by {rows}{f' and {columns}' if columns else ''}"
+    return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
     """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
     results = [one for run in runs if (one := reached(run, references, rule)) is not None]
@@ -85,15 +150,15 @@ def _references(known: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRe
     return [run for _, runs in sorted(fitting, key=lambda one: one[0]) for run in runs]
 
 
-def _protocols(group: Group) -> str:
-    """How PA was measured, and of which experiments where that differs."""
+def _differing(group: Group, key: str, head: str) -> str:
+    """What the summaries have under a key, as how PA was measured, and of which experiments where that differs."""
     names: dict[str, list[str]] = {}
     for name, entry in zip(group.labels, group.entries, strict=True):
-        for protocol in dict.fromkeys((run.summary or {}).get("pa_protocol") for run in entry.runs):
+        for protocol in dict.fromkeys((run.summary or {}).get(key) for run in entry.runs):
             if protocol is not None:
                 names.setdefault(protocol, []).append(name)
     words = [f"{protocol} ({', '.join(own)})" if len(names) > 1 else protocol for protocol, own in names.items()]
-    return f"PA: {'; '.join(words)}." if words else ""
+    return f"{head}: {'; '.join(words)}." if words else ""
 
 
 def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
@@ -110,9 +175,18 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
         printed = [one for one in expected if title(one.metric) == name]
         parts = {(one.split, one.metric): one.splits or (one.split,) for one in printed}
         columns = {key: several for key, several in parts.items() if splits.issuperset(several)}
+        if any(metric == PA for _, metric in columns) and _chooses(runs):
+            columns = {
+                key: own for (split, metric), own in columns.items() for key in [(split, metric), (split, PA_LAST)]
+            }
         if name and columns:
             tables.append(_paper_table(preset, columns, runs, printed))
     return tables
+
+
+def _chooses(runs: Mapping[tuple[Names, str | None], Runs]) -> bool:
+    """Whether PA of any run is of an epoch that was chosen on tests."""
+    return any(needs_epochs(run.config.get("pa_protocol")) for own in runs.values() for run in own)
 
 
 def _paper_table(
@@ -131,7 +205,9 @@ def _paper_table(
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, theirs.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    return _table(f"{preset}: {metric.title}", heads, rows, metric.note or _target_note(metric, rule))
+    validated = any((run.summary or {}).get("selected_on") == "validation" for own in runs.values() for run in own)
+    note = HELD_OUT if validated and metric.note == FLATTERED else metric.note
+    return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
 
 
 def _heading(metric: str) -> str:

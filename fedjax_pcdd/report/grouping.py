@@ -88,7 +88,7 @@ class Cells:
         if key not in self._configs:
             self._configs[key] = self._config(*key)
         cell = self._configs[key]
-        return "no cell of the preset" if cell is None else _settings(run, _differing([run.config, cell]))
+        return "no cell of the preset" if cell is None else _settings(run, differing([run.config, cell]))
 
     def _config(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
         try:
@@ -154,9 +154,9 @@ def data_of(run: RunRecord) -> tuple[str, str]:
 def entries(runs: Iterable[RunRecord]) -> list[Entry]:
     """Runs of one group as experiments, each told from the others by the options in which they differ."""
     runs = list(runs)
-    everywhere = [name for name in _differing([run.config for run in runs]) if name in RUN and name != "method"]
+    everywhere = [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
     own = {
-        method: [name for name in _differing([run.config for run in runs if run.method == method]) if name not in RUN]
+        method: [name for name in differing([run.config for run in runs if run.method == method]) if name not in RUN]
         for method in dict.fromkeys(run.method for run in runs)
     }
     ordered = [run for method in own for run in runs if run.method == method]
@@ -176,7 +176,7 @@ def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
     return experiments
 
 
-def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the options that matter and are not the same in all."""
     names = dict.fromkeys(name for config in configs for name in config if name not in INDIFFERENT)
     return [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]

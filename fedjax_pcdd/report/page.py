@@ -14,12 +14,14 @@ from fedjax_pcdd.report.contents import own_table
 from fedjax_pcdd.report.grouping import Group
 from fedjax_pcdd.report.plots import LABELS, curves, inline, legend
 from fedjax_pcdd.report.tables import NOTHING, Cell, Column, Row, Table, aside, shown
+from fedjax_pcdd.training.progress import pa_name, with_pa_named
 
 BORDERS = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "double"}
 MACHINE = ("versions", "backend", "device", "devices", "platform", "cpus", "peak_memory_mb", "device_peak_memory_mb")
 RUN_COLUMNS = (
     *(Column(heading, left=True) for heading in ("method", "data", "preset", "split", "state")),
     *(Column("seed", digits=0), Column("rounds"), Column("GA best", digits=1), Column("PA best", digits=1)),
+    Column("measured", left=True),
 )
 
 
@@ -29,6 +31,7 @@ def page(
     runs: Sequence[RunRecord],
     notes: Iterable[str],
     commands: Mapping[Path, str],
+    own: Sequence[Table] = (),
 ) -> str:
     """The whole page.
 
@@ -38,6 +41,7 @@ def page(
       runs: all runs, unfinished ones too.
       notes: sentences above the tables.
       commands: how to start each run, by its folder.
+      own: tables that a user asked for, which come first.
     """
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -47,7 +51,7 @@ def page(
         "figures": _figures, "shares": _shares, "partitions": _partitions, "machine": _machine, "indented": _indented,
     }  # fmt: skip
     return environment.get_template("page.html").render(
-        title="Federated runs", groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
+        title="Federated runs", own=own, groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
         waiting=sum(run.summary is None for run in runs), notes=notes, commands=commands,
     )  # fmt: skip
 
@@ -66,11 +70,12 @@ def _members(group: Group) -> list[tuple[str, RunRecord]]:
 def _shares(group: Group) -> list[Table]:
     """Accuracies by class and by client, where a run has them."""
     runs = [(f"{name}, seed {run.seed}", run) for name, run in _members(group)]
+    summaries = [run.summary or {} for _, run in runs]
     by_class = [(name, _last(run, "ga_per_class")) for name, run in runs]
     by_client = [(name, _clients(run)) for name, run in runs]
     tables = [
         _share_table("GA by class, last evaluation, %", "class", by_class),
-        _share_table("PA by client, best, %", "client", by_client),
+        _share_table(with_pa_named("PA by client, best, %", summaries), "client", by_client),
     ]
     return [table for table in tables if table.columns]
 
@@ -117,8 +122,11 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
         words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, state)
         done = Cell(run.rounds_done, text=f"{run.rounds_done} of {run.config['rounds']}")
         best = [_percent((run.summary or {}).get(name)) for name in ("ga_best", "pa_best")]
-        rows.append(Row(str(run.path), (*(Cell(text=word) for word in words), Cell(run.seed), done, *best)))
-    return Table("Runs", RUN_COLUMNS, tuple(rows), stub="run")
+        measured = Cell(text=pa_name(run.summary).removeprefix("PA").strip() or NOTHING if run.summary else NOTHING)
+        rows.append(Row(str(run.path), (*(Cell(text=word) for word in words), Cell(run.seed), done, *best, measured)))
+    finished = [run.summary for run in runs if run.summary is not None]
+    columns = tuple(one._replace(heading=with_pa_named(one.heading, finished)) for one in RUN_COLUMNS)
+    return Table("Runs", columns, tuple(rows), stub="run")
 
 
 def _machine(run: RunRecord) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.analysis.convergence import rounds_to, speed_up
-from fedjax_pcdd.analysis.curves import series
+from fedjax_pcdd.analysis.curves import rounds_to, series, speed_up
 from fedjax_pcdd.report.collect import RunRecord
 
 REFERENCE = "fedavg"

@@ -3,96 +3,155 @@
 Letters: K clients, C classes, S cohort.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.engine.round import Evaluation
+from fedjax_pcdd.engine.program import Evaluation
+from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
-from fedjax_pcdd.training.metrics import accuracy, mean, plain
+from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, plain, spread
+from fedjax_pcdd.training.protocols import Protocol, by_epoch, needs_epochs, rules
+from fedjax_pcdd.training.trained_models import parts_of
+
+MANY = 1000  # clients, whose tests are a pass of their own in every evaluated round
 
 
 class Accuracies(Callback):
     """Appends a row for every round; to be called before whatever looks at the history."""
 
     def __init__(
-        self, name: str, *, every: int = 1, keeps_best: bool = False, kept: str = "", per_client: bool = False
-    ):
+        self, name: str, *, every: int = 1, keeps_best: bool = False, kept: Callable[[], str] = str,
+        per_client: bool = False, select_on: str = "test", protocol: Protocol = "last",
+    ):  # fmt: skip
         """Prepare.
 
         Args:
           name: what a sentence calls the method.
           every: rounds between evaluations; the last is evaluated in any case.
           keeps_best: keep the global variables of the best GA as `run.best`.
-          kept: the end of the sentence about a loss that is not finite: what there is to go back to.
+          kept: gives the end of a sentence about what is not finite: what there is to go back to.
           per_client: whether a row holds the PA of every client, too.
+          protocol: of the row's PA; where clients fine-tune for it later, `last` stands for those that choose.
+          select_on: what the best round is chosen by, a key of `metrics.SELECTED`.
         """
+        self.protocol: Protocol = protocol
         self.name, self.every, self.keeps_best, self.kept, self.per_client = name, every, keeps_best, kept, per_client
+        self.select_on = select_on
 
     def on_start(self, run: Run) -> None:
         """Until a client makes a step, its personal model is the initial one."""
+        run.history.select_on = self.select_on
         if self.keeps_best and not run.round:
             run.best = self._copy(run)
         if not run.round and self._has_idle_client(run):
-            self._personal(run, run.evaluate(personal=True)[0].personal)
+            correct = run.evaluate(personal=True)[0].personal
+            for rule in self._measured(run):
+                self._personal(run, correct, rule)
+            self._take(run, np.arange(len(correct)), correct)
+            self._choose(run)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Measure the round."""
         row = {"round": run.round, "ga": None, "pa": None, "loss": self._loss(run, report), "seconds": report.seconds}
-        self._just_trained(run, report)
+        if run.traits.personal_model == "local":
+            self._trained(run, report, report.correct)
+        if run.traits.recorded:
+            server = parts_of(run.simulation)[0].of(run.state).servers
+            row |= {name: float(np.array(getattr(server, name))[0]) for name in run.traits.recorded}
+        self._report = report
         if run.round % self.every == 0 or run.round == run.rounds:
             self.measure(run, row)
-        if self.per_client:
-            row["pa_per_client"] = None if row["ga"] is None else list(run.history.pa_clients)
+        if self.per_client and run.federation.num_clients <= MOST_WRITTEN:
+            row["pa_per_client"] = None if row["ga"] is None else plain(run.history.pa_clients)
         run.history.rows.append(row)
         if self.keeps_best and run.history.is_best("ga"):
             run.best = self._copy(run)
 
     def measure(self, run: Run, row: dict[str, Any]) -> None:
-        """Fill in GA, PA and GA of each class."""
-        own_model = run.traits.personal_model == "server"
-        counts, seconds = run.evaluate(personal=own_model)
-        if own_model:
-            self._personal(run, counts.personal)
-        row["pa"] = mean(np.array(run.history.pa_clients, float))
+        """Fill in GA, PA under each protocol and GA of each class."""
+        received = "received" in self._measured(run)
+        counts, seconds = run.evaluate(personal=received)
+        if received:
+            self._personal(run, counts.personal, "received")
+            if run.traits.personal_model == "server":
+                self._trained(run, self._report, counts.personal[self._report.jobs.row])
+                self._personal(run, counts.personal, "last")
+                self._take(run, np.arange(len(counts.personal)), counts.personal)
+        self._choose(run)
+        row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
+        row |= {name: mean(values) for name, values in run.history.also.items()}
         row |= self._generic(run, counts) | {"eval_seconds": seconds}
 
     def _generic(self, run: Run, counts: Evaluation) -> dict[str, Any]:
         """GA of the global model, or the mean over the clients' models; of each class; of the server's other models."""
-        dataset, ga_local = run.federation.dataset, None
-        total = np.bincount(dataset.y_test, minlength=run.simulation.program.setting.num_classes)
-        if run.traits.global_model:
-            correct = counts.generic[0]
-            ga = float(accuracy(correct.sum(), total.sum()))
-        else:
-            correct = counts.local
-            ga_local = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
-            correct, ga = correct.mean(0), float(ga_local.mean())
+        federation, ga_local = run.federation, None
+        classes = federation.dataset.num_classes
+        total = np.bincount(federation.dataset.y_test, minlength=classes)
+        both = np.asarray(counts.generic)[:1] if run.traits.global_model else np.asarray(counts.local)
+        correct = both[:, :classes]  # of one model, or of each client's
+        each = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
+        if not run.traits.global_model:
+            ga_local = each
         run.history.update_best(ga_local)
-        return {"ga": ga, "ga_per_class": plain(accuracy(correct, total)), **further(run, counts.further)}
+        row = {"ga": float(each.mean()), "ga_per_class": plain(accuracy(correct.mean(0), total))}
+        row["ga_balanced"] = float(balanced(correct, np.broadcast_to(total, correct.shape)).mean())
+        if federation.validation is not None:
+            held = np.full(len(both), len(federation.validation.flat))
+            row["ga_validation"] = float(accuracy(both[:, classes:].sum(1), held).mean())
+        return {**row, **further(run, counts.further)}
 
     def _loss(self, run: Run, report: RoundReport) -> float:
-        """Training loss, weighted as the aggregation; UserError if a client's is not finite."""
+        """Training loss, weighted as the aggregation; UserError if one is not finite, or the model at the end."""
         jobs, trained = report.jobs, report.jobs.steps > 0
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
             clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
-            raise UserError(
-                f"the loss of client {clients} is not finite in round {run.round} of {self.name}: choose a smaller "
-                f"`lr` or set `grad_clip`{self.kept}."
-            )
+            raise self._not_finite(run, f"the loss of client {clients}")
+        if wrong := run.not_finite():  # after aggregation, distillation or exchange, though losses may be
+            raise self._not_finite(run, wrong)
         return float(np.sum(report.loss[trained] * jobs.weight[trained]))
 
-    def _just_trained(self, run: Run, report: RoundReport) -> None:
-        """PA of the models just trained, where they are what a client uses."""
-        if run.traits.personal_model == "local":
-            trained = report.jobs.steps > 0
-            clients = report.jobs.row[trained]
-            pa = accuracy(report.correct[trained].sum(1), run.federation.test_sizes[clients])
-            run.history.update_clients(clients, pa)
+    def _not_finite(self, run: Run, what: str) -> UserError:
+        rates = " or ".join(f"`{rate}`" for rate in ("lr", *run.traits.rates))
+        where = f"in round {run.round} of {self.name}"
+        return UserError(f"{what} is not finite {where}: choose a smaller {rates} or set `grad_clip`{self.kept()}.")
+
+    def _rule(self, run: Run) -> Protocol:
+        """The protocol of the rows."""
+        later = run.traits.fine_tunes and run.traits.global_model
+        return "last" if later and needs_epochs(self.protocol) else self.protocol
+
+    def _measured(self, run: Run) -> list[Protocol]:
+        """The protocols that are measured; the aggregated models of very many clients only where they are asked for."""
+        rule = self._rule(run)
+        all_clients = run.federation.num_clients <= MANY or run.traits.personal_model == "server"
+        names: list[Protocol] = ["last", *(["received"] if all_clients or rule == "received" else [])]
+        return [*names, "best_epoch", "best_mean"] if needs_epochs(rule) else names
+
+    def _choose(self, run: Run) -> None:
+        run.history.pa_clients = run.history.also[f"pa_{self._rule(run)}"].copy()
+
+    def _trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
+        """Take over the accuracies of the clients that trained, with `after` [S, C] correct predictions in the end.
+
+        Where PA is of aggregated models, those just trained count as one epoch more.
+        """
+        trained, classes = report.jobs.steps > 0, run.federation.dataset.num_classes
+        jobs = Jobs(*(column[trained] for column in report.jobs))
+        before, correct = report.before[trained], report.correct[trained]
+        counts = by_epoch(jobs, before, correct[:, :classes].sum(1))
+        if run.traits.personal_model == "server":
+            final = after[trained][:, :classes].sum(1, keepdims=True)
+            counts = np.concatenate([counts[:, before.shape[1] == 0 :], final], axis=1)
+        else:
+            self._take(run, jobs.row, correct)
+        for rule, pa in rules(counts, run.federation.test_sizes[jobs.row]).items():
+            run.history.update_clients(jobs.row, pa, f"pa_{rule}")
 
     def _has_idle_client(self, run: Run) -> bool:
         """Whether a client makes no step in the first round."""
@@ -100,10 +159,20 @@ class Accuracies(Callback):
         cohort = simulation.clients_of(0)[run.index]
         return (simulation.steps[run.index, cohort] > 0).sum() < run.federation.num_clients
 
-    def _personal(self, run: Run, correct: np.ndarray) -> None:
-        """Take over the accuracies of all personal models, from their correct predictions [K, C]."""
-        pa = accuracy(correct.sum(1), run.federation.test_sizes)
-        run.history.update_clients(np.arange(len(pa)), pa)
+    def _personal(self, run: Run, correct: np.ndarray, rule: Protocol) -> None:
+        """Take over the accuracies of all personal models from their correct predictions [K, C]."""
+        pa = accuracy(correct[:, : run.federation.dataset.num_classes].sum(1), run.federation.test_sizes)
+        run.history.update_clients(np.arange(len(pa)), pa, f"pa_{rule}")
+
+    def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray) -> None:
+        """Take over the further accuracies of some clients' models, from their correct predictions [n, C]."""
+        federation, history = run.federation, run.history
+        tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
+        history.update_clients(clients, balanced(tests, federation.test_class_counts[clients]), "pa_balanced")
+        if federation.validation is not None:
+            history.update_clients(
+                clients, accuracy(held.sum(1), federation.validation.sizes[clients]), "pa_validation"
+            )
 
     def _copy(self, run: Run) -> Any:
         return jax.tree.map(jnp.copy, run.generic)
@@ -111,5 +180,6 @@ class Accuracies(Callback):
 
 def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:
     """Accuracy `ga_<name>` on the whole test set of each further model of the server, from its counts [1, C]."""
-    samples = np.array(len(run.federation.dataset.y_test))
-    return {f"ga_{name}": float(accuracy(np.array(counts)[0].sum(), samples)) for name, counts in correct.items()}
+    dataset = run.federation.dataset
+    own = {name: np.array(counts)[0, : dataset.num_classes].sum() for name, counts in correct.items()}
+    return {f"ga_{name}": float(accuracy(count, np.array(len(dataset.y_test)))) for name, count in own.items()}

@@ -4,6 +4,8 @@ Letters: E experiments, K clients.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -11,23 +13,37 @@ import numpy as np
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data import augment, sources
+from fedjax_pcdd.data.availability import Availability, availability
+from fedjax_pcdd.data.dataset import Dataset, keep_all, largest_groups, sampler, subset
 from fedjax_pcdd.data.domains import load_public
-from fedjax_pcdd.data.federation import Dataset, Federation, largest_groups
-from fedjax_pcdd.data.lists import is_file, partition
-from fedjax_pcdd.data.subset import subset
-from fedjax_pcdd.engine.device_errors import OutOfMemory
-from fedjax_pcdd.engine.devices import CompileClock, choose_lanes, count_devices, select_device
-from fedjax_pcdd.engine.precision import TYPES, products
+from fedjax_pcdd.data.federation import Federation, hold_out
+from fedjax_pcdd.data.lists import load_validation
+from fedjax_pcdd.data.partition import is_file, partition
+from fedjax_pcdd.engine.devices import (
+    TYPES,
+    CompileClock,
+    OutOfMemory,
+    available_memory,
+    count_devices,
+    products,
+    select_device,
+)
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.models.convolution_choices import Choices
+from fedjax_pcdd.models.convolution_table import Choices
+from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
-from fedjax_pcdd.training.config import RunConfig, unused
+from fedjax_pcdd.training.config import RunConfig, rounds_of, unused
+from fedjax_pcdd.training.fine_tuning import after_training, calibrated, check_calibration
 from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.initial_weights import started_from
+from fedjax_pcdd.training.inputs import digest_of, inputs_of
 from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, needs_epochs, protocol_of
 from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
@@ -36,10 +52,10 @@ Pair = tuple[RunConfig, Method]
 
 def load(config: RunConfig) -> Dataset:
     """The data set, cut down to what the run uses of it."""
-    dataset = sources.load(config.dataset, config.data_dir)
-    if config.partition == "natural" and config.clients is not None:
-        dataset = largest_groups(dataset, config.clients)
-    dataset = subset(dataset, config.train_samples, config.test_samples, config.seed)
+    keep = sampler(config.dataset, config.train_samples, config.test_samples, config.seed)
+    largest = config.clients if config.partition == "natural" else None
+    dataset = sources.load(config.dataset, config.data_dir, keep_all if largest else keep, config.data == "stream")
+    dataset = subset(largest_groups(dataset, largest) if largest else dataset, keep)
     if not len(dataset.y_test):
         raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
     return dataset
@@ -48,37 +64,45 @@ def load(config: RunConfig) -> Dataset:
 def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     """The data set, loaded unless it is given, divided among the clients."""
     dataset = load(config) if dataset is None else dataset
-    train, test = dataset.groups_train, dataset.groups_test
-    groups = None if train is None or test is None else (train, test)
     parts = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
         clients=config.clients or 0, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
-        retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=groups,
+        retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=dataset.groups,
     )  # fmt: skip
     if is_file(config.partition) and config.clients not in (None, len(parts.train)):
         raise UserError(f"{config.partition} has {len(parts.train)} clients, not {config.clients}: drop `clients`.")
-    return Federation(dataset, parts)
+    held = is_file(config.partition) and config.validation is not None
+    federation = Federation(dataset, parts, load_validation(located(config.partition)) if held else None)
+    return validated(config, federation)
 
 
-def _steps(text: str) -> tuple[int, ...]:
-    """Rounds in an option like "40,80"."""
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UserError(f"`lr_steps={text}` must be round numbers with commas between them, as 40,80.") from None
+def validated(config: RunConfig, federation: Federation) -> Federation:
+    """The federation with validation samples, if the options ask for some that it has not."""
+    if config.validation is None or federation.validation is not None:
+        return federation
+    return hold_out(federation, config.validation, config.seed)
+
+
+def who_is_there(config: RunConfig, clients: int) -> Availability | None:
+    """The availability of so many clients."""
+    source = config.availability
+    file = source if source in (None, "model") else str(located(source))
+    return availability(file, config.lost_share, clients, config.seed)
 
 
 def default_model(dataset: Dataset) -> str:
-    """What is trained where no model is named: lstm on text, mlp on digits, else simple_cnn."""
+    """What is trained where no model is named: lstm on text, mlp on digits and tables, else simple_cnn."""
     if dataset.text:
         return "lstm"
-    return "mlp" if dataset.name == "digits" else "simple_cnn"
+    return "mlp" if dataset.name == "digits" or dataset.x_train.shape[1] == 1 else "simple_cnn"
 
 
-def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
-    """A plain model as the options want it."""
+def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
+    """A plain model as the options want it, of a name or a module; one of `models.build` as it is."""
+    if isinstance(model, Classifier):
+        return model
     model = models.build(
-        name, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
+        model, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
         norm="group" if config.bn == "group" else "batch",
         dtype=TYPES[config.precision] if config.precision == "bfloat16" else None,
     )  # fmt: skip
@@ -87,13 +111,10 @@ def build_model(config: RunConfig, name: str, dataset: Dataset) -> Classifier:
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
+    same = {field.name: getattr(config, field.name) for field in fields(Local) if hasattr(config, field.name)}
     clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
-    return Local(
-        epochs=config.local_epochs or 1, batch_size=config.batch_size, last_batch=config.last_batch,
-        optimizer=config.optimizer, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay,
-        clip=None if clip in (None, "none") else float(clip), shuffle=config.shuffle,
-        lr_steps=_steps(config.lr_steps), lr_decay=config.lr_decay,
-    )  # fmt: skip
+    clip = None if clip in (None, "none") else float(clip)
+    return Local(**same | {"epochs": config.local_epochs or 1, "clip": clip, "lr_steps": rounds_of(config.lr_steps)})
 
 
 def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
@@ -116,7 +137,7 @@ class Given(NamedTuple):
     """Parts of a run that are objects of the user's own, in place of what the options say."""
 
     federation: Federation | None = None
-    model: Classifier | None = None
+    model: Any = None  # a `Classifier` or what `models.build` takes; a list of these for participants
     pipeline: augment.Pipeline | None = None
 
 
@@ -157,9 +178,33 @@ class Setup:
         """Whether the global variables of the best GA are needed in the end."""
         return self.tunes and self.methods[0].traits().global_model
 
+    @property
+    def protocol(self) -> Protocol:
+        """Of PA."""
+        return protocol_of(self.config.pa_protocol, self.pairs[0][1].traits())
+
+    @property
+    def tests_epochs(self) -> bool:
+        """Whether clients are tested before every local epoch: not for models that are fine-tuned after training."""
+        traits = self.pairs[0][1].traits()
+        return needs_epochs(self.protocol) and not (traits.fine_tunes and traits.global_model)
+
+    @cached_property
+    def _digests(self) -> dict[int, str]:
+        """Of each data set, of which there are seldom several."""
+        datasets = {id(federation.dataset): federation.dataset for federation in self.federations}
+        return {key: digest_of(dataset) for key, dataset in datasets.items()}
+
+    def inputs(self, e: int, config: RunConfig, method: Method) -> dict[str, Any]:
+        """What an experiment, as it was asked for, computes from: see `inputs_of`."""
+        federation, one = self.federations[e], self.simulation
+        public = one.data.public if isinstance(one, Simulation) else one.images
+        data = self._digests[id(federation.dataset)]
+        return inputs_of(config, method, federation, data, () if public is None else public)
+
     def _federate(self) -> list[Federation]:
         if self.given.federation is not None:
-            return [self.given.federation]
+            return [validated(self.config, self.given.federation)]
         dataset = load(self.config)
         return [federate(config, dataset) for config, _ in self.pairs]
 
@@ -167,23 +212,35 @@ class Setup:
         """The simulation with so many lanes."""
         (config, method), federation = self.pairs[0], self.federations[0]
         private, plain = self._pipelines()
-        triples = zip(self.pairs, self.federations, strict=True)
-        experiments = [Experiment(own, m, local_training(c, m), c.seed) for (c, m), own in triples]
-        name = config.model or default_model(federation.dataset)
+        experiments = [
+            Experiment(own, m, local_training(c, m), c.seed, availability=who_is_there(c, own.num_clients))
+            for (c, m), own in zip(self.pairs, self.federations, strict=True)
+        ]
+        model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
         return Simulation(
-            method.build(self._in_form(self.given.model or build_model(config, name, federation.dataset))), experiments,
+            method.build(self._in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
             pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
-            client_state=config.client_state, **self._settings(lanes),
+            client_state=config.client_state, stream=self._stream(), **self._settings(lanes),
         )  # fmt: skip
+
+    def _stream(self) -> int | None:
+        """Bytes for the samples that are sent to the device; None where all of them are on it."""
+        config, dataset = self.config, self.federations[0].dataset
+        share = int(available_memory() / 3)
+        fits = dataset.x_train.nbytes + dataset.x_test.nbytes <= share
+        if config.data == "device" or (config.data == "auto" and fits):
+            return None
+        return share if config.data_memory is None else config.data_memory * 10**6
 
     def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
         """Of private and of public images."""
         config, federation = self.config, self.federations[0]
-        shape, text = federation.image_shape, federation.dataset.text
+        dataset, shape, text = config.dataset, federation.image_shape, federation.dataset.text
         own = self.given.pipeline
-        own = own or augment.pipeline(config.dataset, config.augment, shape, text=text, own=config.augmentation)
-        return own, augment.pipeline(config.dataset, False, shape, text=text)
+        more = {"text": text, "own": config.augmentation, "seed": config.seed}
+        own = own or augment.pipeline(dataset, config.augment, shape, **more)
+        return own, augment.pipeline(dataset, False, shape, text=text)
 
     def _in_form(self, model: Classifier) -> Classifier:
         """A model with the precision of the options, and the forms of convolutions that are used."""
@@ -195,14 +252,18 @@ class Setup:
         config = self.config
         return {
             "lanes": lanes, "rounds": config.rounds, "weights": config.weights,
-            "local_statistics": config.bn == "local", "keeps_optimiser": config.optimizer_state == "kept",
+            "local_statistics": config.bn == "local", "local_layers": config.bn == "local-layers",
+            "keeps_optimiser": config.optimizer_state == "kept",
             "eval_batch": config.eval_batch, "dtype": TYPES[config.precision],
+            "tests_epochs": self.tests_epochs,
         }  # fmt: skip
 
     def _check(self, e: int) -> None:
         cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients
         if cohort is not None and cohort > clients:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
+        if self.pairs[e][0].calibrate == "ccvr":
+            check_calibration(self.simulation, e)
         if not (self.simulation.steps[e] > 0).any():
             raise UserError(
                 "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
@@ -211,6 +272,15 @@ class Setup:
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
         return unused(self.pairs[e][0]) + self.simulation.advice[e]
+
+    def start(self) -> State:
+        """The state before the first round, from the weights of a file where the options name one.
+
+        Raises:
+          UserError: the file does not suit the models.
+        """
+        path = self.config.initial_weights
+        return self.simulation.start() if path is None else started_from(self.simulation, path)
 
     def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
         """The simulation with the lanes and the forms of convolutions that are used.
@@ -223,8 +293,8 @@ class Setup:
         self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
         lanes = noted["lanes"] if noted else self.config.lanes
         if lanes == "auto":
-            clients = self.config.cohort or self.federations[0].num_clients
-            return self._with_fastest_lanes(state, len(self.pairs) * clients)
+            jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
+            return self._with_fastest_lanes(state, jobs)
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
 
     def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
@@ -245,7 +315,22 @@ class Setup:
     def accuracies(self, e: int, **more: Any) -> Callback:
         """The callback that measures an experiment; what more `Accuracies` takes."""
         config = self.pairs[e][0]
-        return Accuracies(config.method, every=config.eval_every, keeps_best=self.keeps_best, **more)
+        rules = {"keeps_best": self.keeps_best, "select_on": config.chosen_on, "protocol": self.protocol}
+        return Accuracies(config.method, every=config.eval_every, **rules, **more)
+
+    def concluded(
+        self, simulation: Any, rounds: int, state: State, best: Any, results: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The results [E] with what fine-tuning and calibration after so many rounds add; `best` as they ask for it."""
+        results = [one | {"pa_protocol": one["pa_protocol"] + IN_WORDS[self.protocol]} for one in results]
+        changes = [{} for _ in results]
+        if self.config.calibrate == "ccvr":
+            changes = calibrated(simulation, state)
+        if self.tunes:
+            epochs, best = self.config.fine_tune_epochs, best if self.keeps_best else None
+            tuned = after_training(simulation, epochs, rounds, state, best, results, self.protocol)
+            changes = [one | other for one, other in zip(changes, tuned, strict=True)]
+        return [result | change for result, change in zip(results, changes, strict=True)]
 
     def pictures(self, folder: RunFolder) -> list[Callback]:
         """Callbacks that write what only this kind of run has."""

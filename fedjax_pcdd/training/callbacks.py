@@ -1,6 +1,6 @@
 """Small callbacks: early stopping, a profile, and functions of a user's own."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,23 @@ class Profile(Callback):
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
+
+
+class Metrics(Callback):
+    """Numbers of a user's own, beside the accuracies of every round that is evaluated."""
+
+    def __init__(self, functions: Mapping[str, Callable[[Run], float]]):
+        """Args: functions: of the run, by the names that their numbers get in the rows."""
+        if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
+            raise UserError(f"takes a dictionary of functions of a run, not {functions!r}.", field="metrics")
+        self.functions = functions
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Add them to the newest row."""
+        row = run.history.rows[-1]
+        if taken := self.functions.keys() & row.keys():
+            raise UserError(f"names '{min(taken)}', which every row has: choose another name.", field="metrics")
+        row |= {name: None if row["ga"] is None else float(of(run)) for name, of in self.functions.items()}
 
 
 class Function(Callback):

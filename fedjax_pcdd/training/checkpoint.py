@@ -6,11 +6,12 @@ It is *full* when it holds the clients; the others are server-only: good for eva
 
 Orbax writes synchronously in one worker thread of ours. Its own asynchronous mode holds the caller up for 12 to 30 ms
 (2-core CPU, small model), since it prepares folders and files before it returns; here that is 1 ms, the copy of the
-arrays. Its checksums do not cover the arrays' bytes: hence the CRCs.
-One run at a time may open a folder. Of a run in several processes the first writes, what every process has of the
-arrays, and all read.
+arrays. Its checksums do not cover the arrays' bytes: hence the CRCs. One run at a time may open a folder. Of a run in
+several processes the first writes, clients' states that others have included, and each reads those of its clients.
 """
 
+import asyncio
+import errno
 import json
 import logging
 import math
@@ -18,28 +19,33 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fedjax_pcdd.engine.mesh import here, place
+from fedjax_pcdd.engine.mesh import distribute, own_copy
+from fedjax_pcdd.engine.storage import OnHost
 from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.training import interrupts
+from fedjax_pcdd.training.client_log import Changed, ClientLog
 from fedjax_pcdd.training.hosts import in_turn
 from fedjax_pcdd.training.loop import Callback, Progress, RoundReport, Run
 from fedjax_pcdd.training.metrics import History
 
 REMOVED = "removed"
-PARTS = ("server", "clients")
 _FILES = "files.json"
 _SMALL_FILES = 2**17
+_MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # patterns, addresses and what is not UTF-8
 
 Arrays = dict[str, Any]  # by name, for example `server['params']['kernel']`, in the order of the tree
 
@@ -86,14 +92,19 @@ class Checkpoints:
         self._pending: Future | None = None
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._writes = jax.process_index() == 0 and not read_only
+        self._log, self._logs_all = ClientLog(self._folder.parent / "clients"), False
         self._manager: Any = None
-        _silence_orbax()
+        self._alias: tempfile.TemporaryDirectory | None = None  # another path, of plain characters
         if self._writes or read_only:
             self._open()
 
     def _open(self) -> None:
         try:
-            self._manager = _open_manager(self._folder, self, writes=self._writes)
+            if _MISREAD.search(str(self._folder)) and self._alias is None:
+                self._alias = tempfile.TemporaryDirectory()
+                Path(self._alias.name, "checkpoints").symlink_to(self._folder)
+            alias = self._folder if self._alias is None else Path(self._alias.name, "checkpoints")
+            self._manager = _open_manager(self._folder, alias, self if self._writes else None)
         except OSError as error:
             raise failed_write(error, self._folder) from error
         self._full.update(r for r in self._manager.all_steps() if self._is_full(r))
@@ -113,19 +124,18 @@ class Checkpoints:
 
     def is_due(self, round: int) -> bool:
         """Whether a round gets a checkpoint without being forced."""
-        return self._writes and round % self._every == 0
+        return round % self._every == 0
 
     def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> bool:
-        """Take a snapshot of the arrays and return; the writing happens behind the caller's back.
+        """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
 
-        The arrays may be donated as soon as this returns: the snapshot shares no memory with them. Where the
-        checkpoint before is still being written, this waits for it.
+        Where the checkpoint before is still being written, this waits for it.
 
         Args:
           round: completed rounds.
           server: pytree of arrays.
-          clients: pytree of arrays, `()` where clients keep nothing; left out where the checkpoint is not to be full,
-            unless forced.
+          clients: pytree of arrays, `()` where clients keep nothing; left out where the checkpoint is not to be full.
+            A function instead returns what has `Changed` since it was called last, which goes into the log.
           history: JSON; what it stands for comes back on `restore`.
           force: write now, and fully, whatever `every` and `clients_every` say.
 
@@ -135,22 +145,36 @@ class Checkpoints:
         Raises:
           UserError: this or the previous checkpoint could not be written (no space left, for example).
         """
-        if not (self.is_due(round) or (force and self._writes)):
+        if not (self.is_due(round) or force):
+            return False
+        full = force or round // self._every % self._clients_every == 0
+        changed = self._taken(clients) if full and callable(clients) else None
+        if not self._writes:
             return False
         self.wait()
-        full = force or round // self._every % self._clients_every == 0
         if round in self._manager.all_steps() and (round in self._full or not full):
             return False
-        parts = {"server": snapshot("server", server)} | ({"clients": snapshot("clients", clients)} if full else {})
-        self._pending = self._worker.submit(self._write, round, parts, history)
+        parts = {"server": snapshot("server", server)}
+        if full:
+            parts["clients"] = {} if changed else snapshot("clients", clients)
+        self._pending = self._worker.submit(self._write, round, parts, history, changed)
         return True
+
+    def _taken(self, clients: Callable) -> tuple[np.ndarray, list[np.ndarray], Any]:
+        """Rows that changed, their values, and the states of all clients; in several processes all take part."""
+        changed = cast(Changed, clients())
+        if self._logs_all:  # as the log has nothing of the checkpoint that was resumed
+            rows, self._logs_all = np.arange(len(jax.tree.leaves(changed.states)[0])), False
+            changed = changed._replace(rows=rows)
+        return changed.rows, changed.values(), changed.states
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
 
         Args:
           server_like: pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shapes, dtypes, shardings.
-          clients_like: the same for the clients.
+          clients_like: the same for the clients; where the checkpoint has them in its log their initial numpy arrays,
+            which are brought up to date in place.
 
         Returns:
           None where the folder holds no full checkpoint. Leaves are jax arrays; where the template is a numpy
@@ -161,26 +185,37 @@ class Checkpoints:
         """
         like = {"server": server_like, "clients": clients_like}
         with in_turn():
-            if not self._writes:
-                if self._manager is None:  # the first process has made the folder by now
-                    self._open()
-                return self._newest(like)
+            if not self._manager:  # the first process has made the folder by now
+                self._open()
             restored = self._newest(like)
-            if restored is None and self._manager.all_steps():
-                self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
-            self._discard_after(0 if restored is None else restored.round)
+            if self._writes:
+                if restored is None and self._manager.all_steps():
+                    self._say(f"no full checkpoint in {self._folder} yet: starting from round 0")
+                self._discard_after(0 if restored is None else restored.round)
             return restored
 
     def restore_server(self, server_like: Any) -> Restored | None:
         """The newest intact checkpoint of either kind, for evaluation: no `clients`, nothing is removed."""
         return self._newest({"server": server_like})
 
-    def wait(self) -> None:
-        """Return once nothing is being written.
+    def newest_record(self) -> dict[str, Any] | None:
+        """What the newest full checkpoint whose record is intact has beside its arrays; None where there is none."""
+        self.wait()
+        for round in sorted(self._manager.all_steps() if self._manager else (), reverse=True):
+            with suppress(Exception):  # a damaged one is reported when it is restored
+                record = self._record(round)
+                if "clients" in record["arrays"]:
+                    return record["history"]
+        return None
 
-        Raises:
-          UserError: the checkpoint in the making could not be written.
-        """
+    @property
+    def newest_full(self) -> int | None:
+        """The round that a resume would go back to, if no file is damaged; None where that is the start."""
+        self.wait()
+        return max(self._full, default=None)
+
+    def wait(self) -> None:
+        """Return once nothing is being written; UserError where that could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -196,11 +231,18 @@ class Checkpoints:
             self._worker.shutdown()
             if self._manager is not None:
                 self._manager.close()
+            if self._alias is not None:
+                self._alias.cleanup()
 
-    def _write(self, round: int, parts: dict[str, Arrays], history: str) -> None:
+    def _write(self, round: int, parts: dict[str, Arrays], history: str, changed: Any) -> None:
+        if changed:
+            rows, values, states = changed
+            self._log.append(round, rows, values)
+            self._log.merge(min(self._manager.all_steps(), default=0), states)
         host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
         inventory = {part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()}
-        content = f'{{"arrays": {json.dumps(inventory)}, "history": {history}}}'
+        logged = ', "logged": true' if changed else ""
+        content = f'{{"arrays": {json.dumps(inventory)}{logged}, "history": {history}}}'
         items: dict[str, Any] = {"record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})}
         for part, arrays in host.items():
             if stored := {name: a for name, a in arrays.items() if a.size}:
@@ -208,13 +250,15 @@ class Checkpoints:
         if round in self._manager.all_steps():
             self._manager.delete(round)
         if "clients" in parts:
-            self._full.add(round)
+            self._full.add(round)  # before it is written: Orbax asks on the way which ones stay
         try:
             self._manager.save(round, args=ocp.args.Composite(**items), force=True)
         except BaseException:
             self._full.discard(round)
             raise
-        _list_files(self._folder / str(round))
+        checkpoint = self._folder / str(round)
+        sizes = {str(f.relative_to(checkpoint)): f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()}
+        (checkpoint / _FILES).write_text(json.dumps(sizes))
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
     def _newest(self, like: dict[str, Any]) -> Restored | None:
@@ -226,7 +270,11 @@ class Checkpoints:
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
-                arrays = self._load(round, record["arrays"], like)
+                logged = record.get("logged") and "clients" in like
+                if logged:
+                    self._log.check(round)
+                wanted = like | {"clients": ()} if logged else like
+                arrays = self._load(round, record["arrays"], wanted)
             except (UserError, MemoryError, PermissionError):
                 raise
             # Damage can surface as almost any exception of Orbax, TensorStore or the decoders.
@@ -235,7 +283,11 @@ class Checkpoints:
                 continue
             for bad, reason in damaged.items():
                 self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
-            trees = {part: fill(part, template, arrays[part]) for part, template in like.items()}
+            trees = {part: fill(part, template, arrays[part]) for part, template in wanted.items()}
+            self._logs_all = not logged
+            if logged:
+                self._log.replay(round, like["clients"])
+                trees["clients"] = like["clients"]
             return Restored(round, trees["server"], trees.get("clients"), record["history"])
         if damaged:
             rounds = "; ".join(f"round {bad}: {reason}" for bad, reason in damaged.items())
@@ -269,22 +321,33 @@ class Checkpoints:
         stored = self._manager.restore(round, args=ocp.args.Composite(**wanted)) if wanted else {}
         arrays = {part: stored[part] if part in wanted else {} for part in like}
         for part in like:
-            verify(arrays[part], inventory[part])
+            for name, expected in inventory[part].items():
+                if 0 not in expected[1] and fingerprint(arrays[part][name]) != expected:
+                    raise ValueError(f"{name} fails its checksum")
         return arrays
 
     def _discard_after(self, round: int) -> None:
         for newer in [r for r in self._manager.all_steps() if r > round]:
             self._manager.delete(newer)
             self._full.discard(newer)
+        self._log.discard_after(round)
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
 
 class Checkpoint(Callback):
     """Saves a run and the state of the callbacks beside it; the last round in any case."""
 
-    def __init__(self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = ()):
-        """Args: callbacks: those that may have a state."""
-        self.checkpoints, self.callbacks = checkpoints, callbacks
+    def __init__(
+        self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = (), resolved: Mapping[str, Any] | None = None
+    ):
+        """Args: callbacks: those that may have a state; resolved: what resolved.json holds, kept in each checkpoint."""
+        self.checkpoints, self.resolved = checkpoints, resolved
+        self.began_with: dict[str, Any] | None = None  # what the run of a restored checkpoint computes from
+        self._named: dict[str, Callback] = {}  # by class; of several of one class the later ones have a number
+        for callback in callbacks:
+            name = type(callback).__name__
+            number = 1 + sum(type(other) is type(callback) for other in self._named.values())
+            self._named[name if number == 1 else f"{name}-{number}"] = callback
 
     def begin(self, state: Any, best: Any) -> tuple[Any, Progress] | None:
         """State and progress of the newest intact full checkpoint, if there is any; callbacks go back to it, too.
@@ -298,38 +361,32 @@ class Checkpoint(Callback):
             return None
         (servers, best), record = restored.server, dict(restored.history)
         kept, stopped = record.pop("callbacks", {}), record.pop("stopped", False)
-        for name, callback in self._named():
-            if name in kept:
-                callback.restore(kept[name])
+        self.began_with = record.pop("resolved", {}).get("inputs")
+        for name in kept.keys() & self._named.keys():
+            self._named[name].restore(kept[name])
         clients, statistics = restored.clients
         state = state._replace(servers=servers, clients=clients, statistics=statistics)
         return state, Progress(restored.round, History(**record), best, stopped)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Save the round, if it is due."""
-        if self.checkpoints.is_due(run.round) or run.is_over:
-            state = run.state
-            parts = (state.servers, run.best), (state.clients, state.statistics)
-            self.checkpoints.save(run.round, *parts, self._record(run), force=run.is_over)
+        """Save the round, if it is due or the last one, and beside its history what else is to be restored."""
+        last = run.is_over or interrupts.pending() is not None
+        if not (self.checkpoints.is_due(run.round) or last):
+            return
+        state, history = run.state, run.history.to_json()
+        kept = {name: own for name, callback in self._named.items() if (own := callback.state()) is not None}
+        beside = {"callbacks": kept, "stopped": run.stopped, "resolved": self.resolved}
+        if beside := {name: value for name, value in beside.items() if value}:
+            history = f"{history[:-1]}, {json.dumps(beside)[1:]}"
+        clients, storage = (state.clients, state.statistics), getattr(run.simulation, "storage", None)
+        given: Any = clients
+        if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):
+            given = lambda: Changed(storage.changed(), clients, storage.owners)  # noqa: E731
+        self.checkpoints.save(run.round, (state.servers, run.best), given, history, force=last)
 
     def on_end(self, run: Run) -> None:
         """Write what is not yet written."""
         self.checkpoints.close()
-
-    def _record(self, run: Run) -> str:
-        """The history as JSON, and beside it what else is to be restored, where there is any."""
-        kept = {name: state for name, callback in self._named() if (state := callback.state()) is not None}
-        beside = ({"callbacks": kept} if kept else {}) | ({"stopped": True} if run.stopped else {})
-        history = run.history.to_json()
-        return f"{history[:-1]}, {json.dumps(beside)[1:]}" if beside else history
-
-    def _named(self) -> list[tuple[str, Callback]]:
-        """Callbacks by the name of their class; of several of one class the later ones have a number."""
-        names: list[str] = []
-        for callback in self.callbacks:
-            name = type(callback).__name__
-            names.append(f"{name}-{names.count(name) + 1}" if name in names else name)
-        return list(zip(names, self.callbacks, strict=True))
 
 
 def required_bytes(server: Any, clients: Any) -> int:
@@ -338,18 +395,8 @@ def required_bytes(server: Any, clients: Any) -> int:
 
 
 def check_space(folder: Path, required: int) -> None:
-    """Refuse a run whose files would not fit.
-
-    Args:
-      folder: where they will live; it need not exist yet.
-      required: bytes.
-
-    Raises:
-      UserError: the disk has less room.
-    """
-    existing = Path(folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
+    """UserError where the disk of a folder, which need not exist yet, has less room than so many bytes."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     if free < required:
         raise UserError(
@@ -368,11 +415,22 @@ def snapshot(part: str, tree: Any) -> Arrays:
 
     Of what lies on several devices, each of which has all of it, one copy is taken, by this process alone.
     """
-    leaves = named(part, here(tree))
+    leaves = named(part, own_copy(tree))
     for leaf in leaves.values():
         if isinstance(leaf, jax.Array) and not _on_cpu(leaf):
             leaf.copy_to_host_async()
     return {name: _copy(leaf) for name, leaf in leaves.items()}
+
+
+def _copy(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    # On a CPU a numpy view shares the buffer and stays cached in the array, which blocks its donation.
+    return jnp.copy(leaf) if _on_cpu(leaf) else np.asarray(leaf)
+
+
+def _on_cpu(leaf: jax.Array) -> bool:
+    return next(iter(leaf.devices())).platform == "cpu"
 
 
 def fill(part: str, template: Any, arrays: Arrays) -> Any:
@@ -384,53 +442,6 @@ def fill(part: str, template: Any, arrays: Arrays) -> Any:
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def size(tree: Any) -> int:
-    """Bytes of all leaves, which may be abstract."""
-    return sum(np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-
-
-def fingerprint(array: np.ndarray) -> list[Any]:
-    """`[dtype, shape, CRC-32 of the bytes]`, ready for JSON."""
-    dtype, shape = _type_of(array)
-    return [dtype, list(shape), zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)]
-
-
-def verify(arrays: Arrays, inventory: dict[str, Any]) -> None:
-    """ValueError where an array is not what was written, by the `fingerprint` of each; empty ones may be missing."""
-    for name, expected in inventory.items():
-        if 0 not in expected[1] and fingerprint(arrays[name]) != expected:
-            raise ValueError(f"{name} fails its checksum")
-
-
-def difference(inventory: dict[str, Any], template: Arrays) -> str | None:
-    """The first leaf that differs between what was written (`fingerprint` by name) and what is wanted, in words."""
-    written = {name: (dtype, tuple(shape)) for name, (dtype, shape, _) in inventory.items()}
-    wanted = {name: _type_of(leaf) for name, leaf in template.items()}
-    for name in sorted(written.keys() | wanted.keys()):
-        if written.get(name) != wanted.get(name):
-            return f"{name} is {_in_words(written.get(name))} there and {_in_words(wanted.get(name))} here"
-    return None
-
-
-def _type_of(leaf: Any) -> tuple[str, tuple[int, ...]]:
-    return str(np.dtype(leaf.dtype)), tuple(leaf.shape)
-
-
-def _in_words(kind: tuple[str, tuple[int, ...]] | None) -> str:
-    return "missing" if kind is None else f"{kind[0]}{list(kind[1])}"
-
-
-def _on_cpu(leaf: jax.Array) -> bool:
-    return next(iter(leaf.devices())).platform == "cpu"
-
-
-def _copy(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return np.array(leaf)
-    # On a CPU a numpy view shares the buffer and stays cached in the array, which blocks its donation.
-    return jnp.copy(leaf) if _on_cpu(leaf) else np.asarray(leaf)
-
-
 def _like(value: np.ndarray, leaf: Any) -> Any:
     """A value where and as the leaf of a template lies."""
     if isinstance(leaf, np.ndarray):
@@ -438,43 +449,90 @@ def _like(value: np.ndarray, leaf: Any) -> Any:
     # An uncommitted template gives an uncommitted array: for a committed one jit would compile anew.
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
     if sharding is not None and not sharding.is_fully_addressable:
-        return place(value, len(sharding.device_set))
+        return distribute(value, len(sharding.device_set))
     return jax.device_put(value, sharding, may_alias=False)
 
 
-def _open_manager(folder: Path, retention: Any, *, writes: bool) -> ocp.CheckpointManager:
-    """A manager that waits for no other process; if it writes, in a folder without what a killed one left behind."""
+def size(tree: Any) -> int:
+    """Bytes of all leaves, which may be abstract."""
+    return sum(np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def fingerprint(array: np.ndarray) -> list[Any]:
+    """`[dtype, shape, CRC-32 of the bytes]`, ready for JSON."""
+    return [*_type_of(array), zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)]
+
+
+def difference(inventory: dict[str, Any], template: Arrays) -> str | None:
+    """The first leaf that differs between what was written (`fingerprint` by name) and what is wanted, in words."""
+    written = {name: [dtype, shape] for name, (dtype, shape, _) in inventory.items()}
+    wanted = {name: _type_of(leaf) for name, leaf in template.items()}
+    for name in sorted(written.keys() | wanted.keys()):
+        there, here = ("{}{}".format(*kinds[name]) if name in kinds else "missing" for kinds in (written, wanted))
+        if there != here:
+            return f"{name} is {there} there and {here} here"
+    return None
+
+
+def _type_of(leaf: Any) -> list[Any]:
+    return [str(np.dtype(leaf.dtype)), list(leaf.shape)]
+
+
+class _Together(ocp.type_handlers.NumpyHandler):
+    """A write that fails is heard of when all writes have ended.
+
+    Orbax closes the event loop of all arrays as soon as one of them fails, as on a full disk. TensorStore then prints a
+    traceback for every other one that ends and finds its loop closed.
+    """
+
+    async def serialize(self, values: Sequence[np.ndarray], infos: Any, args: Any = None) -> Any:
+        """Futures of the writes."""
+        self._left, self._ended = len(values), asyncio.Event()
+        return await super().serialize(values, infos, args)
+
+    async def _open_and_write(self, *given: Any) -> None:
+        try:
+            await super()._open_and_write(*given)
+        finally:
+            self._left -= 1
+            if not self._left:
+                self._ended.set()
+            await self._ended.wait()
+
+
+def _open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointManager:
+    """A manager that waits for no other process.
+
+    Args:
+      folder: goes without what a killed process left half-written or half-removed, if this one writes.
+      alias: leads to it by characters that Orbax does not misread.
+      retention: says what stays; None for a manager that writes nothing.
+    """
+    writes, me = retention is not None, jax.process_index()
     if writes:
+        if folder.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link")
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if not path.name.isdigit():  # half-written or half-removed
+            if not path.name.isdigit():
                 shutil.rmtree(path, ignore_errors=True)
-    me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
     )
     # Compression takes three times as long as writing and shrinks trained weights by a tenth at best.
     plain = {"use_compression": False, "multiprocessing_options": alone}
-    handlers: dict[str, Any] = {part: ocp.PyTreeCheckpointHandler(**plain) for part in PARTS}
+    handlers: dict[str, Any] = {}
+    for part in ("server", "clients"):
+        arrays = ocp.type_handlers.create_type_handler_registry((np.ndarray, _Together()))
+        handlers[part] = ocp.PyTreeCheckpointHandler(**plain, type_handler_registry=arrays)
     handlers["record"] = ocp.JsonCheckpointHandler(multiprocessing_options=alone)
+    # Renaming is atomic and removing a tree is not: a killed process must not leave half a checkpoint.
     options = ocp.CheckpointManagerOptions(
-        enable_async_checkpointing=False,
-        preservation_policy=retention if writes else None,
-        # Renaming is atomic and removing a tree is not: a killed process must not leave half a checkpoint.
-        todelete_subdir=REMOVED if writes else None,
-        save_root_metadata=False,
-        lightweight_initialize=True,
-        create=False,
-        read_only=not writes,
+        enable_async_checkpointing=False, preservation_policy=retention, todelete_subdir=REMOVED if writes else None,
+        save_root_metadata=False, lightweight_initialize=True, create=False, read_only=not writes,
         multiprocessing_options=alone,
-    )
-    return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
-
-
-def _list_files(checkpoint: Path) -> None:
-    """Write down the files of a finished checkpoint and their sizes."""
-    sizes = {str(f.relative_to(checkpoint)): f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()}
-    (checkpoint / _FILES).write_text(json.dumps(sizes))
+    )  # fmt: skip
+    return ocp.CheckpointManager(alias, item_handlers=handlers, options=options)
 
 
 def _check_files(checkpoint: Path) -> None:
@@ -502,13 +560,5 @@ def _reason(error: Exception) -> str:
     return textwrap.shorten(lines[0], 100, placeholder="...")
 
 
-def _silence_orbax() -> None:
-    """Let Orbax log nothing; errors are raised too."""
-    logger = logging.getLogger("absl")
-    if _is_not_orbax not in logger.filters:
-        logger.addFilter(_is_not_orbax)
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    # Errors too: Orbax prints the traceback of every exception that it also raises.
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
+# Errors too: Orbax prints the traceback of every exception that it also raises.
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)

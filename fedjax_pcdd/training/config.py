@@ -3,18 +3,21 @@
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
 import dataclasses
+import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from fedjax_pcdd import methods
-from fedjax_pcdd.data.lists import check_name, has_clients
+from fedjax_pcdd.data.partition import check_name, has_clients
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import recall, short_name
-from fedjax_pcdd.training.fields import check, convert_all, load_mapping, options_of, run_option
+from fedjax_pcdd.training.fields import check, convert, convert_all, load_mapping, options_of, run_option
+
+if TYPE_CHECKING:  # methods load JAX, which options alone do not need
+    from fedjax_pcdd.methods import Method
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -39,8 +42,9 @@ FOLDERS = ("run_dir", "resume")
 
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
 MAY_CHANGE = {
-    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every"),
-    *("tensorboard", "wandb", "loggers", "track", "track_every", "track_local", "device", "devices", "data_dir"),
+    *("quiet", "profile", "keep", "checkpoint_every", "checkpoint_clients_every", "tensorboard", "wandb", "mlflow"),
+    *("loggers", "track", "track_every", "track_local", "device", "devices", "data_dir"),
+    *("data", "data_memory"),
     *("coordinator", "processes", "process", "patience"),
 }
 
@@ -55,31 +59,50 @@ class RunConfig:
     dataset: str = run_option("digits", "data", "data set, see `list_datasets`; docs/data.md for your own")
     data_dir: Path | None = run_option(None, "data",
         "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them")
-    partition: Literal["dirichlet", "pcdd", "iid", "natural"] | str = run_option("dirichlet", "data",
-        "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}; or lists (lists.npz), or a "
+    partition: Literal["dirichlet", "pcdd", "extended_dirichlet", "quantity", "iid", "natural"] | str = run_option(
+        "dirichlet", "data",
+        "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}, extended_dirichlet the same "
+        "with shares by Dirichlet(beta), quantity unequal sizes by Dirichlet(beta); or lists (lists.npz), or a "
         "function (split.py:by_hospital)")
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
         "number of clients K; by default 10, for natural and lists all there are, else those with the most samples",
-        low=1)
-    classes_per_client: int = run_option(2, "data", "classes that each client owns, for pcdd", low=1)
+        low=1, high=10**6)
+    classes_per_client: int = run_option(2, "data", "classes of each client, for pcdd and extended_dirichlet", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
-    min_samples: int = run_option(10, "data", "fewest training samples of a client, for dirichlet with `retry`", low=0)
+    availability: str | None = run_option(None, "data",
+        "clients that can be drawn for a round: model (day and night, each its own probability and time zone), or an "
+        "npz file of probabilities; by default all, docs/scale.md")
+    lost_share: float = run_option(0.0, "data",
+        "share of the clients of a cohort that are lost in mid-round, whose work does not count", low=0, below=1)
+    min_samples: int = run_option(10, "data",
+        "fewest training samples of a client, for dirichlet with `retry` and for quantity", low=0)
     retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has `min_samples`")
     doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
     train_samples: int | None = run_option(None, "data",
         "training samples used, drawn class by class from the seed; by default all", low=1)
     test_samples: int | None = run_option(None, "data", "test samples used, drawn likewise; by default all", low=1)
+    validation: float | None = run_option(None, "data",
+        "share of each client's training samples, drawn class by class, that is kept out of training to measure on",
+        above=0, below=1)
+    select_on: Literal["test", "validation"] = run_option("test", "data",
+        "samples by which the best round is chosen, and the best experiment of a sweep or grid")
+
+    select_by: Literal["plain", "balanced"] = run_option("plain", "data",
+        "accuracy by which the best round is chosen: share of all samples, or mean recall of the classes")
 
     model: str | None = run_option(None, "model",
         "architecture, see `list_models`; by default lstm for text, mlp for digits, else simple_cnn")
     neck: Literal[0, 1, 2] = run_option(0, "model",
         "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
-    bn: Literal["average", "local", "group"] = run_option("average", "model",
-        "batch norm: statistics averaged, kept by each client, or group norm in its place")
+    bn: Literal["average", "local", "local-layers", "group"] = run_option("average", "model",
+        "batch norm: statistics averaged; statistics kept by each client; kept with the whole layers (FedBN), so that "
+        "GA is the mean over the clients' models; or group norm in its place")
     precision: Literal["float32", "tf32", "bfloat16"] = run_option("float32", "model",
         "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
         "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
+    initial_weights: Path | None = run_option(None, "model",
+        "npz file with the parameters and statistics of the backbone to start from, by path; docs/data.md")
 
     task: str | None = run_option(None, "task",
         "domains as participants in place of data set and partition, see `list_tasks`")
@@ -90,15 +113,19 @@ class RunConfig:
     public: str | None = run_option(None, "task",
         "data set of the unlabelled public images; by default the task's, digits_public for digits")
     public_samples: int | None = run_option(None, "task", "how many of them; by default the task's, else 5000", low=1)
-    public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none", low=1)
+    public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none",
+        low=1, high=10**6)
     pretrain_epochs: int | None = run_option(None, "task",
-        "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0)
-    pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1)
+        "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0, high=10**4)
+    pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1, high=10**4)
 
-    rounds: int = run_option(50, "training", "communication rounds T", low=1)
+    rounds: int = run_option(50, "training", "communication rounds T", low=1, high=10**7)
     local_epochs: int | None = run_option(10, "training",
-        "epochs E of local training in a round; by default in a task each domain's own", low=1)
-    batch_size: int = run_option(100, "training", "mini-batch size B", low=1)
+        "epochs E of local training in a round; by default in a task each domain's own", low=1, high=10**4)
+    local_steps: int | None = run_option(None, "training",
+        "updates of a client in a round in place of epochs; its order of samples goes on across rounds",
+        low=1, high=10**6)
+    batch_size: int = run_option(100, "training", "mini-batch size B", low=1, high=10**6)
     last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option("drop", "training",
         "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less than "
         "one batch trains on what it has, but for strict, which drops that too, as the published code")
@@ -111,6 +138,11 @@ class RunConfig:
     momentum: float = run_option(0.9, "training", "momentum rho of sgd", low=0, below=1)
     weight_decay: float = run_option(1e-4, "training", "weight decay, added to the gradient", low=0)
     shuffle: bool = run_option(True, "training", "a new order of the samples each epoch, else the stored one")
+    loss: Literal["ce", "focal"] = run_option("ce", "training",
+        "supervised term of methods that have no softmax of their own")
+    focal_gamma: float = run_option(2.0, "training", "exponent of the focal loss; 0 is cross-entropy", low=0)
+    class_weights: Literal["none", "pooled", "local"] = run_option("none", "training",
+        "of that term: n / n_c of all clients' training samples, or of each client's own")
     grad_clip: Literal["method", "none"] | float = run_option("method", "training",
         "largest global gradient norm; method: what the method's code has (FedGELA 20)", above=0)
     weights: Literal["method", "uniform", "batches"] = run_option("method", "training",
@@ -120,15 +152,22 @@ class RunConfig:
         "in place of that a function of one image and a key, as mine.py:cutout")
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
-    lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures", low=1)
+    lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures",
+        low=1, high=10**5)
     tune: Literal["auto", "off"] = run_option("auto", "run",
         "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule")
-    client_state: Literal["device", "host"] = run_option("device", "run",
-        "where clients keep their state between rounds; host, where clients times parameters outgrow the device")
+    data: Literal["auto", "device", "stream"] = run_option("auto", "run",
+        "where samples live: on the device; or on the host, which sends those of a cohort while the device computes; "
+        "auto: the host, if they exceed a third of the device's free memory")
+    data_memory: int | None = run_option(None, "run",
+        "memory in MB for samples that are sent to the device, by default a third of what is free", low=1)
+    client_state: Literal["device", "host", "disk"] = run_option("device", "run",
+        "where clients keep their state between rounds: host or disk, if clients times parameters outgrow the device "
+        "or the host's memory. Files on disk are temporary (TMPDIR)")
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
     devices: Literal["auto"] | int = run_option("auto", "run",
         "devices of this process that divide a round's clients, with `lanes` each; auto: all GPUs or TPUs, or "
-        "one CPU", low=1)
+        "one CPU", low=1, high=256)
     coordinator: str | None = run_option(None, "run",
         "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU tells")
     processes: int | None = run_option(None, "run", "how many these are", low=1)
@@ -138,9 +177,14 @@ class RunConfig:
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
     fine_tune_epochs: int = run_option(10, "evaluation",
-        "epochs of fine-tuning for PA, for methods without a personal model", low=0)
+        "epochs of fine-tuning for PA, for methods without a personal model", low=0, high=10**4)
+    pa_protocol: Literal["last", "received", "best_epoch", "best_mean"] | None = run_option(None, "evaluation",
+        "which model of a round PA counts: after the last epoch (default), as received, or after the best one, of each "
+        "client or in the mean over clients, chosen on their tests; docs/concepts.md")
+    calibrate: Literal["none", "ccvr"] = run_option("none", "evaluation",
+        "after training: the head of the last global model, calibrated by all clients; its accuracy is ga_ccvr")
     eval_batch: int | None = run_option(None, "evaluation",
-        "batch size of evaluation; by default 100 on a CPU, else 500", low=1)
+        "batch size of evaluation; by default 100 on a CPU, else 500", low=1, high=10**6)
     track: str | None = run_option(None, "evaluation",
         "what to follow beside accuracy, as angles,features,spectrum,intra; docs/analyses.md")
     track_every: int = run_option(1, "evaluation", "rounds between two looks at what is tracked", low=1)
@@ -160,6 +204,7 @@ class RunConfig:
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
+    mlflow: bool = run_option(False, "run", "also log to MLflow")
     loggers: str | None = run_option(None, "run",
         "further loggers, as mine.py:Logger; callbacks made from the run's folder and its options")
     # fmt: on
@@ -167,13 +212,23 @@ class RunConfig:
     def __post_init__(self):
         for option in options_of(type(self)).values():
             check(option, getattr(self, option.name))
-        if self.local_epochs is None and self.task is None:
+        if self.local_epochs is None and self.task is None and self.local_steps is None:
             raise UserError("`local_epochs=none` stands for the epochs of a task's domains: give a number, or `task`.")
+        if self.local_steps is not None and (self.local_epochs is not None or self.task is not None):
+            raise UserError("`local_steps` stands in place of epochs: use `local_epochs=none`, and no `task`.")
+        if self.select_by == "balanced" and (self.select_on == "validation" or self.task is not None):
+            raise UserError("`select_by=balanced` is measured on tests, without a task: use `select_by=plain`.")
         self._check_processes()
+        rounds_of(self.lr_steps)
         if self.track is not None:
             from fedjax_pcdd.training.tracking import names_of  # a run that tracks nothing does not load it
 
             names_of(self.track)
+        if self.select_on == "validation" and self.validation is None:
+            raise UserError("`select_on=validation` needs validation samples: give their share, as `validation=0.1`.")
+        if self.validation is not None and (self.task is not None or self.models is not None):
+            raise UserError("`validation` is for clients with one architecture: leave it out, or `task` and `models`.")
+        self._check_availability()
         if self.task is None:
             check_name(self.partition)
         if self.clients is None and not has_clients(self.partition):
@@ -181,8 +236,21 @@ class RunConfig:
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
             raise UserError(f"`cohort={self.cohort}` is more than the {self.clients} clients: lower it or raise them.")
 
+    @property
+    def chosen_on(self) -> str:
+        """What the best round is chosen by, a key of `metrics.SELECTED`."""
+        return "test, balanced accuracy" if self.select_by == "balanced" else self.select_on
+
+    def _check_availability(self) -> None:
+        asked = self.availability is not None or self.lost_share > 0
+        if asked and (self.task is not None or self.models is not None):
+            raise UserError("`availability` and `lost_share` are for clients with one architecture: leave them out.")
+        if self.availability not in (None, "model") and not str(self.availability).endswith(".npz"):
+            raise UserError(f"`availability={self.availability}` must be model or the path of an npz file.")
+
     def _check_processes(self) -> None:
         """UserError unless `coordinator`, `processes` and `process` belong together."""
+        _check_address(self.coordinator)
         given, counts = self.coordinator not in (None, "auto"), (self.processes, self.process)
         if given != (None not in counts) or (not given and counts != (None, None)):
             raise UserError("several processes need `coordinator=HOST:PORT`, `processes` and `process`, or auto alone.")
@@ -190,21 +258,46 @@ class RunConfig:
             raise UserError(f"`process={self.process}` must be below `processes={self.processes}`: they count from 0.")
 
 
+def rounds_of(lr_steps: str) -> tuple[int, ...]:
+    """The rounds of an option like "40,80"; UserError unless they are such, in rising order."""
+    parts = [part.strip() for part in lr_steps.split(",") if part.strip()]
+    rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in parts)
+    if any(before >= after for before, after in pairwise((0, *rounds))):
+        raise UserError(f"`lr_steps={lr_steps}` must be rising round numbers with commas between them, as 40,80.")
+    return rounds
+
+
+def _check_address(coordinator: str | None) -> None:
+    if coordinator not in (None, "auto") and not re.fullmatch(r"\S+:\d{1,5}", coordinator or ""):
+        raise UserError(f"`coordinator={coordinator}` must be HOST:PORT of process 0, or auto.")
+
+
 RUN = options_of(RunConfig)
 
 
-def values(config: RunConfig, method: Method) -> dict[str, Any]:
+def check_written(given: Mapping[str, str]) -> None:
+    """UserError where a run option, as written, is wrong whatever stands beside it; loads no method."""
+    values = {name: convert(RUN[name], text) for name, text in given.items()}
+    _check_address(values.get("coordinator"))
+    rounds_of(values.get("lr_steps") or "")
+
+
+def values(config: RunConfig, method: "Method") -> dict[str, Any]:
     """Run options, then hyper-parameters, by field name."""
     run = {name: getattr(config, name) for name in RUN}
     return run | {name: getattr(method, name) for name in options_of(type(method))}
 
 
-def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
+def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
     """Configuration and method from values by field name; what is not given has its default.
 
     Raises:
       UserError: an unknown method, or a value out of its bounds.
     """
+    from fedjax_pcdd import methods
+
+    if given.get("local_steps") is not None:
+        given = dict[str, Any](local_epochs=None) | dict(given)
     config = RunConfig(**{name: value for name, value in given.items() if name in RUN})
     cls = methods.get(config.method)
     method = cls(**{name: value for name, value in given.items() if name not in RUN})
@@ -213,7 +306,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, Method]:
     return config, method
 
 
-def dump(config: RunConfig, method: Method) -> str:
+def dump(config: RunConfig, method: "Method") -> str:
     """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
     from fedjax_pcdd.training.outside import OUTSIDE, origins_of  # which loads much that the help does not need
 
@@ -223,7 +316,7 @@ def dump(config: RunConfig, method: Method) -> str:
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
 
 
-def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, Method]:
+def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, "Method"]:
     """What `dump` wrote.
 
     Args:
@@ -233,6 +326,7 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     Raises:
       UserError: no YAML, an unknown key, or a value that does not fit.
     """
+    from fedjax_pcdd import methods
     from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
 
     flat = load_mapping(text, source)
@@ -241,7 +335,7 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
     return build(convert_all(flat, RUN | options_of(cls), source))
 
 
-def difference(recorded: tuple[RunConfig, Method], given: tuple[RunConfig, Method]) -> list[str]:
+def difference(recorded: tuple[RunConfig, "Method"], given: tuple[RunConfig, "Method"]) -> list[str]:
     """Names of the fields in which two pairs (configuration, method) differ, or that only one of them has."""
     a, b = values(*recorded), values(*given)
     return [name for name in a | b if name not in a or name not in b or a[name] != b[name]]
@@ -256,17 +350,23 @@ def partition_tag(config: RunConfig) -> str:
             return f"dirichlet{config.beta:g}"
         case "pcdd":
             return f"P{config.clients}C{config.classes_per_client}"
+        case "extended_dirichlet":
+            return f"P{config.clients}C{config.classes_per_client}dirichlet{config.beta:g}"
+        case "quantity":
+            return f"quantity{config.beta:g}"
     return short_name(config.partition)
 
 
 def unused(config: RunConfig) -> list[str]:
     """A sentence for each option that only another partition than the run's looks at."""
-    readers = {"beta": "dirichlet", "classes_per_client": "pcdd"} if config.task is None else {}
+    both = "extended_dirichlet"
+    readers = {"beta": ("dirichlet", both, "quantity"), "classes_per_client": ("pcdd", both)}
+    readers = readers if config.task is None else {}
     changed = {name: getattr(config, name) for name in readers if getattr(config, name) != getattr(RunConfig, name)}
     return [
         f"`{name}={value:g}` has no effect with `partition={config.partition}`."
         for name, value in changed.items()
-        if config.partition != readers[name]
+        if config.partition not in readers[name]
     ]
 
 
@@ -285,6 +385,8 @@ def run_folder(config: RunConfig) -> Path:
 
 def check_names() -> None:
     """ValueError where a method's hyper-parameter has the name of a run option; methods may share names."""
+    from fedjax_pcdd.methods import METHODS
+
     for name, cls in METHODS.items():
         shadowed = [field for field in options_of(cls) if field in RUN or field in RESERVED]
         if shadowed:

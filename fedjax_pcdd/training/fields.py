@@ -7,9 +7,10 @@ recorded configurations share one way to read a value and one way to refuse it.
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -19,17 +20,12 @@ from fedjax_pcdd.errors import UserError, nearest
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
-    """A field of `RunConfig`, or of another dataclass of options.
-
-    Args:
-      default: used where nothing is given.
-      group: heading under which the help shows it.
-      help: meaning and unit.
-      low, high: inclusive bounds of a number.
-      above, below: exclusive bounds of a number.
-    """
+    """A field of a dataclass of options: its heading in the help, meaning and unit, inclusive and exclusive bounds."""
     metadata = {"group": group, "help": help, "low": low, "high": high, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+LARGEST = 3.4028235e38  # of a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +49,13 @@ class Option:
 def options_of(cls: type) -> dict[str, Option]:
     """The options of a dataclass by field name, in the order of the fields."""
     hints = typing.get_type_hints(cls)
-    return {field.name: _option(field, hints[field.name]) for field in dataclasses.fields(cls)}
-
-
-def _option(field: dataclasses.Field, hint: Any) -> Option:
-    parts = members(hint)
-    kind = Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
-    known = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
-    return Option(field.name, kind, types.NoneType in parts, field.default, **known)
+    options = {}
+    for field in dataclasses.fields(cls):
+        parts = members(hints[field.name])
+        kind = Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
+        known = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
+        options[field.name] = Option(field.name, kind, types.NoneType in parts, field.default, **known)
+    return options
 
 
 def members(kind: Any) -> tuple:
@@ -96,11 +91,14 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
             continue
         check(option, value, label)
         return value
-    raise UserError(f"{label} takes {_expected(option)}, not {_short(text)!r}.")
+    short = text if len(text) <= 60 else text[:57] + "..."
+    raise UserError(f"{label} takes {_expected(option)}, not {short!r}.")
 
 
 def _read(kind: Any, text: str) -> Any:
     """A value of one type; ValueError where the text is none."""
+    if kind is Path and (not text or "\0" in text):
+        raise ValueError(text)
     known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
     if not known:
         return kind(text)
@@ -110,10 +108,6 @@ def _read(kind: Any, text: str) -> Any:
     return known[text]
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def check(option: Option, value: Any, label: str | None = None) -> None:
     """UserError where a number is not finite or out of the option's bounds; other values pass."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -121,13 +115,11 @@ def check(option: Option, value: Any, label: str | None = None) -> None:
     label = label or f"`{option.name}`"
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{label} must be a finite number, not {value}.")
-    fits = (
-        (option.low is None or value >= option.low)
-        and (option.high is None or value <= option.high)
-        and (option.above is None or value > option.above)
-        and (option.below is None or value < option.below)
-    )
-    if not fits:
+    if isinstance(value, float) and abs(value) > LARGEST:
+        raise UserError(f"{label} must be at most {LARGEST:.2g}, as numbers are float32, not {value:.12g}.")
+    if isinstance(value, int) and not (option.high is not None or -(2**31) <= value < 2**31):
+        raise UserError(f"{label} must be at most 2147483647, not {value:.12g}.")
+    if not all(bound is None or compare(value, bound) for _, compare, bound in _limits(option)):
         raise UserError(f"{label} must be {bounds(option)}, not {value:.12g}.")
 
 
@@ -137,8 +129,14 @@ def bounds(option: Option) -> str:
     >>> bounds(Option("momentum", float, False, 0.9, low=0, below=1))
     'at least 0 and below 1'
     """
-    words = {"at least": option.low, "above": option.above, "at most": option.high, "below": option.below}
-    return " and ".join(f"{word} {value:.12g}" for word, value in words.items() if value is not None)
+    return " and ".join(f"{words} {bound:.12g}" for words, _, bound in _limits(option) if bound is not None)
+
+
+def _limits(option: Option) -> tuple[tuple[str, Callable, float | None], ...]:
+    return (
+        ("at least", operator.ge, option.low), ("above", operator.gt, option.above),
+        ("at most", operator.le, option.high), ("below", operator.lt, option.below),
+    )  # fmt: skip
 
 
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a name", Path: "a path"}
@@ -156,14 +154,29 @@ def _expected(option: Option) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what YAML leaves open: a key that is given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        known = set()
+        for key, _ in node.value:
+            if key.value in known and isinstance(key, yaml.ScalarNode):
+                twice = f"the key '{key.value}' is given twice"
+                raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
+            known |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+        return super().construct_mapping(node, deep)
+
+
 def load_mapping(text: str, source: str) -> dict[str, Any]:
     """A YAML mapping with its keys in the spelling of fields; UserError where it is none."""
     try:
-        mapping = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+        mapping = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        raise UserError(f"{source} is not valid YAML{where}: correct it.") from None
+        twice = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
+        deep = " (it is nested too deeply)" if isinstance(error, RecursionError) else ""
+        raise UserError(f"{source} is not valid YAML{where}{twice or deep}: correct it.") from None
     return as_mapping(mapping, source)
 
 

@@ -1,9 +1,10 @@
-"""Personal accuracy after the last round: every client fine-tunes on its own data, as the method's `fine_tuner` says.
+"""After the last round: every client fine-tunes on its own data, for PA; a calibrated head, for GA beside the model's.
 
 Letters: E experiments of a simulation, K clients.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +14,11 @@ import numpy as np
 
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.training.metrics import accuracy, mean, plain
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.ccvr import Calibration
+from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
+from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, needs_epochs, rules
+from fedjax_pcdd.trees import select
 
 
 def after_training(
@@ -23,6 +28,7 @@ def after_training(
     state: State,
     best: Tree | None,
     results: Sequence[dict[str, Any]],
+    protocol: Protocol = "last",
 ) -> list[dict[str, Any]]:
     """What fine-tuning changes in the results [E].
 
@@ -31,16 +37,17 @@ def after_training(
       rounds: of the training.
       state: after it.
       best: global variables [E, ...] of the best GA, None for methods that fine-tune from the last state alone.
+      protocol: of PA, whose epochs are those of the fine-tuning.
     """
-    tuner = simulation.tuner(epochs)
+    tuner = simulation.tuner(epochs, tests_epochs=needs_epochs(protocol))
     if best is None:
-        return from_last(tuner, state, rounds)
+        return from_last(tuner, state, rounds, protocol)
     generic = jax.vmap(lambda method, server: method.generic_variables(server))
-    return from_global(tuner, best, generic(simulation.methods, state.servers), rounds, results)
+    return from_global(tuner, best, generic(simulation.methods, state.servers), rounds, results, protocol)
 
 
-def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """PA [E, K] of all clients after fine-tuning, and GA [E, K] of their models where they keep them.
+def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[str, np.ndarray]], np.ndarray | None]:
+    """PA [K] of all clients of each experiment [E] by protocol, and GA [E, K] of their models where they keep them.
 
     Args:
       tuner: as `Simulation.tuner` made it.
@@ -48,21 +55,31 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[np.ndarray,
       round: decides the order of the samples.
     """
     federations = [experiment.federation for experiment in tuner.experiments]
-    correct = np.array(tuner.evaluate(state, personal=True).personal)
+    classes = federations[0].dataset.num_classes
+    received = np.array(tuner.evaluate(state, personal=True).personal)[:, :classes].sum(1)
+    correct = None
     servers = state.servers
     for cohorts in _cohorts(tuner):
         plan, jobs = tuner.plan(round, cohorts)
         state = state._replace(servers=jax.tree.map(jnp.copy, servers))
         state, report = tuner.step(state, round, (plan, jobs))
         trained = jobs.steps > 0
-        correct[jobs.row[trained]] = np.array(report.correct)[trained]
-    shape = len(federations), -1
-    pa = accuracy(correct.sum(1), np.concatenate([f.test_sizes for f in federations])).reshape(shape)
+        counts = by_epoch(jobs, np.array(report.before), np.array(report.correct)[:, :classes].sum(1))
+        if correct is None:  # who has no samples stays with the received model
+            correct = np.repeat(received[:, None], counts.shape[1], axis=1)
+        correct[jobs.row[trained]] = counts[trained]
+    correct = received[:, None] if correct is None else correct
+    pairs = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
+    pa = []
+    for own, first, federation in zip(*pairs, federations, strict=True):
+        tests = federation.test_sizes
+        pa.append(rules(own, tests) | {"received": accuracy(first, tests)})
     if tuner.methods.traits().global_model:
         return pa, None
     state = state._replace(servers=servers)  # not that of the last portion
-    correct = np.array(tuner.evaluate(state).local).sum(1)
-    return pa, accuracy(correct, np.full(correct.shape, len(federations[0].dataset.y_test))).reshape(shape)
+    local = np.array(tuner.evaluate(state).local)[:, :classes].sum(1)
+    ga = accuracy(local, np.full(local.shape, len(federations[0].dataset.y_test)))
+    return pa, ga.reshape(len(federations), -1)
 
 
 def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
@@ -74,22 +91,32 @@ def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
 
 
 def from_global(
-    tuner: Simulation, best: Tree, last: Tree, round: int, results: Sequence[dict[str, Any]]
+    tuner: Simulation,
+    best: Tree,
+    last: Tree,
+    round: int,
+    results: Sequence[dict[str, Any]],
+    protocol: Protocol = "last",
 ) -> list[dict[str, Any]]:
     """What fine-tuning the best and the last global variables [E, ...] changes in the results [E].
 
-    PA becomes that of the fine-tuned models, and so does GA where the clients keep them (mean over clients).
+    PA becomes that of the fine-tuned models by the protocol, and by each one that was measured under its name; so does
+    GA where the clients keep the models (mean over clients).
     """
     pa_best, ga_best = fine_tuned(tuner, tuner.start(best), round)
     pa_last, ga_last = fine_tuned(tuner, tuner.start(last), round)
     changes = []
     for e, result in enumerate(results):
         changed = {
-            "pa_protocol": f"global model fine-tuned for {int(tuner.epochs.max())} epochs",
-            "pa_best": mean(pa_best[e]), "pa_last": mean(pa_last[e]), "pa_best_round": result["ga_best_round"],
-            "pa_best_per_client": plain(pa_best[e]), "pa_local_best": result["pa_best"],
-            "pa_local_last": result["pa_last"],
+            "pa_protocol": f"global model fine-tuned for {int(tuner.epochs.max())} epochs{IN_WORDS[protocol]}",
+            "pa_best": mean(pa_best[e][protocol]), "pa_last": mean(pa_last[e][protocol]),
+            "pa_best_round": result["ga_best_round"], "pa_best_per_client": plain(pa_best[e][protocol]),
+            "pa_best_clients": mean(pa_best[e][protocol]),
+            "pa_local_best": result["pa_best"], "pa_local_last": result["pa_last"], **spread(pa_last[e][protocol]),
         }  # fmt: skip
+        for rule, pa in pa_best[e].items():
+            changed |= {f"pa_{rule}_best": mean(pa), f"pa_{rule}_last": mean(pa_last[e][rule])}
+            changed[f"pa_{rule}_mean_last10"] = None
         if ga_best is not None and ga_last is not None:
             changed |= {"ga_global_best": result["ga_best"], "ga_global_last": result["ga_last"]}
             changed |= {"ga_best": mean(ga_best[e]), "ga_last": mean(ga_last[e])}
@@ -97,11 +124,41 @@ def from_global(
     return changes
 
 
-def from_last(tuner: Simulation, state: State, round: int) -> list[dict[str, Any]]:
+def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = "last") -> list[dict[str, Any]]:
     """What fine-tuning the last state of a method without a global model adds to the results [E].
 
     The running statistics that it starts from are the averaged ones.
     """
     pa, ga = fine_tuned(tuner, jax.tree.map(lambda x: x.copy(), state._replace(statistics=())), round)
-    added = [{"pa_tuned": mean(own), "pa_tuned_per_client": plain(own)} for own in pa]
+    added = [{"pa_tuned": mean(own[protocol]), "pa_tuned_per_client": plain(own[protocol])} for own in pa]
     return added if ga is None else [a | {"ga_tuned": mean(own)} for a, own in zip(added, ga, strict=True)]
+
+
+def check_calibration(simulation: Any, e: int) -> None:
+    """UserError where a global model cannot be calibrated."""
+    method = select(simulation.methods, e)
+    if not method.traits().global_model or method.traits().own_models or not simulation.program.model.head:
+        raise UserError(
+            "`calibrate=ccvr` retrains the trained head of a global model, which this method does not have: drop it."
+        )
+    Calibration().configure(simulation.program.setting, select(simulation.hyper, e))
+
+
+def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
+    """GA of the last global models with the head that CCVR calibrates with the data of all clients: `ga_ccvr` [E].
+
+    Clients send sums over all their samples, whatever their number is in a batch.
+    """
+    experiments = [
+        e._replace(
+            method=Calibration(), local=replace(e.local, epochs=1, local_steps=None, last_batch="keep", lr_steps=())
+        )
+        for e in simulation.experiments
+    ]
+    calibrator = simulation.alike(experiments, simulation.program.setting.num_clients)
+    generic = jax.vmap(lambda method, server: method.generic_variables(server))
+    state, _ = calibrator.step(calibrator.start(generic(simulation.methods, state.servers)), 0)
+    classes = simulation.program.setting.num_classes  # behind them lie validation samples
+    correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
+    samples = np.full(len(correct), len(experiments[0].federation.dataset.y_test))
+    return [{"ga_ccvr": float(ga)} for ga in accuracy(correct, samples)]

@@ -2,71 +2,119 @@
 
 config.yaml    the whole configuration
 metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
-clients.jsonl  PA of every client, one line a round that is evaluated
+clients.jsonl  PA of every client, of more than 10 000 those that trained, one line a round that is evaluated
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
 track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
+resolved.json  what the options did not say, and what the run computes from
+lock           while a process writes here
+
+Files are written at once or not at all, but for lines that are added; symbolic links are not followed.
 """
 
+import errno
 import json
 import math
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from PIL import Image
 
 from fedjax_pcdd import __version__
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists, load_partition
 from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+from fedjax_pcdd.training.metrics import MOST_WRITTEN
 
 CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
+LOCK, PARTITION = "lock", "partition.npz"
+_WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "mlflow.txt", "profile")  # as numpy, which follows links
+_LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-class RunFolder:
-    """The folder of one run; `create` or `open` it."""
+def _tell(sentence: str) -> None:
+    if jax.process_index() == 0:  # the folders of other processes are temporary
+        print(sentence, file=sys.stderr)
 
-    def __init__(self, path: Path):
-        self.path = path
+
+class RunFolder:
+    """The folder of one run; `create` or `open` it to write, and `close` it."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.lock: Lock | None = None
 
     @classmethod
     def create(cls, path: str | Path, config_yaml: str) -> "RunFolder":
         """A new run.
 
         Raises:
-          UserError: the folder holds a run or anything else, or cannot be written.
+          UserError: the folder holds a run or anything else, cannot be written, or is in use.
         """
-        path = Path(path)
-        if (path / CONFIG).exists():
-            raise UserError(
-                f"{path} already holds a run: continue it with `resume={path}` or choose another `run_dir`."
-            )
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"{path} is not an empty folder: choose another `run_dir`.")
+        folder = cls(path)
+        path = folder.path
         try:
             path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise UserError(f"{path} is not an empty folder: choose another `run_dir`.") from None
         except OSError as error:
             raise failed_write(error, path) from error
-        folder = cls(path)
-        folder.write(CONFIG, config_yaml)
+        folder._check_empty()
+        folder.lock = Lock.take(path / LOCK)
+        try:
+            folder._check_empty()  # another process may have been faster
+            folder.write(CONFIG, config_yaml)
+        except UserError:
+            folder.close()
+            raise
         return folder
+
+    def _check_empty(self) -> None:
+        if (self.path / CONFIG).exists():
+            raise UserError(
+                f"{self.path} already holds a run: continue it with `resume={self.path}` or choose another `run_dir`."
+            )
+        # A process that was killed before its configuration was written leaves its lock and a temporary file.
+        if not all(_LEFT_BEHIND.fullmatch(path.name) for path in self.path.iterdir()):
+            raise UserError(f"{self.path} is not an empty folder: choose another `run_dir`.")
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
-        """A run to continue or to read; UserError where the folder holds none."""
-        path = Path(path)
-        if not (path / CONFIG).is_file():
+        """A run to continue; UserError where the folder holds none or links, or another process writes to it."""
+        folder = cls(path)
+        if not (folder.path / CONFIG).is_file():
             raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
-        return cls(path)
+        for below in (folder.path / name for name in _WRITTEN_BY_OTHERS):
+            if below.is_symlink() and jax.process_index() == 0:  # the folders of other processes hold links of ours
+                raise failed_write(OSError(errno.ELOOP, ""), below)
+        folder.lock = Lock.take(folder.path / LOCK)
+        return folder
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def check(self) -> None:
+        """UserError where another process has taken over."""
+        if self.lock is not None:
+            self.lock.check()
 
     @property
     def config_yaml(self) -> str:
@@ -77,46 +125,116 @@ class RunFolder:
         """Add one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
         ordered = {key: row[key] for key in FIRST_KEYS if key in row} | dict(row)
         try:
-            with open(self.path / name, "a", encoding="utf-8") as file:
-                file.write(_dumps(ordered) + "\n")
+            with open(self.path / name, "a", encoding="utf-8", opener=_no_link) as file:
+                file.write(dumps(ordered) + "\n")
         except OSError as error:
-            raise failed_write(error, self.path) from error
+            raise failed_write(error, self.path / name) from error
 
     def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
-        """All complete lines; one that a killed process left unfinished is ignored."""
-        path = self.path / name
-        if not path.exists():
-            return []
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines]
+        """All complete lines; one that a killed process left unfinished is ignored.
 
-    def truncate(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Go back to what a checkpoint knows: these rows, and in every other .jsonl no round after them."""
-        rows = list(rows)
+        Raises:
+          UserError: a line that is none of a run.
+        """
+        rows, damaged = self._rows(name)
+        if damaged:
+            raise UserError(f"{self.path / name} is damaged in line {damaged[0]}: resume the run, or leave it out.")
+        return rows
+
+    def _rows(self, name: str) -> tuple[list[dict[str, Any]], list[int]]:
+        """The lines that can be read, and the numbers of the others."""
+        try:
+            *lines, _ = (self.path / name).read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return [], []
+        except OSError as error:
+            raise UserError(f"{self.path / name} cannot be read ({error.strerror}): remove it.") from error
+        rows, damaged = [], []
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row["round"], int):
+                    raise ValueError
+                rows.append(row)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged.append(number)
+        return rows, damaged
+
+    def truncate(self, rows: Sequence[Mapping[str, Any]], say: Callable[[str], None] = _tell) -> None:
+        """Go back to what a checkpoint knows: these rows, and in every other .jsonl no round after them.
+
+        Files of others, whose lines have no rounds, stay as they are.
+
+        Args:
+          say: told of lines of clients.jsonl that are lost: no checkpoint has them.
+        """
         last = rows[-1]["round"] if rows else 0
-        self.write(METRICS, "".join(_dumps(row) + "\n" for row in rows))
+        self.write(METRICS, "".join(dumps(row) + "\n" for row in rows))
         for path in self.path.glob("*.jsonl"):
-            if path.name != METRICS:
-                kept = [row for row in self.rows(path.name) if row["round"] <= last]
-                self.write(path.name, "".join(_dumps(row) + "\n" for row in kept))
+            known, damaged = self._rows(path.name)
+            if path.name != METRICS and (path.name in (CLIENTS, TRACK) or not damaged):
+                self.write(path.name, "".join(dumps(row) + "\n" for row in known if row["round"] <= last))
+        left = {row["round"] for row in self._rows(CLIENTS)[0]}
+        if lost := [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in left]:
+            say(f"{self.path / CLIENTS} has lost the accuracies of the clients in round {', '.join(lost)}.")
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file at once or not at all; NaN becomes null."""
-        self.write(name, _dumps(value, indent=2) + "\n")
+        self.write(name, dumps(value, indent=2) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """What `write_json` wrote, None where there is no such file."""
+        """What `write_json` wrote, None where there is no such file; UserError where it is damaged."""
         path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        try:
+            value = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise UserError(f"{path} is damaged: put it back as it was, or remove it.")
+        return value
 
     def write(self, name: str, text: str) -> None:
         """Write a file at once or not at all; UserError where the disk is full or read-only."""
-        temporary = self.path / f".{name}.tmp"
+        self.draw(name, lambda path: path.write_bytes(text.encode("utf-8", "surrogateescape")))
+
+    def draw(self, name: str, write: Callable[[Path], Any]) -> None:
+        """As `write`, of what writes to a path with the suffix of the name, as pictures do."""
+        temporary = self.path / f".{os.getpid()}.{name}"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.path / name)
-        except OSError as error:
-            raise failed_write(error, self.path) from error
+            temporary.unlink(missing_ok=True)
+            write(temporary)
+            if temporary.exists():  # of what has no numbers no picture is drawn
+                os.replace(temporary, self.path / name)
+        except (OSError, SystemError) as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise failed_write(error, self.path / name) from error
+
+    def keep_partition(self, federation: Federation, draw: Callable[[Federation, Path], None]) -> None:
+        """Write the partition and its picture, where they are missing or damaged."""
+        try:
+            pairs = zip(load_partition(self.path / PARTITION), federation.partition, strict=True)
+            both = [(Lists.of(kept), Lists.of(own)) for kept, own in pairs]
+            same = all(np.array_equal(a.flat, b.flat) and np.array_equal(a.sizes, b.sizes) for a, b in both)
+        except Exception:  # of a damaged archive almost anything is raised
+            same = False
+        if not same:
+            self.draw(PARTITION, federation.save)
+        self.redraw("partition.png", lambda path: draw(federation, path))
+
+    def redraw(self, name: str, write: Callable[[Path], Any]) -> None:
+        """As `draw`, where there is no such picture or its bytes are damaged."""
+        try:
+            with Image.open(self.path / name) as picture:
+                picture.verify()
+        except Exception:  # of a damaged file Pillow raises almost anything
+            self.draw(name, write)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 class Records(Callback):
@@ -132,10 +250,13 @@ class Records(Callback):
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Append a line to metrics.jsonl, and to clients.jsonl where the round was evaluated."""
+        self.folder.check()
         row = run.history.rows[-1]
         self.folder.append(row)
         if row["ga"] is not None:
-            self.folder.append({"round": run.round, "pa_per_client": run.history.pa_clients}, CLIENTS)
+            pa, trained = run.history.pa_clients, report.jobs.row[report.jobs.steps > 0]
+            each = {"pa_per_client": pa} if len(pa) <= MOST_WRITTEN else {"clients": trained, "pa": pa[trained]}
+            self.folder.append({"round": run.round, **each}, CLIENTS)
 
 
 def describe_machine() -> dict[str, Any]:
@@ -164,7 +285,8 @@ def peak_memory_mb() -> dict[str, float | None]:
     return {"host": host, "device": max(peaks, default=None)}
 
 
-def _dumps(value: Any, indent: int | None = None) -> str:
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON of what a run writes; what is not a finite number becomes null."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 

@@ -132,14 +132,15 @@ def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
     config, folder = replace(config, **{name: RUN[name].default for name in common}), temporary / "run"
     if jax.process_index() == 0:
         return config
-    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False)
+    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False)
     if config.resume is None:
         return config
     folder.mkdir()
     for name in ("config.yaml", "resolved.json"):
         with suppress(FileNotFoundError):
             shutil.copy(config.resume / name, folder)
-    (folder / "checkpoints").symlink_to((config.resume / "checkpoints").absolute())
+    for name in ("checkpoints", "clients"):
+        (folder / name).symlink_to((config.resume / name).absolute())
     return replace(config, resume=folder)
 
 
@@ -157,7 +158,7 @@ def _ending(error: BaseException, config: RunConfig) -> tuple[int, str]:
     if isinstance(error, UserError):
         return 2, error.sentence
     if isinstance(error, KeyboardInterrupt):
-        return 130, f"stopped; {_advice(config)}"
+        return getattr(error, "code", 130), f"stopped; {f'{error}: ' if str(error) else ''}{_advice(config)}"
     if not any(word in str(error).lower() for word in GONE):
         return 1, "".join(traceback.format_exception(error)).rstrip()
     return 1, f"{_who()} lost another one ({_first_line(error)}): {_advice(config)}"

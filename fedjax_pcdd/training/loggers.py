@@ -1,6 +1,7 @@
 """Optional experiment trackers: the scalars of each round, over rounds."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,17 +58,52 @@ class WandB(Logger):
         self._run.finish()
 
 
+class MLflow(Logger):
+    """A run of MLflow, named as the folder; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where it goes."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]):
+        """Start the run, or go on with the one that the folder names; UserError without mlflow."""
+        self._client, known = load("mlflow"), Path(folder) / "mlflow.txt"
+        last = known.read_text().strip() if known.is_file() else None
+        self._run = self._client.start_run(run_id=last, run_name=None if last else Path(folder).name, nested=True)
+        if last is None:
+            self._client.log_params({name: str(value) for name, value in config.items()})
+            known.write_text(self._run.info.run_id)
+
+    def write(self, round: int, values: Mapping[str, float]) -> None:
+        """All scalars at once."""
+        self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
+
+    def on_end(self, run: Run) -> None:
+        """End the run."""
+        self._client.end_run("FAILED" if run.error else "FINISHED")
+
+
 LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")
 """Loggers from outside: made from the folder of a run and its options, a `Callback`, by name."""
 
 
-def made(names: str | None, folder: Path, config: Mapping[str, Any]) -> list[Callback]:
-    """The loggers that a text lists, by names or import paths with commas between them."""
-    return [LOGGERS.find(name.strip())(folder, config) for name in (names or "").split(",") if name.strip()]
+OWN = ("tensorboard", "wandb", "mlflow")
+
+
+def check(config: Any) -> None:
+    """UserError where a `RunConfig` asks for a logger whose package is missing, before a folder is made."""
+    for name in OWN:
+        if getattr(config, name):
+            load(name)
+
+
+def made(config: Any, folder: Path) -> list[Callback]:
+    """The loggers that a `RunConfig` asks for."""
+    options, names = asdict(config), [name.strip() for name in (config.loggers or "").split(",") if name.strip()]
+    loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
+    loggers += [WandB(folder, options)] if config.wandb else []
+    loggers += [MLflow(folder, options)] if config.mlflow else []
+    return loggers + [LOGGERS.find(name)(folder, options) for name in names]
 
 
 def load(name: str) -> ModuleType:
-    """The package of "tensorboard" or "wandb"; UserError where it is missing, asked before a folder is made."""
+    """The package of one of `OWN`; UserError where it is missing."""
     package = {"tensorboard": "tensorboardX"}.get(name, name)
     try:
         return __import__(package)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pcdd.engine.program import State, Tree
-from fedjax_pcdd.engine.round import Evaluation
+from fedjax_pcdd.engine.program import Evaluation, State, Tree
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import interrupts
+from fedjax_pcdd.training.finite import not_finite
 from fedjax_pcdd.training.metrics import History, new_history
 from fedjax_pcdd.training.trained_models import TrainedModels
 from fedjax_pcdd.trees import select
@@ -35,6 +36,7 @@ class RoundReport(NamedTuple):
     jobs: Jobs  # what each client of the cohort did, fields [S]
     loss: np.ndarray  # [S] mean training loss of each, NaN without steps
     correct: np.ndarray  # [S, C] correct predictions of the model just trained on the client's own test set
+    before: np.ndarray  # [S, E] correct answers on it before each local epoch, E = 0 where that is not asked for
     seconds: float
 
 
@@ -126,12 +128,17 @@ class Run(TrainedModels):
         further = {name: correct[own] for name, correct in counts.further.items()}
         return Evaluation(counts.generic[own], counts.personal[rows], counts.local[rows], further), seconds
 
+    def not_finite(self) -> str | None:
+        """What of the models is not finite after the round, as "client 3's params.bias"; None for nothing."""
+        return self.runs.not_finite()[self.index]
+
     def share(self, report: RoundReport) -> RoundReport:
         """This experiment's part of a report of all."""
         rows, clients = self._rows(self.simulation.cohort_size), self.federation.num_clients
         jobs = Jobs(*(column[rows] for column in report.jobs))
         jobs = jobs._replace(row=jobs.row - self.index * clients)
-        return RoundReport(jobs, report.loss[rows], report.correct[rows], report.seconds / len(self.runs))
+        loss, correct, before = (column[rows] for column in (report.loss, report.correct, report.before))
+        return RoundReport(jobs, loss, correct, before, report.seconds / len(self.runs))
 
     def stop(self) -> None:
         """Train no further; where others in the simulation do, this one's state stays as it is."""
@@ -162,6 +169,8 @@ class Runs:
         self.error: BaseException | None = None
         self.plan = simulation.plan(min(self.round, rounds - 1))
         self._counts: tuple[int, bool, Evaluation, float] | None = None
+        self._finite: tuple[int, list[str | None]] = -1, []
+        self._rows = np.zeros(0, int)  # of the clients of the last round
         self._members = [Run(self, e, progress) for e, progress in enumerate(since)]
 
     def __len__(self) -> int:
@@ -180,9 +189,10 @@ class Runs:
             if self.round < last:
                 simulation.prefetch(launched, self.plan)
             self.state, report = simulation.settle(launched)
-            loss, correct = np.array(report.loss), np.array(report.correct)
+            loss, correct, before = (np.array(column) for column in report)
+            self._rows = jobs.row
             self.round += 1
-            yield RoundReport(jobs, loss, correct, perf_counter() - begun)
+            yield RoundReport(jobs, loss, correct, before, perf_counter() - begun)
 
     def stop(self) -> None:
         """Train no further."""
@@ -196,6 +206,12 @@ class Runs:
             counts = jax.tree.map(np.array, self.simulation.evaluate(self.state, personal=personal))
             known = self._counts = self.round, personal, counts, (perf_counter() - begun) / len(self)
         return known[2:]
+
+    def not_finite(self) -> list[str | None]:
+        """As a `Run` has it, of each experiment [E], looked at once in a round."""
+        if self._finite[0] != self.round:
+            self._finite = self.round, not_finite(self.simulation, self.state, self._rows)
+        return self._finite[1]
 
 
 class Each(Callback):
@@ -255,15 +271,17 @@ def loop(
     """
     runs = Runs(simulation, state, rounds, since)
     run: Any = runs[0] if len(runs) == 1 else runs
-    with ExitStack() as ends:
+    with ExitStack() as ends, interrupts.rounds():
         try:
             for callback in callbacks:
                 ends.callback(callback.on_end, run)
                 callback.on_start(run)
             for report in () if run.stopped else runs.train():
+                interrupts.agree()
                 call_all(callbacks, run, report)
                 if run.stopped:
                     break
+                interrupts.end_after(runs.round)
         except BaseException as error:
             run.error = error
             raise

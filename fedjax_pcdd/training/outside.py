@@ -7,7 +7,6 @@ from typing import Any
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.data.augment import AUGMENTATIONS
-from fedjax_pcdd.data.lists import PARTITIONERS
 from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.data.sources import LOADERS
 from fedjax_pcdd.errors import UserError
@@ -23,7 +22,8 @@ def origins_of(config: Any) -> dict[str, Origin]:
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
         (LOADERS, None if config.task else config.dataset),
-        (PARTITIONERS, None if config.task or config.partition in PARTITIONS else config.partition),
+        (PARTITIONS, None if config.task else config.partition),
+        (PARTITIONS, None if config.availability == "model" else config.availability),
         (models.BACKBONES, config.model),
         (AUGMENTATIONS, config.augmentation),
         *((models.BACKBONES, name) for name in _listed(config.models)),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from rich.table import Table
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 SHOWN = ("ga", "pa", "loss")
+IN_TRAINING = "PA in training"
 ROUNDS = TextColumn("round {task.completed:.0f}/{task.total:.0f}")
 
 
 def bar(console: Console | None = None) -> Callback:
-    """A bar on a terminal, elsewhere one plain line about every tenth of the rounds."""
+    """A bar on a terminal or in a notebook, elsewhere one plain line about every tenth of the rounds."""
     console = console or Console()
+    if console.is_jupyter:
+        return _Notebook(console)
     return _Terminal(console) if console.is_terminal else _Lines(console)
 
 
@@ -48,17 +51,39 @@ class _Lines(Callback):
         self._done, self._begun = run.round, time.perf_counter()
 
     def on_round(self, run: Run, report: RoundReport) -> None:
+        line = self._line(run)
+        if run.round % max(1, run.rounds // 10) == 0 or run.is_over:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self, run: Run) -> str:
         self._known |= {name: text for name, text in _texts(run.history.rows[-1]).items() if text}
-        if run.round % max(1, run.rounds // 10) and not run.is_over:
-            return
         texts = [f"round {run.round}/{run.rounds}", *(self._known[n] for n in SHOWN if n in self._known)]
-        self._console.print("  ".join([*texts, self._left(run)]), markup=False, highlight=False, soft_wrap=True)
+        return "  ".join([*texts, self._left(run)])
 
     def _left(self, run: Run) -> str:
         elapsed = time.perf_counter() - self._begun
         seconds = math.ceil(elapsed / max(1, run.round - self._done) * (run.rounds - run.round))
         minutes, seconds = divmod(seconds, 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+class _Notebook(_Lines):
+    """A bar in the output of a cell, which changes in place."""
+
+    def on_start(self, run: Run) -> None:
+        super().on_start(run)
+        self._shown = None
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports] -- a notebook has it
+
+        text = self._line(run)
+        html = f'<progress max="{run.rounds}" value="{run.round}"></progress> {text}'
+        data = {"text/plain": text, "text/html": html}
+        if self._shown is None:
+            self._shown = display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
 
 
 class SweepBar:
@@ -113,13 +138,39 @@ def final_table(summary: Mapping[str, Any]) -> Table:
         nothing where there is no such value.
     """
     table = Table("accuracy (%)", title_justify="left")
-    for heading in ("best", "in round", "last"):
+    for heading in ("best", "in round", "last", "std over clients", "worst tenth"):
         table.add_column(heading, justify="right")
-    for name in ("ga", "pa"):
+    rows, spread = {"ga": "GA", "pa": pa_name(summary)}, [_percent(summary.get(f"pa_{n}")) for n in ("std", "worst10")]
+    if "pa_local_best" in summary:
+        rows["pa_local"] = IN_TRAINING
+    for name, heading in rows.items():
         best, last = (_percent(summary.get(f"{name}_{which}")) for which in ("best", "last"))
         round = summary.get(f"{name}_best_round")
-        table.add_row(name.upper(), best, "-" if round is None else str(round), last)
+        cells = spread if name == "pa" else ["-", "-"]
+        table.add_row(heading, best, "-" if round is None else str(round), last, *cells)
     return table
+
+
+def pa_name(summary: Mapping[str, Any]) -> str:
+    """What PA is called as a summary has it, so that it shares no name with that of another moment.
+
+    >>> pa_name({"pa_protocol": "global model fine-tuned for 10 epochs"}), pa_name({"pa_protocol": "during training"})
+    ('PA after fine-tuning', 'PA in training')
+    """
+    protocol = str(summary.get("pa_protocol"))
+    if "fine-tuned" in protocol:
+        return "PA after fine-tuning"
+    return IN_TRAINING if protocol.startswith("during training") else "PA"
+
+
+def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
+    """A heading in which PA has the name of `pa_name`, where that is the same for all summaries.
+
+    >>> with_pa_named("PA best", [{"pa_protocol": "during training"}])
+    'PA in training best'
+    """
+    names = {pa_name(summary) for summary in summaries}
+    return heading.replace("PA", names.pop()) if len(names) == 1 else heading
 
 
 def show(summary: Mapping[str, Any], folder: Path, console: Console | None = None) -> None:
@@ -131,9 +182,10 @@ def show(summary: Mapping[str, Any], folder: Path, console: Console | None = Non
 
 def _texts(row: Mapping[str, Any]) -> dict[str, Any]:
     texts: dict[str, Any] = dict.fromkeys(SHOWN, "")
-    for name in ("ga", "pa"):
+    names = {"ga": "GA", "pa": IN_TRAINING}
+    for name in names:
         if row.get(name) is not None:
-            texts[name] = f"{name.upper()} {_percent(row[name])} %"
+            texts[name] = f"{names[name]} {_percent(row[name])} %"
     if row.get("loss") is not None:
         texts["loss"] = f"loss {row['loss']:.4g}"
     return texts

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pcdd.analysis import correlation
+from fedjax_pcdd.analysis import pictures
 from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Dataset, Federation
@@ -20,25 +21,21 @@ from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.methods.participant import Exchanging
+from fedjax_pcdd.models import with_uniform_kernels
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.training import build
 from fedjax_pcdd.training.accuracies import Accuracies, further
-from fedjax_pcdd.training.build import (
-    NOTHING,
-    Given,
-    Pair,
-    Setup,
-    build_model,
-    default_model,
-    local_training,
-    public_images,
-)
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.folder import RunFolder
-from fedjax_pcdd.training.loop import Callback, Run
-from fedjax_pcdd.training.metrics import accuracy, plain
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
 
 PRETRAIN_EPOCHS = 50
+PRIVATE_BATCH = 500
 ARCHITECTURES = ("resnet10", "resnet12", "efficientnet_b0", "mobilenet_v2")
 SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 
@@ -50,65 +47,52 @@ def has_participants(config: RunConfig, method: Method) -> bool:
     return config.task is not None or bool(own)
 
 
-def setup(pairs: Sequence[Pair], given: Given = NOTHING) -> Setup:
+def setup(pairs: Sequence[build.Pair], given: build.Given = build.NOTHING) -> build.Setup:
     """The parts of experiments that share a program, of the kind that their options ask for."""
     config, method = pairs[0]
     if not has_participants(config, method):
-        return Setup(pairs, given)
-    if given.model is not None or given.pipeline is not None:
-        raise UserError(f"{config.method} takes models by name, and the customary pipeline: drop your own.")
+        return build.Setup(pairs, given)
+    if given.pipeline is not None or (given.model is not None and config.task is not None):
+        raise UserError(f"{config.method} takes a task's models by name, and the customary pipeline: drop your own.")
     return TaskSetup(pairs, given) if config.task is not None else ParticipantSetup(pairs, given)
 
 
-class ParticipantSetup(Setup):
+class ParticipantSetup(build.Setup):
     """One experiment, in which clients keep their models and may differ in architecture."""
+
+    epochs: tuple[int, ...] | None = None  # local epochs of each participant, if they differ
 
     def make(self, lanes: int) -> Groups:
         """The groups of equal architectures."""
         (config, method), federation = self.pairs[0], self.federations[0]
-        method = self._completed(method)
         self._check_options(method)
-        names = self.model_names(method)
-        models = [self._in_form(build_model(config, name, federation.dataset)) for name in names]
-        private, public = self._pipelines()
+        models = [self._in_form(build.build_model(config, each, federation.dataset)) for each in self.models()]
+        (private, pipeline), public = self._pipelines(), None
+        if method.traits().needs_public:
+            public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
         return Groups(
-            models, federation, method, local_training(config, method), seed=config.seed, epochs=self._epochs(),
-            public=self._public(method, public), pipeline=private, **self._settings(lanes),
+            models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
+            public=public, pipeline=private, **self._settings(lanes),
         )  # fmt: skip
 
-    def _completed(self, method: Method) -> Method:
-        return method
-
-    def model_names(self, method: Method) -> list[str]:
-        """An architecture for each participant."""
-        names = [name.strip() for name in (self.config.models or self._default_models(method)).split(",")]
-        participants = self.federations[0].num_clients
+    def models(self) -> list[Any]:
+        """An architecture for each participant, by its name or as it was given."""
+        config, federation, given = self.config, self.federations[0], self.given.model
+        named, participants = config.models or config.model, federation.num_clients
+        names = [name.strip() for name in (named or build.default_model(federation.dataset)).split(",")]
+        if given is not None:
+            names = list(given) if isinstance(given, list | tuple) else [given]
         if len(names) > participants:
             raise UserError(f"`models` names {len(names)} architectures for {participants} participants: name fewer.")
         return [names[k % len(names)] for k in range(participants)]
 
-    def _default_models(self, method: Method) -> str:
-        return self.config.model or default_model(self.federations[0].dataset)
-
-    def _public(self, method: Method, pipeline: augment.Pipeline) -> Public | None:
-        if not method.traits().needs_public:
-            return None
-        named = self._with_public()
-        return Public(public_images(named, self.federations[0].image_shape), pipeline, named.public_batch)
-
-    def _with_public(self) -> RunConfig:
-        """The options, with the data set of the public images if it is known."""
-        return self.config
-
-    def _epochs(self) -> tuple[int, ...] | None:
-        """Local epochs of each participant, if they differ."""
-        return None
-
     def _check_options(self, method: Method) -> None:
         """UserError for options that mean nothing here."""
         config = self.config
-        if config.cohort not in (None, self.federations[0].num_clients) or config.client_state == "host":
+        if config.cohort not in (None, self.federations[0].num_clients) or config.client_state != "device":
             raise UserError("all participants take part in every round: drop `cohort` and `client_state`.")
+        if config.data == "stream":
+            raise UserError("participants with models of their own have all samples on the device: drop `data`.")
         if config.devices not in ("auto", 1) or jax.process_count() > 1:
             raise UserError("participants with models of their own train on one device: drop `devices`, `coordinator`.")
         if config.model and config.models:
@@ -124,11 +108,9 @@ class ParticipantSetup(Setup):
 
     def prepared(self, simulation: Any, state: State) -> State:
         """The state after pre-training, if there is any."""
-        epochs = self._pretrain_epochs()
-        return simulation.pretrain(state, epochs, self.config.pretrain_batch_size) if epochs else state
-
-    def _pretrain_epochs(self) -> int:
-        return self.config.pretrain_epochs or 0
+        config = self.config
+        epochs = config.pretrain_epochs
+        return simulation.pretrain(state, epochs, config.pretrain_batch_size) if epochs else state
 
 
 class TaskSetup(ParticipantSetup):
@@ -137,52 +119,50 @@ class TaskSetup(ParticipantSetup):
     task: Task
 
     def _federate(self) -> list[Federation]:
-        config = self.config
+        """The domains; options that are not given become those of the task."""
+        config, method = self.pairs[0]
         if config.model is not None:
             raise UserError("`model` is for a data set: name the participants' architectures with `models`.")
-        self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
-        return [federation_of(self.task)]
-
-    def _check_options(self, method: Method) -> None:
-        super()._check_options(method)
-        if self.config.fine_tune_epochs and method.traits().fine_tunes:
-            raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
-
-    def _completed(self, method: Method) -> Method:
+        task = self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
         if isinstance(method, Exchanging) and method.public_epochs is None:
-            return replace(method, public_epochs=self.task.public_epochs)
-        return method
+            method = replace(method, public_epochs=task.public_epochs)
+        if not config.local_epochs:
+            self.epochs = task.local_epochs
+        traits, common = method.traits(), config.public in (None, task.public)
+        pretrain_epochs = PRETRAIN_EPOCHS if traits.own_models else 0
+        self.config = replace(
+            config, models=config.models or self._models(traits), public=config.public or task.public,
+            public_samples=config.public_samples or (task.public_samples if common else None),
+            pretrain_epochs=pretrain_epochs if config.pretrain_epochs is None else config.pretrain_epochs,
+        )  # fmt: skip
+        self.pairs = [(self.config, method)]
+        return [federation_of(task)]
 
-    def _default_models(self, method: Method) -> str:
-        traits = method.traits()
-        if not traits.own_models or traits.averages != "never":
+    def _models(self, traits: Traits) -> str:
+        if not traits.own_models or traits.averages != "never" or traits.common_features:
             return "simple_cnn" if self.task.side < 32 else ARCHITECTURES[0]
         return ",".join(SMALL_ARCHITECTURES if self.task.side < 32 else ARCHITECTURES)
 
+    def _in_form(self, model: Classifier) -> Classifier:
+        return with_uniform_kernels(super()._in_form(model))
+
+    def _check_options(self, method: Method) -> None:
+        super()._check_options(method)
+        if self.config.pa_protocol is not None:
+            raise UserError("in a task PA is the intra-domain accuracy after each round: drop `pa_protocol`.")
+        if self.config.fine_tune_epochs and method.traits().fine_tunes:
+            raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
+
     def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
-        name = self.config.public or self.task.public
-        return augment.DOMAIN_PIPELINE, augment.public_pipeline(name, self.task.side)
-
-    def _with_public(self) -> RunConfig:
-        config, task = self.config, self.task
-        samples = config.public_samples or (task.public_samples if config.public in (None, task.public) else None)
-        return replace(config, public=config.public or task.public, public_samples=samples)
-
-    def _epochs(self) -> tuple[int, ...] | None:
-        return None if self.config.local_epochs else self.task.local_epochs
-
-    def _pretrain_epochs(self) -> int:
-        if not self.methods[0].traits().own_models:
-            return 0  # and nobody asked for more, see `_check_options`
-        return PRETRAIN_EPOCHS if self.config.pretrain_epochs is None else self.config.pretrain_epochs
+        return augment.DOMAIN_PIPELINE, augment.public_pipeline(self.config.public or "", self.task.side)
 
     def accuracies(self, e: int, **more: Any) -> Callback:
         """Inter- and intra-domain accuracies."""
         return DomainAccuracies(self.config.method, every=self.config.eval_every, top=self.task.top, **more)
 
     def pictures(self, folder: RunFolder) -> list[Callback]:
-        """How the participants' logits correlate."""
-        return [Correlation(folder, [domain.name for domain in self.task.domains])]
+        """How well the pre-trained models do, and how the participants' logits correlate."""
+        return [Start(folder), Correlation(folder, [domain.name for domain in self.task.domains])]
 
     def more_results(self, run: Run) -> dict[str, Any]:
         """Who the participants were, and how well each does on every domain."""
@@ -191,7 +171,7 @@ class TaskSetup(ParticipantSetup):
             "dataset": self.task.name,
             "pa_protocol": "intra-domain accuracy; GA is the inter-domain one",
             "domains": [domain.name for domain in self.task.domains],
-            "models": self.model_names(self.methods[0]),
+            "models": self.models(),
             "intra": rows[-1]["intra"],
             "inter": rows[-1]["inter"],
             "domain_accuracy": domain_shares(run)[:, :, 0].tolist(),
@@ -209,22 +189,42 @@ class DomainAccuracies(Accuracies):
     def on_start(self, run: Run) -> None:
         """All participants take part in the first round."""
 
+    def _trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
+        """PA is of the models between rounds alone."""
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Measure the round; the local objective is the plain mean over the participants (FCCL, Figure 6b)."""
+        super().on_round(run, report)
+        run.history.rows[-1]["local_objective"] = mean(report.loss[report.jobs.steps > 0])
+
     def measure(self, run: Run, row: dict[str, Any]) -> None:
         """Fill in the accuracies of a round."""
         shares = domain_shares(run)
-        for name, top in (("top1", 0), ("top5", 1)):
-            intra, inter = intra_and_inter(shares[:, :, top])
-            row[f"intra_{name}"], row[f"inter_{name}"] = float(intra.mean()), float(inter.mean())
+        row |= _means(shares)
         intra, inter = intra_and_inter(shares[:, :, 0 if self.top == 1 else 1])
-        row["pa"], row["ga"] = float(intra.mean()), float(inter.mean())
+        row |= {"pa": float(intra.mean()), "ga": float(inter.mean()), **spread(intra)}
         row["intra"], row["inter"] = plain(intra), plain(inter)
         row |= further(run, run.simulation.general(run.state)[1])
         run.history.update_clients(np.arange(len(intra)), intra)
         run.history.update_best(inter)
 
 
+class Start(Callback):
+    """Writes the accuracies of the pre-trained models as start.json, the round 0 of FCCL's Figure 6."""
+
+    def __init__(self, folder: RunFolder):
+        """Args: folder: of the run."""
+        self.folder = folder
+
+    def on_start(self, run: Run) -> None:
+        """Before the first round alone."""
+        if not run.round:
+            self.folder.write_json("start.json", {"round": 0, **_means(domain_shares(run))})
+
+
 class Correlation(Callback):
-    """Writes how the participants' logits on the public images correlate with their mean (FCCL, Figure 5)."""
+    """Writes how the participants' logits correlate with their mean, on the public images and on each one's private
+    ones (FCCL, Figure 5)."""
 
     def __init__(self, folder: RunFolder, names: Sequence[str]):
         """Args: names: of the participants."""
@@ -233,9 +233,30 @@ class Correlation(Callback):
     def on_end(self, run: Run) -> None:
         """correlation.npz and correlation.png, if there are public images."""
         if run.error is None and run.simulation.public is not None:
-            matrices = np.asarray(correlation.correlation_matrices(run.simulation.public_logits(run.state)))
-            np.savez_compressed(self.folder.path / "correlation.npz", matrices=matrices, participants=self.names)
-            correlation.draw_matrices(matrices, self.names, self.folder.path / "correlation.png")
+            public = np.asarray(pictures.correlation_matrices(run.simulation.public_logits(run.state)))
+            private = np.stack([self._private(run, k) for k in range(len(self.names))])
+            means = np.array([pictures.diagonals(public), pictures.diagonals(private)])
+            path = self.folder.path / "correlation.npz"
+            np.savez_compressed(path, matrices=public, private=private, means=means, participants=self.names)
+            pictures.draw_matrices(public, self.names, self.folder.path / "correlation.png", private=private)
+
+    def _private(self, run: Run, k: int) -> np.ndarray:
+        """[C, C] of participant k on its own training images."""
+        images = run.federation.dataset.x_train[run.federation.partition.train[k]]
+        parts = np.array_split(images, -(-len(images) // PRIVATE_BATCH))
+        logits = [
+            np.concatenate([run.outputs(part, client=j).logits for part in parts]) for j in range(len(self.names))
+        ]
+        return np.asarray(cross_correlation(jnp.asarray(logits[k]), jnp.mean(jnp.asarray(logits), axis=0)))
+
+
+def _means(shares: np.ndarray) -> dict[str, float]:
+    """Intra- and inter-domain accuracies, top-1 and top-5, from shares [K, D, 2]."""
+    row = {}
+    for name, top in (("top1", 0), ("top5", 1)):
+        intra, inter = intra_and_inter(shares[:, :, top])
+        row |= {f"intra_{name}": float(intra.mean()), f"inter_{name}": float(inter.mean())}
+    return row
 
 
 def domain_shares(run: Run) -> np.ndarray:

@@ -7,7 +7,7 @@ What is computed follows from (seed, round) and the state alone, so a resumed ru
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,14 +17,14 @@ from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
+from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.groups import Groups
-from fedjax_pcdd.engine.precision import full_precision
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
-from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+from fedjax_pcdd.training.trained_models import parts_of
 from fedjax_pcdd.trees import select
 
 
@@ -53,11 +53,11 @@ class Tracker:
           names: keys of QUANTITIES.
           simulation: a `Simulation` of one experiment, or `Groups`.
           seed: of the test samples that are looked at.
-          local: whether to look at the clients' models too, which costs their training once more; where there is no
-            global model they are looked at in any case.
+          local: whether to look at the clients' models too (always, where there is no global one), which costs their
+            training once more.
         """
         self.names, self.simulation = tuple(names), simulation
-        self.parts = _parts(simulation)
+        self.parts = parts_of(simulation)
         self.method = select(simulation.methods, 0)
         traits = self.method.traits()
         local = local or not traits.global_model
@@ -65,39 +65,32 @@ class Tracker:
         self.probe = random_probe(len(self.federation.dataset.y_test), seed)
         exchanged = traits.exchange != "never" or traits.averages == "exchanged"
         self.after, self.between = local and not exchanged, local and exchanged
+        if any(not _has_samples(part.simulation, self.between) for part in self.parts):
+            raise UserError(
+                "`track` looks at more samples than are on the device: use `data=device`, or one device and a "
+                "`data_memory` that holds those of a cohort."
+            )
         programs = [part.simulation.program for part in self.parts]
-        looks = [partial(_look, program, self.names) for program in programs]
-        pairs = list(zip(programs, looks, strict=True))
-        self._after = [jax.jit(partial(look_after_training, program, look)) for program, look in pairs]
-        self._between = [jax.jit(partial(look_between_rounds, program, look)) for program, look in pairs]
+        pairs = [(program, partial(_look, program, self.names)) for program in programs]
+        self._after = [jax.jit(partial(look_after_training, *pair)) for pair in pairs]
+        self._between = [jax.jit(partial(look_between_rounds, *pair)) for pair in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
-        """What the clients' models show after the local training of a round, computed from its start.
-
-        Args:
-          round: from 0.
-          state: before the round; not donated.
-          plan: of the round.
-        """
+        """What the clients' models show after the local training of a round from 0, computed from the state before."""
         if not self.after:
             return None
         plans = plan[0] if isinstance(self.simulation, Groups) else [plan]
         shown = []
         for part, look, (arrays, jobs) in zip(self.parts, self._after, plans, strict=True):
             one, held = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
-            seen = look(one.methods, one.hyper_at(round), one.data, one.keys, held, arrays, jobs, np.int32(round))
+            data = _with_tests(one, one.data_of(arrays, jobs))
+            seen = look(one.methods, one.hyper_at(round), data, one.keys, held, arrays, jobs, np.int32(round))
             shown.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
         return shown
 
     def entry(self, state: State, jobs: Any, shown: list[Tree] | None) -> dict[str, Any]:
-        """The quantities of a round.
-
-        Args:
-          state: after the round.
-          jobs: of the round, of the whole federation.
-          shown: what `before` returned.
-        """
+        """The quantities of a round, from the state after it, its jobs, and what `before` returned."""
         if self.between:
             shown = [
                 jax.tree.map(np.asarray, look(one.methods, one.data, part.of(state), np.arange(len(part.members))))
@@ -123,7 +116,8 @@ class Tracker:
             return {}
         one, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
         present = self.federation.class_counts[jobs.row] > 0
-        seen = self._general(one.methods, self.parts[0].of(state).servers, one.data, present, self.probe)
+        servers, data = self.parts[0].of(state).servers, _with_tests(one, one.data)
+        seen = self._general(one.methods, servers, data, present, self.probe)
         counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
         return {name: QUANTITIES.find(name).overall(seen[name], counts, labels, classes) for name in self.names}
 
@@ -163,31 +157,20 @@ class Tracking(Callback):
                 draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{short_name(name)}.png")
 
 
-class _Part(NamedTuple):
-    """The clients of one architecture; `group` is its number, None where there is but one simulation."""
-
-    simulation: Simulation
-    members: tuple[int, ...]
-    group: int | None
-
-    def of(self, state: State) -> State:
-        """Its part of the state."""
-        if self.group is None:
-            return state
-        g = self.group
-        return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+def _has_samples(simulation: Any, all_clients: bool) -> bool:
+    """Whether the device has what is looked at, or gets it from the host."""
+    streamed = simulation.streamed
+    return streamed is None or not (all_clients or streamed.chunked or streamed.devices > 1)
 
 
-def _parts(simulation: Any) -> list[_Part]:
-    if not isinstance(simulation, Groups):
-        return [_Part(simulation, tuple(range(simulation.federations[0].num_clients)), None)]
-    numbered = zip(simulation.groups, simulation.members, range(len(simulation.groups)), strict=True)
-    return [_Part(*one) for one in numbered]
+def _with_tests(simulation: Any, data: Data) -> Data:
+    """The data with all test samples."""
+    return data._replace(test=simulation.streamed.tests()) if simulation.streamed else data
 
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
     """What one client's model shows."""
-    view = View(program, server, variables, data.train, row, data.class_counts[row] > 0)
+    view = View(program, server, variables, data.train, row, data.class_counts[row] > 0, data.test)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 

@@ -3,7 +3,8 @@
 Letters: K clients, C classes, D features, n images.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from numpy.typing import ArrayLike
@@ -11,12 +12,32 @@ from numpy.typing import ArrayLike
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
-from fedjax_pcdd.engine.program import State, Tree, facts_of, running
+from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 from fedjax_pcdd.trees import select
+
+
+class Part(NamedTuple):
+    """The clients of one architecture; `group` is its number, None where there is but one simulation."""
+
+    simulation: Simulation
+    members: Sequence[int]
+    group: int | None
+
+    def of(self, state: State) -> State:
+        """Its part of the state."""
+        g = self.group
+        return state if g is None else State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+
+
+def parts_of(simulation: Any) -> list[Part]:
+    """The architectures of a `Simulation` or of `Groups`."""
+    if not isinstance(simulation, Groups):
+        return [Part(simulation, range(simulation.federations[0].num_clients), None)]
+    return [Part(one, own, g) for g, (one, own) in enumerate(zip(simulation.groups, simulation.members, strict=True))]
 
 
 class TrainedModels:
@@ -50,8 +71,7 @@ class TrainedModels:
     def client_variables(self, client: int) -> Tree:
         """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
         _, server, state, _ = self._trained(client)
-        variables = dict(self.method.personal_variables(server, state.clients))
-        return variables | running(state.statistics)
+        return with_own(self.method.personal_variables(server, state.clients), state.statistics)
 
     def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
         """Features [n, D] and logits [n, C] of images.
@@ -76,10 +96,12 @@ class TrainedModels:
         clients = self.federation.num_clients
         if not 0 <= client < clients:
             raise UserError(f"there is no client {client}: choose one in [0, {clients}).")
-        simulation, state, own, row = self.simulation, self.state, client, self.index * clients + client
-        if isinstance(simulation, Groups):
-            g = next(g for g, members in enumerate(simulation.members) if client in members)
-            state = State(state.servers["groups"][g], state.clients[g], state.statistics[g])
-            own = row = simulation.members[g].index(client)
-            simulation = simulation.groups[g]
-        return simulation, select(state.servers, 0), State((), *select((state.clients, state.statistics), own)), row
+        part = next(part for part in parts_of(self.simulation) if client in part.members)
+        state, own = part.of(self.state), part.members.index(client)
+        row = own if part.group is not None else self.index * clients + client
+        return (
+            part.simulation,
+            select(state.servers, 0),
+            State((), *select((state.clients, state.statistics), own)),
+            row,
+        )

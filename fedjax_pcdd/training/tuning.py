@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedjax_pcdd.engine.device_errors import OutOfMemory
+from fedjax_pcdd.engine.devices import OutOfMemory
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State
@@ -27,9 +27,9 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import most_jobs
 from fedjax_pcdd.engine.tuning import operations, time_forms
 from fedjax_pcdd.errors import UserError, in_one_line
-from fedjax_pcdd.models.convolution_choices import Choices, Operation, as_json, from_json
-from fedjax_pcdd.models.convolution_table import Rule, table
+from fedjax_pcdd.models.convolution_table import Choices, Operation, Rule, as_json, from_json, table
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.trained_models import parts_of
 
 SECONDS = 20.0
 MOST_LANES = 16  # with which ways of lanes are timed; more lanes have the same ways
@@ -68,8 +68,7 @@ class Kept:
 
 def cache_folder() -> Path:
     """Of this package and this user."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fedjax_pcdd"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd"
 
 
 def convolutions_of(
@@ -80,54 +79,42 @@ def convolutions_of(
     Args:
       simulation: of one lane.
       state: before the first round.
-      noted: what a run that is continued has in its resolved.json, None for a new one.
+      noted: what a run that is continued has in its resolved.json, None for a new one; UserError where it is damaged.
       say: told of a cache folder that cannot be used.
-
-    Raises:
-      UserError: what was noted is damaged.
     """
     if noted is not None:
-        return _noted(noted.get("convolutions"))
+        try:
+            return from_json(noted["convolutions"]) if noted.get("convolutions") else None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = in_one_line(error)
+            raise UserError(
+                f"resolved.json notes convolutions that do not exist ({reason}): start a new run."
+            ) from error
     if config.tune == "off" or table().get(jax.default_backend(), {}).get("shapes"):
         return None
-    parts = _parts(simulation)
+    parts = [part.simulation for part in parts_of(simulation)]
     jobs = most_jobs(len(parts[0].experiments) * parts[0].cohort_size, devices_of(state))
     lanes = min(jobs, MOST_LANES if config.lanes == "auto" else int(config.lanes))
-    wanted = list(dict.fromkeys(operation for part in parts for operation in _operations(part, lanes)))
+    wanted = list(dict.fromkeys(
+        operation for part in parts for operation in operations(
+            part.program.model, part.image_shape, part.program.setting.batch_size, lanes,
+            part.program.dtype,
+        )
+    ))  # fmt: skip
     if not wanted:
         return None
     chosen = _timed(wanted, say, quiet=config.quiet) if jax.process_index() == 0 else Choices()
-    return _of_first_process(chosen)
+    return _of_first_process(chosen) if jax.process_count() > 1 else chosen
 
 
 def lanes_of(simulation: Simulation | Groups) -> int:
     """L, of the architecture with the most."""
-    return max(part.program.lanes for part in _parts(simulation))
-
-
-def _parts(simulation: Simulation | Groups) -> tuple[Simulation, ...]:
-    return simulation.groups if isinstance(simulation, Groups) else (simulation,)
-
-
-def _noted(entries: Any) -> Choices | None:
-    if not entries:
-        return None
-    try:
-        return from_json(entries)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"resolved.json notes convolutions that do not exist ({in_one_line(error)}): start a new run."
-        ) from error
+    return max(part.simulation.program.lanes for part in parts_of(simulation))
 
 
 def note(convolutions: Choices | None) -> list[dict[str, Any]]:
     """For resolved.json."""
     return [] if convolutions is None else as_json(convolutions)
-
-
-def _operations(simulation: Simulation, lanes: int) -> list[Operation]:
-    program, shape = simulation.program, simulation.experiments[0].federation.image_shape
-    return operations(program.model, shape, program.setting.batch_size, lanes, program.dtype)
 
 
 def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
@@ -137,13 +124,12 @@ def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
     known = kept.read()
     missing = [operation for operation in wanted if operation not in known]
     if missing:
-        if not quiet:
-            print(f"timing {len(missing)} convolutions on {device}, {SECONDS:.0f} s at most", file=sys.stderr)
+        show = (lambda text: None) if quiet else (lambda text: print(text, file=sys.stderr))
+        show(f"timing {len(missing)} convolutions on {device}, {SECONDS:.0f} s at most")
         begun = time.perf_counter()
         new = dict(time_forms(missing, begun + SECONDS).timed)
-        if not quiet:
-            took = time.perf_counter() - begun
-            print(f"timed {len(new)} of {len(missing)} in {took:.1f} s, kept in {kept.path}", file=sys.stderr)
+        took = time.perf_counter() - begun
+        show(f"timed {len(new)} of {len(missing)} in {took:.1f} s, kept in {kept.path}")
         kept.write(kept.read() | new)  # another run may have written meanwhile
         known |= new
     return Choices(tuple((operation, known[operation]) for operation in wanted if operation in known))
@@ -151,8 +137,6 @@ def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
 
 def _of_first_process(chosen: Choices) -> Choices:
     """The choices of the first process, in every one."""
-    if jax.process_count() == 1:
-        return chosen
     text = np.frombuffer(json.dumps(as_json(chosen)).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
@@ -160,11 +144,7 @@ def _of_first_process(chosen: Choices) -> Choices:
 
 
 def fewer_lanes(lanes: int, error: OutOfMemory, say: Say) -> int:
-    """Half of the lanes of a run that is out of memory, which is said.
-
-    Raises:
-      OutOfMemory: the error, where there is but one lane.
-    """
+    """Half of the lanes of a run that is out of memory, which is said; the error where there is but one."""
     if lanes == 1:
         raise error
     reason, half = error.sentence.partition("): ")[0], lanes // 2

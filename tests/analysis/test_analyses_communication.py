@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_pcdd.analysis.communication import COLUMNS, Upload, as_printed, upload
+from fedjax_pcdd.analysis.traffic import COLUMNS, Upload, as_printed, upload
 
-EXPECTED = Path(__file__).parents[2] / "experiments/expected/fedmr_table3.csv"
+EXPECTED = Path(__file__).parents[2] / "fedjax_pcdd/papers/expected/fedmr_table3.csv"
 PRINTED = list(csv.DictReader(EXPECTED.read_text().splitlines()))
 
 

@@ -6,7 +6,7 @@ import pytest
 from golden_vectors import cases
 
 from fedjax_pcdd.analysis.angles import class_angles, etf_angle, mean_angle, pairwise_angles
-from fedjax_pcdd.analysis.bilateral import bilateral, draw_bilateral
+from fedjax_pcdd.analysis.pictures import bilateral, draw_bilateral
 from fedjax_pcdd.analysis.spectrum import (
     class_eigenvalue_variance,
     class_spectra,
@@ -100,5 +100,5 @@ def test_bilateral_curves_are_means_over_seeds():
 
 
 def test_bilateral_curves_are_drawn(tmp_path):
-    draw_bilateral({"digits": bilateral([(1, 0.5, 0.9), (10, 0.25, 0.75)])}, tmp_path / "a.png")
+    draw_bilateral({"digits": bilateral([(1, 0.5, 0.9), (10, 0.25, 0.75)])}, {"digits": (0.4, 0.8)}, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pcdd.analysis.convergence import rounds_to, speed_up
+from fedjax_pcdd.analysis.curves import rounds_to, speed_up
 from fedjax_pcdd.analysis.toy import error_rates, optimal_pair, three_class_aggregation
 
 
@@ -43,7 +43,7 @@ def test_regular_simplex_would_turn_by_15_degrees():
 
 def test_speed_ups_are_those_that_fedmr_prints():
     """Rounds and speed-ups of Table 4 agree with each other wherever both are printed."""
-    text = (Path(__file__).parents[2] / "experiments/expected/fedmr_table4.csv").read_text()
+    text = (Path(__file__).parents[2] / "fedjax_pcdd/papers/expected/fedmr_table4.csv").read_text()
     rows = list(csv.DictReader(text.splitlines()))
     cells = {}
     for row in rows:

@@ -17,6 +17,7 @@ import toy
 from flax import struct
 
 import fedjax_pcdd as fp
+import stub
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.training.config import RUN, RunConfig
 
@@ -72,14 +73,20 @@ def test_same_options_give_the_bits_of_a_run(tmp_path):
 def test_arguments_have_the_defaults_of_the_command_line():
     given = {name: p.default for name, p in inspect.signature(fp.simulate).parameters.items() if name in RUN}
     given |= {name: p.default for name, p in inspect.signature(fp.partition).parameters.items() if name in RUN}
-    del given["method"], given["dataset"]
+    for name in ("method", "dataset", "resume"):
+        del given[name]
     assert given == {name: RUN[name].default for name in given} | {"clients": None}
 
 
 def test_every_method_is_a_class_of_the_package():
-    for cls in fp.methods.METHODS.values():
+    for cls in fp.methods.OWN.values():
         assert getattr(fp, cls.__name__) is cls
-        assert cls.__name__ in dir(fp)
+
+
+def test_static_tools_and_dir_know_every_name_and_import_nothing():
+    assert stub.STUB.read_text(encoding="utf-8") == stub.stub(), "write it anew by python docs/hooks/stub.py"
+    code = "import sys, fedjax_pcdd as fp; print('FedGELA' in dir(fp), 'simulate' in dir(fp), 'jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True True False\n"
 
 
 def test_unknown_name_is_no_attribute():
@@ -184,7 +191,7 @@ def test_advice_of_a_method_is_a_warning():
 BAD = {
     "lr of -1": ({"lr": -1}, "lr must be above 0"),
     "unknown argument": ({"momentm": 1}, "did you mean 'momentum'"),
-    "option of run folders": ({"resume": "x"}, "no argument 'resume'"),
+    "option of run folders": ({"keep": 3}, "no argument 'keep'"),
     "half a round": ({"rounds": 2.5}, "rounds takes an integer"),
     "unknown choice": ({"optimizer": "sgdd"}, "sgd or adam"),
     "cohort too large": ({"cohort": 11}, "cohort=11"),
@@ -195,6 +202,14 @@ BAD = {
     "unknown form": ({"method": fp.FedMR(form="of")}, "offdiag or frobenius"),
     "no batch": ({"batch_size": 10**6, "last_batch": "strict"}, "smaller batch_size"),
     "loss that is not finite": ({"lr": 1e30}, "choose a smaller lr or set grad_clip.$"),
+    "server's rate": (
+        {"method": fp.FedAvgM(server_lr=1e38), "rounds": 2},
+        "not finite in round 2 .* smaller lr or server_lr or",
+    ),
+    "server's rate, at the end": (
+        {"method": fp.FedAvgM(server_lr=3e38), "lr": 1.0, "rounds": 1},
+        "the server.s .* is not finite in round 1",
+    ),
 }
 
 
@@ -231,18 +246,45 @@ def test_natural_partition_keeps_the_largest_groups():
     assert fp.partition(data, "natural", clients=2).sizes.tolist() == [3, 2]
 
 
-def test_arrays_become_images_of_256_levels():
-    data = fp.from_arrays(np.full((2, 5, 4), 0.5), [0, 2], np.zeros((1, 5, 4), np.uint8), [1])
-    assert data.x_train.shape == (2, 5, 4, 1)
-    assert data.x_train.dtype == np.uint8
-    assert data.x_train.max() == 128
-    assert data.num_classes == 3
+def test_float_images_are_kept_as_float32():
+    data = fp.from_arrays(np.full((2, 5, 4), -1.3), [0, 2], np.zeros((1, 5, 4)), [1])
+    assert (data.x_train.shape, data.x_train.dtype, data.num_classes) == ((2, 5, 4, 1), np.float32, 3)
+    assert data.x_train.min() == np.float32(-1.3)
 
 
-@pytest.mark.parametrize("images", [np.full((1, 4), 1.5), np.full((1, 4), -0.1), np.array([["a"] * 4])])
-def test_arrays_out_of_range_are_refused(images):
-    with pytest.raises(fp.UserError, match=r"x_train must be uint8, or numbers in \[0, 1\]"):
-        fp.from_arrays(images, [0], np.zeros((1, 4)), [0])
+def test_integers_of_images_are_levels_and_those_of_tables_numbers():
+    image, table = np.full((1, 4, 4), 200), np.full((1, 4), 200)
+    assert fp.from_arrays(image, [0], image, [0]).x_train.dtype == np.uint8
+    assert fp.from_arrays(table, [0], table, [0]).x_train.dtype == np.float32
+
+
+def test_channels_first_images_are_recognised_and_named():
+    x = np.arange(2 * 3 * 8 * 8, dtype=np.uint8).reshape(2, 3, 8, 8)
+    with pytest.warns(UserWarning, match=r"x_train \[2, 3, 8, 8\] has its channels first: they are put last"):
+        data = fp.from_arrays(x, [0, 1], np.moveaxis(x, 1, 3), [0, 1])
+    np.testing.assert_array_equal(data.x_train, data.x_test)
+
+
+@pytest.mark.parametrize(
+    ("samples", "sentence"),
+    [
+        (np.array([["a"] * 4]), "must be numbers"),
+        (np.full((1, 4), np.nan), "not finite"),
+        (np.zeros(1), "must be numbers"),
+    ],
+)
+def test_arrays_that_are_no_samples_are_refused(samples, sentence):
+    with pytest.raises(fp.UserError, match=f"x_train .*{sentence}"):
+        fp.from_arrays(samples, [0], np.zeros((1, 4)), [0])
+
+
+def test_float_tables_train_as_they_are():
+    rng = np.random.default_rng(0)
+    y = np.arange(200) % 2
+    x = rng.normal(100 * (2 * y[:, None] - 1), 1, (200, 3))  # far outside of [0, 1]
+    data = fp.from_arrays(x / 100, y, x / 100, y)
+    history = fp.simulate(fp.partition(data, "iid", clients=2), fp.FedAvg(), rounds=3, local_epochs=1, batch_size=10)
+    assert history.ga[-1] == 1
 
 
 def test_plot_draws_the_evaluated_rounds_in_percent(history):

@@ -28,7 +28,7 @@ SMALL = {
 }  # fmt: skip
 COSTS = {
     *("seconds", "eval_seconds", "seconds_per_round", "compile_seconds", "wall_seconds", "samples_per_second"),
-    *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together"),
+    *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together", "seconds_local"),
 }
 TUNED = {"fine_tune_epochs": 1, "checkpoint_every": 3}
 GRIDS = {
@@ -130,7 +130,7 @@ def test_folders_hold_what_run_py_writes(shared):
     with np.load(old / "partition.npz") as a, np.load(new / "partition.npz") as b:
         assert {name: a[name].tolist() for name in a} == {name: b[name].tolist() for name in b}
     before, after = (json.loads((folder / "resolved.json").read_text()) for folder in (old, new))
-    assert after == before | {"together": 2}
+    assert after == before | {"together": 2, "crc": after["crc"]}
 
 
 def test_seconds_are_a_share_of_the_common_ones(shared):
@@ -188,7 +188,7 @@ def test_one_by_one_is_still_possible(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {"ga_best": 0.5})
     monkeypatch.setattr("fedjax_pcdd.cli.sweep.summarise", lambda *_: [{"failed": 0}])
-    monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda _: "")
+    monkeypatch.setattr("fedjax_pcdd.cli.sweep.as_table", lambda *_: "")
     tmp_path.joinpath("sweep").mkdir()
     assert sweep_main(["--seed=0:3", "--together=1", f"--sweep-dir={tmp_path / 'sweep'}"]) == 0
     assert ran == [0, 1, 2]

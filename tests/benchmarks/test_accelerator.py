@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from benchmarks import accelerator, forms, hlo, survey, targets
+from benchmarks import accelerator, forms, hlo, programs, survey, targets
 from benchmarks.cases import PARTS, PRECISIONS, Case
 from benchmarks.convolutions import Layer
-from benchmarks.turns import count_turns, tagged
+from benchmarks.turns import count_turns, has_loop, tagged
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.models.convolution_forms import FORMS, Window
@@ -150,12 +150,34 @@ def test_the_turns_that_xla_knows_are_multiplied_by_those_of_the_loop_around():
     assert hlo.launches(HLO.replace("INNER", KNOWN), {"2": 3}).kernels == 2 * 1 + 1 * 3 + 2 * 3 * 5
 
 
+BRANCHES = """
+%small (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %a = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused
+}
+
+%large (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %a = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused
+  %w = (s32[], f32[4]{0}) while(%p), condition=%c, body=%inner_body, INNER
+  ROOT %x = f32[4]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+def test_of_branches_the_one_that_launches_most_is_counted_as_a_bound():
+    either = "%f = f32[4]{0} conditional(%p, %p, %p), branch_computations={%small, %large}"
+    text = HLO.replace("%f = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused", either).replace(
+        "ENTRY", BRANCHES + "ENTRY"
+    )
+    launched = hlo.launches(text.replace("INNER", KNOWN), {"2": 3})
+    asking, larger, g = 1, 1 + 5 * 2, 1
+    assert (launched.kernels, launched.branches) == (asking + larger + g + 1 * 3 + 2 * 3 * 5, 1)
+
+
 @pytest.mark.parametrize(
     ("inner", "reason"),
-    [
-        ("sharding={}", "none of the program's own"),
-        (NAMED.replace("loop_2_1/", ""), "stands twice"),
-    ],
+    [("sharding={}", "none of the program's own"), (NAMED.replace("loop_2_1/", ""), "stands twice")],
 )
 def test_kernels_of_a_loop_whose_turns_cannot_be_told_are_not_guessed(inner, reason):
     launched = hlo.launches(HLO.replace("INNER", inner), {"2": 3, "2_1": 7})
@@ -197,6 +219,14 @@ def test_all_goes_through_every_model_and_method(monkeypatch):
     assert [case.layer for case in cases["forms"].values()] == ["a layer"]
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_has_a_loop_before_whose_turns_a_gpu_asks_the_host(name, monkeypatch):
+    """Not in FedAvg's round, hence neither in the passes of others, where all clients train at once."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    round = programs.trace(Case("round", workload="w4", clients=3, lanes=3, method=name))
+    assert not has_loop(round.jaxpr.jaxpr)
+
+
 def test_every_form_of_a_layer_is_a_program_of_the_operation():
     layer = Layer(Window((8, 8), (3, 3), (1, 1), ((1, 1), (1, 1))), 2, 3, 4)
     every = list(forms.forms_of(layer))
@@ -212,12 +242,15 @@ def test_every_form_of_a_layer_is_a_program_of_the_operation():
 
 @pytest.fixture
 def all_of_two(monkeypatch, tmp_path):
-    """`accelerator all` of two programs that are not compiled; the list has the names of those that were measured."""
-    measured = []
+    """`accelerator all` of two programs; the list has the names of those that are compiled, the mapping digests."""
+    compiled, programs = [], {"w1": "one", "w4": "four"}
 
-    def measure(case, target, timeout):
-        measured.append(case.workload)
-        return {"ok": True, "turns": 10, "kernels": 100, "temp_mb": 50.0}
+    def measure(case, target, known, timeout):
+        program = {"program": programs[case.workload]}
+        if program["program"] == known:
+            return program
+        compiled.append(case.workload)
+        return program | {"ok": True, "turns": 10, "kernels": 100, "temp_mb": 50.0}
 
     monkeypatch.setattr(accelerator, "missing", lambda target: "")
     monkeypatch.setattr(accelerator, "measure", measure)
@@ -226,15 +259,71 @@ def all_of_two(monkeypatch, tmp_path):
     def run(*options):
         return accelerator.main(["all", f"--out={tmp_path / 'kept'}", *options])
 
-    return run, measured, tmp_path / "kept.json"
+    return run, compiled, programs, tmp_path / "kept.json"
 
 
 def test_all_goes_on_where_it_was_stopped(all_of_two):
-    run, measured, file = all_of_two
-    assert run("--only=w1") == 0
+    run, compiled, _, file = all_of_two
+    assert run("--only=rounds: w1") == 0
+    assert "Not compiled yet: 1 of 2 rounds." in file.with_suffix(".md").read_text()
     assert run() == 0
-    assert measured == ["w1", "w4"]
+    assert "Not compiled yet" not in file.with_suffix(".md").read_text()
+    assert compiled == ["w1", "w4"]
     assert "| w4 | yes | 10 | 100 | 50 |" in file.with_suffix(".md").read_text()
+
+
+def test_all_compiles_what_is_another_program_than_its_record(all_of_two):
+    run, compiled, programs, file = all_of_two
+    run()
+    programs["w4"] = "another"
+    assert run() == 0
+    assert compiled == ["w1", "w4", "w4"]
+    assert json.loads(file.read_text())["h100"]["rounds"]["w4"]["program"] == "another"
+
+
+def lowered(function):
+    return jax.jit(function).lower(jnp.ones(4))
+
+
+def test_the_digest_is_of_the_program_and_not_of_the_lines_that_made_it(monkeypatch):
+    monkeypatch.setattr(programs, "version", lambda name: "1.0")
+    one = programs.digest(lowered(lambda x: jnp.sin(x) + 1), "h100")
+    another_line = programs.digest(lowered(lambda x: jnp.sin(x) + 1), "h100")
+    assert one == another_line
+    assert one != programs.digest(lowered(lambda x: jnp.sin(x) + 2), "h100")
+    assert one != programs.digest(lowered(lambda x: jnp.sin(x) + 1), "h100", "other turns")
+    monkeypatch.setattr(programs, "version", lambda name: "1.1")
+    assert one != programs.digest(lowered(lambda x: jnp.sin(x) + 1), "h100")
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Sets what a process of one's own prints on both streams, and how it ends (an exception is raised)."""
+
+    def ends(code, output="", errors=""):
+        def run(command, *, stdout, stderr, **_):
+            stdout.write(output)
+            stderr.write(errors)
+            if isinstance(code, Exception):
+                raise code
+            return subprocess.CompletedProcess(command, code)
+
+        monkeypatch.setattr(accelerator.subprocess, "run", run)
+
+    return ends
+
+
+def test_what_does_not_compile_has_the_digest_of_its_program(process):
+    process(-6, '{"program": "one"}\n', "F0000 00:00:1.2 77 tiling.cc:627] Check failed: a == b")
+    record = accelerator.measure(Case("round"), "h100")
+    assert (record["program"], record["ok"]) == ("one", False)
+    assert record["reason"] == "the compiler ended its process: tiling.cc:627] Check failed: a == b"
+
+
+def test_what_took_too_long_is_tried_again(process):
+    process(subprocess.TimeoutExpired("python", 7.0), '{"program": "one"}\n')
+    record = accelerator.measure(Case("round"), "h100", timeout=7.0)
+    assert record == {"ok": False, "reason": "not compiled within 7 s"}
 
 
 @pytest.mark.parametrize(
@@ -249,21 +338,23 @@ def test_all_goes_on_where_it_was_stopped(all_of_two):
     ],
 )
 def test_check_fails_where_a_count_grew_by_more_than_a_tenth(all_of_two, count, committed, code, capsys):
-    run, measured, file = all_of_two
+    run, compiled, programs, file = all_of_two
     run()
     known = json.loads(file.read_text())
     known["h100"]["rounds"]["w4"][count] = committed
     file.write_text(json.dumps(known))
+    programs["w4"] = "another"
     assert run("--check") == code
-    assert measured == ["w1", "w4"] * 2
+    assert compiled == ["w1", "w4", "w4"]
     assert ("rounds, w4: " in capsys.readouterr().out.splitlines()[-1]) == bool(code)
     assert json.loads(file.read_text()) == known
 
 
 def test_check_fails_where_something_no_longer_compiles_or_was_never_committed(all_of_two, monkeypatch, capsys):
-    run, _, _ = all_of_two
+    run, *_ = all_of_two
     run("--only=w1")
-    monkeypatch.setattr(accelerator, "measure", lambda case, target, timeout: {"ok": False, "reason": "aborted"})
+    aborted = {"ok": False, "reason": "aborted"}
+    monkeypatch.setattr(accelerator, "measure", lambda case, target, known, timeout: aborted)
     assert run("--check") == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "rounds, w1: aborted.",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import paired
+
 ROOT = Path(__file__).parents[2]
 SMALL = ("--workload=w4lr", "--rounds=2", "--clients=3", "--per-client=8", "--batch=4", "--json")
 SHARED = {
@@ -107,3 +109,43 @@ print(json.dumps([record, text, json.loads(table)]))
         (1, 32, [4, 4]),
         (32, 64, [2, 2]),
     ]
+
+
+def test_large_prints_the_keys_of_one_setting():
+    done = run("-m", "benchmarks.large", "--clients=120", "--method=scaffold", "--rounds=1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"clients", "method", "median_s", "start_s", "peak_memory_mb"}
+    assert (found["clients"], found["method"]) == (120, "scaffold")
+    assert found["start_s"] > found["median_s"] > 0
+
+
+class Clockwork:
+    """A contestant whose rounds take what it is told."""
+
+    def __init__(self, name, log, seconds):
+        self.name, self.log, self.seconds = name, log, iter(seconds)
+
+    def round(self):
+        self.log.append(self.name)
+        return next(self.seconds)
+
+
+def test_paired_times_a_round_of_each_in_turn_after_two_that_warm_up():
+    log = []
+    ours, theirs = Clockwork("ours", log, [9, 9, 1, 1, 1, 1, 1]), Clockwork("theirs", log, [9, 9, 2, 2, 3, 4, 4])
+    times = paired.race("w1", {"ours": ours, "theirs": theirs}, 0.0)
+    assert log[:4] == ["ours", "theirs"] * 2
+    turns = [log[i : i + 2] for i in range(4, 14, 2)]
+    assert [sorted(turn) for turn in turns] == [["ours", "theirs"]] * 5
+    assert len(set(map(tuple, turns))) == 2  # in either order
+    assert paired.ratio(times["theirs"], times["ours"]) == {"low": 2.0, "median": 3.0, "high": 4.0, "least": 2.0}
+
+
+@pytest.mark.slow
+def test_ten_thousand_clients_of_scaffold_peak_at_little_more_than_their_state():
+    command = ("-m", "benchmarks.large", "--method=scaffold", "--data=stream", "--client-state=host", "--rounds=3")
+    few, many = (json.loads(run(*command, f"--clients={n}").stdout.splitlines()[-1]) for n in (100, 10_000))
+    state = many["client_state_mb"] - few["client_state_mb"]
+    assert state > 290  # of 7850 parameters each
+    assert many["peak_memory_mb"] - few["peak_memory_mb"] < 1.3 * state

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedjax_pcdd.cli.options import flag
+from fedjax_pcdd.cli.messages import flag
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.training import loop
 
@@ -27,10 +27,19 @@ def said(tmp_path, capsys, **options):
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
 def test_momentum_is_advised_against_before_training(tmp_path, capsys, method):
-    text = said(tmp_path, capsys, method=method, momentum=0.9)
+    text = said(tmp_path, capsys, method=method, momentum=0.9, step_normaliser="steps")
     assert text.startswith("warning: ")
-    assert "--step-normaliser=a_k" in text
+    assert "--step-normaliser=auto" in text
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("method", ["scaffold", "feddc"])
+def test_the_defaults_count_momentum(tmp_path, capsys, method):
+    assert said(tmp_path, capsys, method=method, momentum=0.9) == ""
+
+
+def test_momentum_without_clipping_is_advised_against(tmp_path, capsys):
+    assert "--grad-clip=10" in said(tmp_path, capsys, method="scaffold", momentum=0.9, grad_clip="none")
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
@@ -54,6 +63,18 @@ def test_dynamic_regularisation_of_strength_zero_is_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"method": "feddyn", "momentum": 0.9}, "--server-step=none"),
+        ({"method": "fedgen", "alpha": 10.0, "beta_kl": 1.0}, "--alpha=10 has ended"),
+    ],
+    ids=["two momenta", "heavy features"],
+)
+def test_a_reading_that_ended_at_chance_is_not_silent(tmp_path, capsys, options, remedy):
+    assert remedy in said(tmp_path, capsys, **options)
+
+
+@pytest.mark.parametrize(
     ("options", "unread"),
     [
         ({"partition": "iid", "beta": 1.0}, "--beta=1"),
@@ -66,7 +87,7 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
 
 
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
-    assert said(tmp_path, capsys, method="scaffold", momentum=0.9, quiet=True) == ""
+    assert said(tmp_path, capsys, method="scaffold", momentum=0.9, step_normaliser="steps", quiet=True) == ""
 
 
 def test_good_settings_need_no_advice(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """experiments/analyse.py: figures and tables beside accuracy from run folders."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +11,16 @@ from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
 
 def said(capsys, *arguments):
     """What the command prints; it must succeed."""
-    assert analyse_main(EXPERIMENTS, [str(x) for x in arguments]) == 0
+    assert analyse_main([str(x) for x in arguments]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys, *arguments):
     """The sentence of a mistake."""
-    assert analyse_main(EXPERIMENTS, [str(x) for x in arguments]) == 2
+    assert analyse_main([str(x) for x in arguments]) == 2
     return capsys.readouterr().err.strip()
 
 
@@ -110,9 +107,9 @@ def test_a_partition_is_drawn_without_training(tmp_path, capsys):
         (["angels", "x"], "there is no analysis 'angels': did you mean 'angles'?"),
         (["angles"], "name at least one folder of runs, as runs/."),
         (["angles", "nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
-        (["angles", "--outptu=a.png", "x"], "angles has no option --outptu: its options are --output."),
+        (["angles", "--outptu=a.png", "x"], "angles has no option --outptu: its options are --output, --by-split."),
         (["rounds", "{}", "--target=mean"], "--target takes best or last, not 'mean'."),
-        (["bilateral", "{}"], "none of these runs has an E_W: sweep one, as sweep.py --method=fedgela --ew=1,4,16."),
+        (["bilateral", "{}"], "none of these runs has an E_W: sweep --ew=1,4,16 of fedgela."),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
@@ -122,7 +119,7 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
 
 def test_an_unfinished_run_is_said(tmp_path, capsys):
     write_run(tmp_path / "run", finished=False)
-    assert "is unfinished: continue it with run.py --resume=" in refused(capsys, "angles", tmp_path)
+    assert "is unfinished: continue it with --resume=" in refused(capsys, "angles", tmp_path)
 
 
 def test_without_arguments_the_analyses_are_listed(capsys):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from catalogue import BLOCK, markdown
 from fedjax_pcdd import models
 from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
-from fedjax_pcdd.cli.catalogue import BLOCK, markdown, rows
+from fedjax_pcdd.cli.help import method_rows as rows
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
 

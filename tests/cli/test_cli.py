@@ -19,8 +19,6 @@ from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
 from fedjax_pcdd.training.presets import preset_values, read_preset
 
-PRESETS = Path(__file__).parents[2] / "experiments" / "presets"
-
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
@@ -32,12 +30,12 @@ def runs(monkeypatch, tmp_path):
 
 
 def parse(*argv):
-    return cli.parse(argv, PRESETS)
+    return cli.parse(argv)
 
 
 def refusal(capsys, *argv):
     """The one sentence on stderr for arguments that must be refused."""
-    assert main(list(argv), presets=PRESETS) == 2
+    assert main(list(argv)) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -45,13 +43,13 @@ def refusal(capsys, *argv):
 
 
 def test_without_arguments_fedavg_runs_on_digits(runs):
-    assert main(["--quiet"], presets=PRESETS) == 0
+    assert main(["--quiet"]) == 0
     [(config, method)] = runs
     assert (config.method, config.dataset, method) == ("fedavg", "digits", METHODS["fedavg"]())
 
 
 def test_the_run_folder_is_settled_before_the_run(runs):
-    main(["--quiet"], presets=PRESETS)
+    main(["--quiet"])
     assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
 
 
@@ -108,14 +106,8 @@ def test_values_get_their_types(argument, field, value):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (
-            "--method=fedgela --mu1=1",
-            "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr.",
-        ),
-        (
-            "--method=fedgela --mu1 1",
-            "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr.",
-        ),
+        ("--method=fedgela --mu1=1", "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr."),
+        ("--method=fedgela --mu1 1", "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr."),
         ("--batch-szie=5", "there is no option --batch-szie: did you mean '--batch-size'?"),
         ("--bta 5 --lr 1", "there is no option --bta: did you mean '--beta'?"),
         ("--zzzz", "there is no option --zzzz: --help lists them all."),
@@ -147,10 +139,7 @@ def test_values_get_their_types(argument, field, value):
         ("--split=P5C2", "--split chooses a split of a preset: add --preset, or drop it."),
         ("--preset=fedmr/tabel1", "there is no preset 'fedmr/tabel1': did you mean 'fedmr/table1'?"),
         ("--resume=nowhere", "there is no folder nowhere: give --resume the folder of a run."),
-        (
-            "--resume=.",
-            ". holds no config.yaml, so no run can be resumed there: give --resume another folder.",
-        ),
+        ("--resume=.", ". holds no config.yaml, so no run can be resumed there: give --resume another folder."),
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
     ],
 )
@@ -172,43 +161,48 @@ def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api_runs, "run", interrupt)
-    assert main(["--run-dir=here"], presets=PRESETS) == 130
+    assert main(["--run-dir=here"]) == 130
     assert capsys.readouterr().err == "stopped; continue with --resume=here\n"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_shows_every_option_of_the_method(capsys, method):
-    assert main([f"--method={method}", "--help"], presets=PRESETS) == 0
+    assert main([f"--method={method}", "--help"]) == 0
     shown = capsys.readouterr().out.replace(",", " ")
     options = [*RUN.values(), *options_of(METHODS[method]).values()]
     assert [option.name for option in options if f"{cli.flag(option.name)} " not in shown] == []
 
 
 def test_the_help_shows_symbol_bounds_and_default(capsys):
-    main(["--method=fedmr", "--help"], presets=PRESETS)
+    main(["--method=fedmr", "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "mu_2: weight of the inter-class loss [at least 0] (default: 0.0001)" in words
 
 
 def test_the_help_shows_no_option_of_another_method(capsys):
-    main(["--help", "--method", "fedgela"], presets=PRESETS)
+    main(["--help", "--method", "fedgela"])
     shown = capsys.readouterr().out
     assert "--mu1" not in shown
     assert "fedmr" in shown
 
 
 @pytest.mark.parametrize(("option", "known"), [("methods", METHODS), ("datasets", DATASETS), ("models", MODELS)])
-def test_lists_show_every_name(capsys, option, known):
-    assert main([f"--list-{option}"], presets=PRESETS) == 0
-    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert shown == list(known)
+def test_lists_show_every_name(capsys, monkeypatch, option, known):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([f"--list-{option}"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(known)
+    assert max(map(len, lines)) <= 80
 
 
-def test_the_method_list_names_paper_and_file(capsys):
-    main(["--list-methods"], presets=PRESETS)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("fedmr"))
+def test_the_method_list_has_a_line_each_with_what_is_sent_and_the_paper(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["--list-methods"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(METHODS)
+    line = next(line for line in lines if line.startswith("fedmr"))
     assert "TMLR 2023" in line
-    assert "fedjax_pcdd/methods/fedmr.py" in line
+    assert "P + C D + C" in line
 
 
 @pytest.mark.parametrize("split", ["P5C2", "P10C2", "P10C3", "P10C5"])
@@ -269,10 +263,7 @@ def test_a_preset_may_fix_the_method(tmp_path):
         ("rum: {lr: 1}\nsplits: {}", "unknown key 'rum' in FILE: did you mean 'run'?"),
         ("methods: {fedavgg: {}}", "unknown method 'fedavgg' in FILE: did you mean 'fedavg'?"),
         ("methods: {fedavg: {mu: 1}}", "unknown key 'mu' in method 'fedavg' of FILE: "),
-        (
-            "methods: {fedavg: {splits: {z: {}}}}\nsplits: {}",
-            "'splits' of method 'fedavg' of FILE may name no other",
-        ),
+        ("methods: {fedavg: {splits: {z: {}}}}\nsplits: {}", "'splits' of method 'fedavg' of FILE may name no other"),
         ("run: {lr: fast}", "'lr' in FILE takes a number, not 'fast'."),
         ("run: 3", "'run' in FILE must hold `name: value` lines, not '3'."),
         ("splits: [a]", "'splits' in FILE must name splits"),
@@ -323,10 +314,7 @@ def test_a_continued_run_may_track_what_it_did_not_track_before(recorded):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (
-            ["--lr=0.1"],
-            "--lr was 0.05 in this run, not 0.1: resume without it, or start a new run with --run-dir.",
-        ),
+        (["--lr=0.1"], "--lr was 0.05 in this run, not 0.1: resume without it, or start a new run with --run-dir."),
         (
             ["--mu1=0.1", "--seed=4"],
             "--seed was 3 in this run, not 4, --mu1 was 0.2 in this run, not 0.1: resume without",
@@ -355,7 +343,7 @@ def test_every_bound_of_a_method_is_enforced(name, runs, capsys):
 
 
 def test_the_script_exits_with_the_code():
-    script = PRESETS.parent / "run.py"
+    script = Path(__file__).parents[2] / "experiments/run.py"
     done = subprocess.run([sys.executable, script, "--lr=x"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "--lr takes a number, not 'x'.\n")
 

@@ -2,11 +2,19 @@
 
 import csv
 import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
-from fedjax_pcdd.cli.sweep import expand, summarise, sweep_main
+from fedjax_pcdd.api.grid import MEASURES, expand, stages, summarise
+from fedjax_pcdd.cli.sweep import launch, sweep_main
+from fedjax_pcdd.errors import UserError
 
 DRAWS_PICTURES = True
 SMALL = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3", "--min-samples=1"]
@@ -18,6 +26,31 @@ def test_grid_gives_options_to_the_methods_that_have_them():
     assert len({e.name for e in found}) == len(found)
     assert all(("ew" in e.given) == (e.given["method"] == "fedgela") for e in found)
     assert {e.group for e in found if e.given["method"] == "fedavg"} == {"fedavg-beta=0.1", "fedavg-beta=0.5"}
+
+
+GRID = """
+run: {dataset: digits}
+methods: {fedprox: {}, fedmr: {mu2: 0.5}}
+grid: {fedprox: {mu: [1, 2]}, fedmr: {mu1: [1, 2], mu2: [3, 4]}}
+"""
+
+
+def test_a_presets_grid_is_searched_one_hyper_parameter_after_another(tmp_path):
+    (tmp_path / "a.yaml").write_text(GRID)
+    results, seen = {}, []
+    for stage in stages({"preset": str(tmp_path / "a.yaml"), "seed": "0:2"}, results):
+        seen.append([{k: v for k, v in one.given.items() if k.startswith("mu")} for one in stage if "s0" in one.name])
+        results |= {one.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in one.name)) for one in stage}
+    assert seen == [
+        [{"mu": "1"}, {"mu": "2"}, {"mu1": "1"}, {"mu1": "2"}],
+        [{"mu1": "2", "mu2": "3"}, {"mu1": "2", "mu2": "4"}],
+    ]
+
+
+def test_a_hyper_parameter_that_is_given_is_not_searched(tmp_path):
+    (tmp_path / "a.yaml").write_text(GRID)
+    (stage,) = stages({"preset": str(tmp_path / "a.yaml"), "mu": "7", "method": "fedprox"}, {})
+    assert [one.given for one in stage] == [{"method": "fedprox", "preset": str(tmp_path / "a.yaml"), "mu": "7"}]
 
 
 def test_means_and_deviations_are_over_seeds():
@@ -70,3 +103,163 @@ def test_a_failed_experiment_does_not_stop_the_others(tmp_path, capsys):
     assert sweep_main(argv) == 1
     assert "not finite" in capsys.readouterr().out.replace("\n", " ")
     assert (tmp_path / "fedavg-lr=0.01" / "summary.json").is_file()
+
+
+def table_of(folder):
+    return (folder / "summary.csv").read_text()
+
+
+def test_another_sweep_in_a_folder_is_refused_with_what_differs(tmp_path, capsys):
+    argv = ["--method=fedavg", *SMALL, f"--sweep-dir={tmp_path}"]
+    assert sweep_main(argv) == 0
+    before = table_of(tmp_path)
+    assert sweep_main([*argv, "--rounds=2", "--beta=5"]) == 2
+    error = capsys.readouterr().err
+    assert "--beta was 0.1, not 5.0, --rounds was 1, not 2" in error
+    assert error.count("\n") == 1
+    assert table_of(tmp_path) == before
+
+
+def test_a_sweep_without_a_folder_is_named_by_its_grid_whatever_the_seeds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--method=fedavg", *SMALL]
+    for options in (["--seed=0"], ["--seed=0,1"], ["--beta=0.3"]):
+        assert sweep_main([*argv, *options]) == 0
+    one, two = sorted(Path("runs").iterdir(), key=lambda path: len(list(path.glob("fedavg*"))))
+    assert sorted(path.name for path in two.glob("fedavg*")) == ["fedavg-s0", "fedavg-s1"]
+    assert [path.name for path in one.glob("fedavg*")] == ["fedavg"]
+
+
+def test_experiments_that_another_process_has_are_left_to_it_until_it_dies(tmp_path, capsys):
+    argv = ["--method=fedavg", "--seed=0,1", *SMALL, f"--sweep-dir={tmp_path}"]
+    (tmp_path / "claims").mkdir()
+    code = f"""
+import sys
+from pathlib import Path
+from fedjax_pcdd.training.lock import Lock
+Lock.take(Path({str(tmp_path / "claims/fedavg-s0.lock")!r}))
+print("has it", flush=True)
+sys.stdin.readline()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout.readline() == "has it\n"
+        assert sweep_main([*argv, "--status"]) == 0
+        assert f"process {other.pid}" in capsys.readouterr().out.replace("\n", " ")
+        timer = threading.Timer(3, other.kill)
+        timer.start()
+        assert sweep_main(argv) == 0
+        timer.join()
+        assert other.poll() is not None or other.wait() < 0
+    assert len(table_of(tmp_path).splitlines()) == 2
+    assert sweep_main([*argv, "--status"]) == 0
+    assert "2 done, 0 running" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A sweep of one finished experiment."""
+    folder = tmp_path_factory.mktemp("swept") / "sweep"
+    assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"]) == 0
+    return folder
+
+
+def swept_again(swept, folder, damaged):
+    """Exit code of the same sweep in a copy of its folder, after a damage to the experiment's."""
+    shutil.copytree(swept, folder)
+    damaged(folder / "fedavg")
+    return sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"])
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
+def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name):
+    capsys.readouterr()
+    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text("{\n")) == 2
+    err = capsys.readouterr().err
+    assert str(tmp_path / "sweep" / "fedavg" / name) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "metrics.jsonl", "mine.jsonl", "partition.npz"])
+def test_what_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):
+    monkeypatch.delattr(sweep, "run")  # nothing is trained
+    monkeypatch.delattr(sweep, "run_together")
+    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_bytes(b"")) == 0
+    assert table_of(tmp_path / "sweep") == table_of(swept)
+
+
+def unfinish(own):
+    """As after a kill before the summary, with the rest damaged."""
+    (own / "summary.json").unlink()
+    for name in ("resolved.json", "clients.jsonl", "metrics.jsonl", "partition.npz"):
+        (own / name).write_bytes(b"{\n")
+    (own / "mine.jsonl").write_text("not JSON\n")
+
+
+def kill_at_the_start(own):
+    shutil.rmtree(own)
+    own.mkdir()
+    (own / ".config.yaml.tmp").write_text("meth")
+
+
+@pytest.mark.parametrize("damaged", [unfinish, kill_at_the_start])
+def test_a_damaged_experiment_that_is_not_finished_ends_with_the_same_numbers(swept, tmp_path, damaged):
+    assert swept_again(swept, tmp_path / "sweep", damaged) == 0
+    assert table_of(tmp_path / "sweep") == table_of(swept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["processes", "local"])
+def test_workers_divide_a_sweep_and_give_its_table(tmp_path, launcher):
+    if launcher == "local":
+        pytest.importorskip("submitit")
+    argv = ["--method=fedavg,solo", "--seed=0:2", "--lr=0.01,1e30", "--momentum=0", *SMALL]
+    assert sweep_main([*argv, f"--sweep-dir={tmp_path / 'one'}"]) == 1
+    assert sweep_main([*argv, f"--sweep-dir={tmp_path / 'two'}", "--workers=2", f"--launcher={launcher}"]) == 1
+    assert table_of(tmp_path / "one") == table_of(tmp_path / "two")
+    if launcher == "processes":
+        logs = [(tmp_path / f"two/claims/worker-{i}.log").read_text() for i in range(2)]
+        assert all("FEDAVG" in log.upper() for log in logs)
+
+
+def test_a_launcher_that_is_missing_or_refuses_is_a_sentence(tmp_path, monkeypatch):
+    own = {"launcher": "slurm", "workers": 2}
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(UserError, match=r"submitit is missing: pip install 'fedjax-pcdd\[slurm\]'"):
+        launch(["true"], tmp_path, own, [])
+    monkeypatch.setitem(sys.modules, "submitit", Refusing)
+    with pytest.raises(UserError, match="the workers cannot be started: no partition gpu"):
+        launch(["true"], tmp_path, own, ["--slurm.partition=gpu"])
+
+
+class Refusing:
+    """A scheduler that takes nothing."""
+
+    class AutoExecutor:
+        def __init__(self, folder, cluster):
+            raise RuntimeError("no partition gpu")
+
+
+def test_a_grid_of_python_is_a_sweep(tmp_path):
+    grid = {"method": ["fedavg", "fedprox"], "mu": 0.1, "seed": range(2), "rounds": 1, "local_epochs": 1, "lanes": 1}
+    grid |= {"fine_tune_epochs": 0, "clients": 3, "min_samples": 1}
+    results = fp.sweep(grid, folder=tmp_path)
+    assert sorted(results) == ["fedavg-s0", "fedavg-s1", "fedprox-s0", "fedprox-s1"]
+    assert [(row["experiment"], row["seeds"]) for row in results.table()] == [("fedavg", 2), ("fedprox", 2)]
+    assert results.load("fedprox-s1").ga[-1] == results["fedprox-s1"]["ga_last"]
+    assert fp.sweep(grid, folder=tmp_path) == results
+    with pytest.raises(UserError, match="did you mean 'rounds'"):
+        fp.sweep({"round": 1})
+
+
+def test_a_grid_chooses_by_what_its_preset_selects_on(tmp_path):
+    (tmp_path / "a.yaml").write_text(GRID.replace("digits}", "digits, validation: 0.1, select_on: validation}"))
+    results, seen = {}, []
+    for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedmr"}, results):
+        seen.append([one.given["mu1"] for one in stage])
+        results |= {
+            one.name: dict.fromkeys(MEASURES, 0.1 * ("=2" in one.name))
+            | {"ga_validation_best": 0.1 * ("=1" in one.name)}
+            for one in stage
+        }
+    assert seen == [["1", "2"], ["1", "1"]]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from golden_vectors import cases
 
-from fedjax_pcdd.data.partition import class_counts, dirichlet, pcdd
+from fedjax_pcdd.data.lists import class_counts
+from fedjax_pcdd.data.partition import dirichlet, pcdd
 
 
 def families(g, pattern):

@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pcdd.data.lists import Partition, class_counts
 from fedjax_pcdd.data.partition import (
     PARTITIONS,
-    Partition,
-    class_counts,
     dirichlet,
+    extended_dirichlet,
     iid,
     natural,
     partition,
     pcdd,
+    quantity,
 )
 from fedjax_pcdd.errors import UserError
 
@@ -52,7 +53,7 @@ def assert_partition(split, y_train, y_test, clients):
 
 
 def same(a, b):
-    lists = zip(a.train + a.test, b.train + b.test, strict=True)
+    lists = zip([*a.train, *a.test], [*b.train, *b.test], strict=True)
     return all(np.array_equal(x, y) for x, y in lists)
 
 
@@ -179,6 +180,41 @@ def test_pcdd_with_all_classes_is_iid(labels, clients, seed):
 
 
 @quick
+@given(pcdd_problems(), seeds)
+def test_extended_dirichlet_shares_each_class_among_its_owners_alone(problem, seed):
+    train, test, options = problem
+    split = extended_dirichlet(train, test, seed=seed, beta=0.5, **options)
+    assert_partition(split, train, test, options["clients"])
+    counts, equal = (
+        class_counts(train, s.train, options["num_classes"]) for s in (split, pcdd(train, test, seed=seed, **options))
+    )
+    assert (counts[equal == 0] == 0).all()
+
+
+def test_extended_dirichlet_with_a_large_beta_is_pcdd_in_numbers():
+    train, options = balanced(4000), {"clients": 10, "classes_per_client": 3, "num_classes": 10, "seed": 1}
+    even, drawn = (class_counts(train, split.train, 10) for split in (
+        pcdd(train, train, **options), extended_dirichlet(train, train, beta=1e6, **options)))  # fmt: skip
+    assert np.abs(even - drawn).max() <= 2
+
+
+@quick
+@given(label_sets(per_class=30), st.integers(1, 5), seeds)
+def test_quantity_skew_differs_in_sizes_and_keeps_the_least(labels, clients, seed):
+    train, test, _ = labels
+    split = quantity(train, test, clients=clients, seed=seed, beta=0.2)
+    assert_partition(split, train, test, clients)
+    assert min(map(len, split.train)) >= 10
+
+
+def test_quantity_skew_has_unequal_clients_with_all_classes():
+    split = quantity(balanced(5000), balanced(100), clients=5, seed=0, beta=0.3)
+    sizes = np.array([len(x) for x in split.train])
+    assert sizes.max() > 3 * sizes.min()
+    assert (class_counts(balanced(5000), split.train, 10)[sizes > 200] > 0).all()
+
+
+@quick
 @given(label_sets(), st.integers(1, 12), seeds)
 def test_iid_loses_and_doubles_nothing_and_is_even(labels, clients, seed):
     train, test, _ = labels
@@ -197,7 +233,7 @@ def test_iid_permutes_the_training_samples_first():
 @quick
 @given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3)))
 def test_natural_clients_are_the_groups(train, test):
-    split = natural(train, test)
+    split = natural((train, test))
     values = sorted(set(train) | set(test))
     assert_partition(split, train, test, len(values))
     for value, indices in zip(values, split.train, strict=True):
@@ -263,16 +299,15 @@ def split_by_beta(beta, clients, seed) -> Partition:
         ("dirichlet", {"beta": float("nan")}, "beta"),
         ("dirichlet", {"clients": 0}, "clients"),
         ("dirichlet", {"clients": 41}, "400 training samples cannot give 41 clients 10 each"),
-        (
-            "dirichlet",
-            {"clients": 40, "beta": 0.01},
-            "larger beta, fewer clients or a smaller min_samples",
-        ),
+        ("dirichlet", {"clients": 40, "beta": 0.01}, "larger beta, fewer clients or a smaller min_samples"),
         ("pcdd", {"clients": 0}, "clients"),
         ("pcdd", {"classes_per_client": 11}, "classes_per_client"),
         ("pcdd", {"classes_per_client": 0}, "classes_per_client"),
         ("pcdd", {"clients": 3}, "raise clients or classes_per_client"),
         ("pcdd", {"num_classes": 5}, r"labels must lie in \[0, 5\)"),
+        ("extended_dirichlet", {"clients": 3}, "raise clients or classes_per_client"),
+        ("extended_dirichlet", {"beta": 0.0}, "beta"),
+        ("quantity", {"clients": 41}, "400 training samples cannot give 41 clients 10 each"),
         ("iid", {"clients": 0}, "clients"),
         ("iid", {"seed": -1}, "seed"),
         ("natural", {"groups": None}, "partition"),

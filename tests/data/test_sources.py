@@ -8,12 +8,19 @@ import os
 import shutil
 import socket
 import sys
+import time
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedjax_pcdd.cli.prepare import prepare_main
 from fedjax_pcdd.data import npz, sources
+from fedjax_pcdd.data.dataset import sampler, subset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -28,6 +35,33 @@ def made_up(seed=0, n_train=12, n_test=6, shape=(5, 4, 3)):
         "x_test": random.integers(0, 256, (n_test, *shape), dtype=np.uint8),
         "y_test": (np.arange(n_test) % 3).astype(np.uint8),
     }
+
+
+def test_an_archive_is_unpacked_once_and_anew_where_it_is_another(tmp_path):
+    arrays = made_up()
+    for seed in (0, 1):
+        arrays = made_up(seed)
+        np.savez_compressed(tmp_path / "mine.npz", **arrays)
+        with pytest.warns(UserWarning, match=r"mine.npz.unpacked/x_\w+.npy was unpacked from"):
+            data = sources.load("mine", tmp_path, mapped=True)
+        assert isinstance(data.x_train.base, np.memmap)
+        np.testing.assert_array_equal(data.x_train, arrays["x_train"])
+    sources.load("mine", tmp_path, mapped=True)  # says nothing, as warnings are errors
+    file = tmp_path / "mine.npz.unpacked" / "x_test.npy"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.warns(UserWarning, match="x_test.npy was unpacked"):
+        np.testing.assert_array_equal(sources.load("mine", tmp_path, mapped=True).x_test, arrays["x_test"])
+
+
+def test_a_cache_that_cannot_be_written_is_another_or_a_sentence(tmp_path, monkeypatch):
+    np.savez(tmp_path / "mine.npz", **made_up())
+    (tmp_path / "mine.npz.unpacked").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match=r"cache/fedjax_pcdd/unpacked/mine-\w+/x_\w+.npy was unpacked"):
+        sources.load("mine", tmp_path, mapped=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine.npz"))
+    with pytest.raises(UserError, match=r"mine.npz cannot be unpacked.*XDG_CACHE_HOME to a folder that can be written"):
+        sources.load("mine", tmp_path, mapped=True)
 
 
 def stored(folder, arrays, name="mine"):
@@ -120,8 +154,11 @@ def test_delta_files_load_as_images(tmp_path):
 BROKEN = {
     "missing images": ({"x_test": None}, "x_test is missing"),
     "missing labels": ({"y_train": None}, "y_train is missing"),
-    "float images": ({"x_train": np.zeros((12, 5, 4, 3))}, "x_train must be non-empty uint8"),
-    "flat images": ({"x_test": np.zeros((6, 60), np.uint8)}, "x_test must be non-empty uint8"),
+    "float and byte images": ({"x_train": np.zeros((12, 5, 4, 3))}, "x_train is float32 and x_test uint8"),
+    "numbers that are none": ({"x_train": np.full((12, 5, 4, 3), np.nan)}, "x_train holds numbers that are not finite"),
+    "words": ({"x_train": np.full((12, 5), "a")}, "x_train must be numbers"),
+    "films": ({"x_train": np.zeros((12, 2, 5, 4, 3), np.uint8)}, "x_train must be numbers"),
+    "flat images": ({"x_test": np.zeros((6, 60), np.uint8)}, "differ in image size"),
     "no images": ({"x_train": np.zeros((0, 5, 4, 3), np.uint8), "y_train": np.zeros(0, int)}, "non-empty"),
     "other size": ({"x_test": np.zeros((6, 9, 4, 3), np.uint8)}, "differ in image size"),
     "float labels": ({"y_train": np.zeros(12)}, "y_train must be integers"),
@@ -188,6 +225,51 @@ def test_damaged_bytes_are_refused_or_harmless(tmp_path):
         except UserError:
             refused += 1
     assert refused > 75
+
+
+# Large files
+
+
+def test_of_a_large_file_only_the_samples_that_are_wanted_are_in_memory(tmp_path, monkeypatch):
+    x = np.arange(2000, dtype=np.uint8).reshape(-1, 1, 1) + np.zeros((1, 160, 160), np.uint8)  # 51 MB
+    y = np.arange(2000) % 3
+    np.savez_compressed(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:9], y_test=y[:9])
+    keep = sampler("mine", 30, None, 0)
+    whole = subset(sources.load("mine", tmp_path), keep)
+    monkeypatch.setattr(npz, "_CHUNK", 1 << 20)
+    tracemalloc.start()
+    part = sources.load("mine", tmp_path, keep)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(part.x_train, whole.x_train)
+    np.testing.assert_array_equal(part.y_train, whole.y_train)
+    assert peak < 10e6
+
+
+def test_arrays_larger_than_memory_are_refused_by_their_header(tmp_path):
+    stored(tmp_path, made_up())
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": (10**9, 224, 224, 3)}
+    )
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive, zipfile.ZipFile(tmp_path / "mine.npz") as other:
+        archive.writestr("x_train.npy", header.getvalue())
+        for name in ("y_train.npy", "x_test.npy", "y_test.npy"):
+            archive.writestr(name, other.read(name))
+    with pytest.raises(UserError, match=r"x_train \[1000000000, 224, 224, 3\] of uint8 needs 150528.0 GB of memory"):
+        sources.load("huge", tmp_path)
+
+
+def test_a_hundred_thousand_class_names_take_seconds(tmp_path):
+    y = np.random.default_rng(0).integers(0, 100_000, 5000)
+    x, names = np.zeros((5000, 2, 2), np.uint8), np.char.add("class ", np.arange(100_000).astype(str))
+    start = time.process_time()
+    data = stored(tmp_path, {"x_train": x, "y_train": y, "x_test": x, "y_test": y, "classes": names})
+    options = {"num_classes": data.num_classes, "clients": 10, "seed": 0, "classes_per_client": 10_000}
+    for kind in ("dirichlet", "pcdd"):
+        made = Federation(data, partition(kind, y, y, **options))
+        assert made.class_counts.shape == (10, 100_000)
+    assert time.process_time() - start < 30
 
 
 # Names and places
@@ -370,52 +452,40 @@ def test_missing_split_is_named(prepared):
 # experiments/prepare.py
 
 
-@pytest.fixture
-def script():
-    found = importlib.util.spec_from_file_location("prepare", REPOSITORY / "experiments" / "prepare.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
 def pretend_tensorflow(monkeypatch, present):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if present else None)
 
 
-def test_prepare_without_tensorflow_is_one_sentence_and_exit_code_2(script, monkeypatch, tmp_path, capsys):
+def test_prepare_without_tensorflow_is_one_sentence_and_exit_code_2(monkeypatch, tmp_path, capsys):
     pretend_tensorflow(monkeypatch, False)
-    assert script.main(["mnist", f"--data-dir={tmp_path}"]) == 2
+    assert prepare_main(["mnist", f"--data-dir={tmp_path}"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_prepare_without_network_is_one_sentence_and_exit_code_2(
-    script, tfds, builder_class, monkeypatch, tmp_path, capsys
-):
+def test_prepare_without_network_is_one_sentence_and_exit_code_2(tfds, builder_class, monkeypatch, tmp_path, capsys):
     def unreachable(*_, **__):
         raise ConnectionError("no route to host")
 
     pretend_tensorflow(monkeypatch, True)
     monkeypatch.setattr(builder_class, "download_and_prepare", unreachable)
-    assert script.main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 2
+    assert prepare_main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 2
     assert "could not be downloaded" in capsys.readouterr().err
 
 
-def test_what_prepare_writes_is_what_load_reads(script, builder_class, monkeypatch, tmp_path):
+def test_what_prepare_writes_is_what_load_reads(builder_class, monkeypatch, tmp_path):
     pretend_tensorflow(monkeypatch, True)
-    assert script.main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 0
+    assert prepare_main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 0
     assert sources.load("pcdd_tiny", tmp_path).x_train.shape == (9, 6, 5, 3)
 
 
 @pytest.mark.parametrize(("name", "says"), [("digits", "built in"), ("usps", "usps.npz")])
-def test_prepare_says_what_needs_no_preparation(script, tmp_path, capsys, name, says):
-    assert script.main([name, f"--data-dir={tmp_path}"]) == 2
+def test_prepare_says_what_needs_no_preparation(tmp_path, capsys, name, says):
+    assert prepare_main([name, f"--data-dir={tmp_path}"]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_prepare_lists_its_names(script, capsys):
-    assert script.main(["--list"]) == 0
+def test_prepare_lists_its_names(capsys):
+    assert prepare_main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(sources.TFDS_NAMES)
 
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.federation import Dataset
-from fedjax_pcdd.data.subset import stratified, subset
+from fedjax_pcdd.data.dataset import Dataset, sampler, stratified, subset
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.build import federate
 
@@ -34,19 +33,19 @@ def test_images_labels_and_groups_stay_together():
     number = np.arange(20)
     images = number.astype(np.uint8).reshape(20, 1, 1, 1)
     data = Dataset("made-up", images, number % 2, images, number % 2, 2, groups_train=number, groups_test=number)
-    small = subset(data, 6, None, 0)
+    small = subset(data, sampler("made-up", 6, None, 0))
     assert small.x_train.ravel().tolist() == small.groups_train.tolist()
     np.testing.assert_array_equal(small.y_train, small.groups_train % 2)
     assert len(small.y_test) == 20
 
 
 def test_all_samples_are_the_data_set_itself():
-    whole = subset(DIGITS, len(DIGITS.y_train), None, 3)
+    whole = subset(DIGITS, sampler("digits", len(DIGITS.y_train), None, 3))
     np.testing.assert_array_equal(whole.x_train, DIGITS.x_train)
 
 
 def test_the_seed_decides_which_samples():
-    first, same, other = (subset(DIGITS, 100, 50, seed) for seed in (0, 0, 1))
+    first, same, other = (subset(DIGITS, sampler("digits", 100, 50, seed)) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first.x_train, same.x_train)
     assert not np.array_equal(first.x_train, other.x_train)
     assert not np.array_equal(first.x_test, other.x_test)
@@ -60,5 +59,5 @@ def test_a_federation_shares_out_the_subset():
 
 @pytest.mark.parametrize("part", ["train", "test"])
 def test_more_samples_than_there_are_is_refused(part):
-    with pytest.raises(UserError, match=rf"'digits' has \d+ {part} samples, not --{part}-samples=9999"):
+    with pytest.raises(UserError, match=rf"'digits' has \d+ {part} samples, not {part}_samples=9999"):
         federate(parse([f"--{part}-samples=9999"])[0])

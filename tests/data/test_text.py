@@ -59,7 +59,7 @@ def speakers(dataset):
 def federation():
     arrays = made_up()
     dataset = read_text(arrays, "play")
-    return Federation(dataset, natural(*speakers(dataset)))
+    return Federation(dataset, natural(speakers(dataset)))
 
 
 def said(arrays, speaker):

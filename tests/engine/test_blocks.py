@@ -104,11 +104,11 @@ def test_unequal_clients_in_as_many_lanes_begin_and_end_together(gpu, cohort):
 
 
 def test_a_single_lane_has_the_blocks_of_a_cpu_everywhere(gpu):
-    assert choose_blocks(np.array([3, 5]), 2, 1, everybody=True) == Blocks(together=True)
+    assert choose_blocks(np.array([3, 5]), 2, 1, everyone=True) == Blocks(together=True)
 
 
 def test_a_cpu_takes_one_job_after_another():
-    assert choose_blocks(np.array([3, 5]), 2, 2, everybody=True) == Blocks()
+    assert choose_blocks(np.array([3, 5]), 2, 2, everyone=True) == Blocks()
 
 
 @settings(deadline=None, max_examples=60)

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.engine import devices, schedule
+from fedjax_pcdd.engine import devices, schedule, tuning
 from fedjax_pcdd.errors import UserError
 
 HERE = Path(__file__).parents[1]
 CASES = (
     *("fedavg", "scaffold, clients on the host", "fedmr", "fedgela", "stacked messages", "no global model"),
     *("two experiments", "blocks, clients on the host", "blocks of whole jobs", "blocks of two experiments"),
+    "samples from the host",
 )
 
 
@@ -82,7 +83,7 @@ def test_every_step_of_every_job_is_some_devices(steps, lanes, number):
 @given(steps_of_jobs, st.integers(1, 3), counts)
 def test_every_job_has_one_place(steps, lanes, number):
     shares = divided(steps, lanes, number)
-    np.testing.assert_array_equal(shares.members.ravel()[shares.place], np.arange(len(steps)))
+    np.testing.assert_array_equal(shares.members.ravel()[shares.position], np.arange(len(steps)))
     assert (shares.members >= 0).sum() == len(steps)
 
 
@@ -104,6 +105,17 @@ def test_devices_finish_at_about_the_same_time(number):
     assert shares.plan.step_stop.max() * 2 * number <= 1.05 * steps.sum()
 
 
+@given(steps_of_jobs, st.integers(1, 3), st.integers(1, 3), st.data())
+def test_jobs_are_trained_by_the_process_that_owns_their_client(steps, lanes, each, data):
+    owners = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(steps), max_size=len(steps))))
+    batches = [np.zeros((n, 2), np.int32) for n in steps]
+    capacity = schedule.most_steps([np.array(steps)], len(steps), lanes, each)
+    shares = schedule.divide(batches, lanes, 3 * each, steps=capacity, owners=owners, processes=3)
+    device = shares.position // shares.members.shape[1]
+    np.testing.assert_array_equal(device // each, owners)
+    assert sorted(shares.members[shares.members >= 0].tolist()) == list(range(len(steps)))
+
+
 def test_more_devices_than_there_are_is_a_sentence():
     there = len(jax.devices())
     with pytest.raises(UserError, match=f"devices={there + 1} is more than the {there} cpu devices"):
@@ -115,8 +127,8 @@ def test_auto_is_one_device_on_a_cpu():
 
 
 def test_lanes_are_tried_for_the_cores_of_one_device(monkeypatch):
-    monkeypatch.setattr(devices, "_cores", lambda: 8)
-    assert devices.candidates(100, 4) == [1, 2]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert tuning.candidates(100, 4) == [1, 2]
 
 
 def test_participants_with_own_models_stay_on_one_device(tmp_path, capsys, monkeypatch):

@@ -178,6 +178,16 @@ def test_equal_architectures_may_be_averaged_in_every_exchange(name):
     assert_close(clients, jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), before))
 
 
+def test_models_that_are_averaged_begin_alike_unless_told_otherwise():
+    def first(**hyper):
+        return arrays(toy.groups("fedmd", necks=ONE, **hyper, **SGD).start().clients[0])
+
+    averaged = first(average="trained")
+    assert_equal(averaged, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), averaged))
+    for own in (first(), first(average="trained", common_start=False)):
+        assert any(np.any(x[0] != x[1]) for x in jax.tree.leaves(own))
+
+
 def test_one_architecture_of_a_common_model_is_a_plain_simulation():
     table = toy.groups("fedavg", necks=ONE, **SGD)
     plain = table.groups[0]

@@ -8,7 +8,7 @@ import pytest
 from golden_vectors import cases
 
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.methods.method import Hyper
+from fedjax_pcdd.methods.method import Local
 
 # key, optimiser, lr, momentum, decay, clip, anew in every step (the constants of tests/golden/README.md)
 SETTINGS = [
@@ -23,8 +23,8 @@ SETTINGS = [
 @pytest.mark.parametrize("g", cases("optimisers"))
 @pytest.mark.parametrize(("key", "name", "lr", "momentum", "decay", "clip", "anew"), SETTINGS)
 def test_steps_agree_with_the_reference(g, key, name, lr, momentum, decay, clip, anew):
-    hyper = Hyper(*(jnp.asarray(v) for v in (lr, momentum, decay, jnp.inf if clip is None else clip)))
-    optimiser = make_optimiser(name, hyper, clip=clip is not None)
+    local = Local(optimizer=name, lr=lr, momentum=momentum, weight_decay=decay, clip=clip)
+    optimiser = make_optimiser(local, clip=clip is not None)
     w = jnp.asarray(g["in_w"])
     state = optimiser.init(w)
     for expected in g[key]:
@@ -35,10 +35,10 @@ def test_steps_agree_with_the_reference(g, key, name, lr, momentum, decay, clip,
 
 
 def test_parts_are_clipped_each_by_itself():
-    hyper = Hyper(*map(jnp.float32, (1.0, 0.0, 0.0, 1.0)))
+    local = Local(lr=1.0, momentum=0.0, weight_decay=0.0, clip=1.0)
     gradients = {"small": jnp.array([0.3, 0.4]), "large": jnp.array([30.0, 40.0]), "rest": jnp.array([0.6, 0.0])}
     for apart, small in (((), 0.5 / 50), (("small", "large"), 0.5)):
-        optimiser = make_optimiser("sgd", hyper, clip=True, apart=apart)
+        optimiser = make_optimiser(local, clip=True, apart=apart)
         updates, _ = optimiser.update(gradients, optimiser.init(gradients), gradients)
         norms = {name: np.linalg.norm(update) for name, update in updates.items()}
         assert norms["small"] == pytest.approx(small, rel=1e-3)
@@ -47,7 +47,7 @@ def test_parts_are_clipped_each_by_itself():
 
 
 def adam():
-    return make_optimiser("adam", Hyper(*map(jnp.float32, (0.1, 0.0, 0.0, jnp.inf))), clip=False)
+    return make_optimiser(Local(optimizer="adam", lr=0.1, weight_decay=0.0), clip=False)
 
 
 def test_adam_begins_anew_for_what_stood_still_and_goes_on_for_the_rest():
@@ -74,8 +74,8 @@ def test_adam_without_a_mask_is_optax_adam():
 
 
 def test_clipping_at_infinity_changes_nothing():
-    hyper = Hyper(jnp.float32(0.1), jnp.float32(0.9), jnp.float32(0.0), jnp.float32(jnp.inf))
+    local = Local(lr=0.1, momentum=0.9, weight_decay=0.0, clip=jnp.inf)
     w, gradient = {"a": jnp.arange(3.0)}, {"a": jnp.array([1e15, -3.0, 0.0])}
-    steps = [make_optimiser("sgd", hyper, clip=clip) for clip in (False, True)]
+    steps = [make_optimiser(local, clip=clip) for clip in (False, True)]
     free, clipped = (optimiser.update(gradient, optimiser.init(w), w)[0] for optimiser in steps)
     jax.tree.map(np.testing.assert_array_equal, free, clipped)

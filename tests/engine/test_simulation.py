@@ -9,14 +9,15 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import struct
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.engine import devices, schedule
+from fedjax_pcdd.engine import schedule, tuning
+from fedjax_pcdd.engine.lanes import training_round
 from fedjax_pcdd.engine.round import Experiment, Simulation
-from fedjax_pcdd.engine.training_round import training_round
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method
@@ -97,12 +98,10 @@ def test_clients_with_the_same_data_agree_with_their_mean():
     close(*states, 1e-6)
 
 
+@struct.dataclass
 class Normed(Method):
     def build(self, model):
         return model.clone(feature_norm=True)
-
-
-jax.tree_util.register_dataclass(Normed, [], [])
 
 
 def test_without_learning_rate_only_running_statistics_move():
@@ -240,7 +239,7 @@ def test_auto_lanes_are_among_the_candidates():
     def make(lanes):
         return toy.simulation(lanes=lanes)
 
-    assert devices.choose_lanes(make, base.start(), 3, 10).program.lanes in devices.candidates(3)
+    assert tuning.choose_lanes(make, base.start(), 3, 10).program.lanes in tuning.candidates(3)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])
@@ -277,9 +276,7 @@ def test_frozen_parameters_do_not_move_at_all():
     assert np.any(before["head"]["kernel"] != after["head"]["kernel"])
 
 
+@struct.dataclass
 class HeadOnly(Method):
     def trainable(self, params, context):
         return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key == "head", params)
-
-
-jax.tree_util.register_dataclass(HeadOnly, [], [])

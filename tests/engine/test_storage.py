@@ -10,6 +10,7 @@ import toy
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.storage import OnHost
+from fedjax_pcdd.errors import UserError
 
 
 def test_the_device_sees_the_cohort_alone():
@@ -63,6 +64,17 @@ def test_what_was_fetched_ahead_serves_no_other_rows_and_no_other_state():
     for asked, rows, expected in ((state, [1, 2], [1.0, 2.0]), (other, [0, 1], [5.0, 6.0])):
         storage.prefetch(state, np.array([0, 1]))
         assert np.array(storage.fetch(asked, np.array(rows)).clients["w"]).tolist() == expected
+
+
+def test_a_disk_without_room_for_clients_is_a_sentence(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(
+        UserError, match=r"has no room for 0 MB of clients' state \(No space left on device\): set TMPDIR"
+    ):
+        toy.simulation("moon", client_state="disk").start()
 
 
 @pytest.mark.parametrize("method", ["fedrep", "feddyn"])

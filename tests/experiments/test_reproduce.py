@@ -42,12 +42,12 @@ def folders(tmp_path):
         (experiments / f"presets/toy/{table}.yaml").write_text(PRESET)
         (experiments / f"expected/toy_{table}.csv").write_text(EXPECTED.format(metric=metric))
     (experiments / "reproduction/tiny.yaml").write_text(PLAN)
-    return Folders(tmp_path / "runs", tmp_path / "results", experiments, None)
+    return Folders(tmp_path / "runs", tmp_path / "results", None, experiments / "presets", experiments / "expected")
 
 
 def planned(folders, text=PLAN):
-    (folders.experiments / "reproduction/tiny.yaml").write_text(text)
-    return read_plan("tiny", folders.experiments / "reproduction", folders.presets).cells
+    (folders.presets.parent / "reproduction/tiny.yaml").write_text(text)
+    return read_plan("tiny", folders.presets.parent / "reproduction", folders.presets).cells
 
 
 def one(folders, name, text=PLAN):
@@ -233,18 +233,22 @@ def test_the_typical_time_is_that_of_the_same_method_where_there_is_one(folders)
 
 
 def test_the_command_line_lists_runs_and_prints_what_is_left(folders, capsys):
+    base = folders.presets.parent
     flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny"]
-    assert reproduce_main(folders.experiments, [*flags, "--only=toy/table1/tiny-A-fedavg-s0"]) == 0
+    assert reproduce_main(base, [*flags, "--only=toy/table1/tiny-A-fedavg-s0"], folders.presets.parent) == 0
     assert "1 cells done, 0 left" in capsys.readouterr().out
-    assert reproduce_main(folders.experiments, [*flags, "--list"]) == 0
+    assert reproduce_main(base, [*flags, "--list"], base) == 0
     assert "finished toy/table1 tiny-A-fedavg-s0" in capsys.readouterr().out
-    assert reproduce_main(folders.experiments, [*flags, "--dry-run"]) == 0
+    assert reproduce_main(base, [*flags, "--dry-run"], base) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(planned(folders)) - 1
 
 
-@pytest.mark.parametrize("flags", [["--only=fccl"], ["--scale=none"], ["--budget=1"], ["--budget-minutes=soon"]])
+@pytest.mark.parametrize(
+    "flags", [["--only=fccl"], ["--scale=none"], ["--budget=1"], ["--budget-minutes=soon"], ["--budget-minutes=nan"]]
+)
 def test_mistakes_are_one_sentence_and_exit_code_2(folders, capsys, flags):
-    assert reproduce_main(folders.experiments, ["--scale=tiny", *flags]) == 2
+    base = folders.presets.parent
+    assert reproduce_main(base, ["--scale=tiny", *flags], base) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

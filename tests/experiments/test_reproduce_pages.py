@@ -1,5 +1,6 @@
 """The generated pages: what is computed from results, and that the committed pages are what the results give."""
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,19 +9,20 @@ import yaml
 
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.expected import Expected, read_expected
-from fedjax_pcdd.training.presets import preset_values, read_preset
+from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
+from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
 from reproduction.ambiguities import effects, read_ambiguities, tags_of
-from reproduction.claims import Claim, counts, findings, read_claims
+from reproduction.claims import Claim, as_json, counts, findings, read_claims
 from reproduction.columns import columns, with_means
+from reproduction.command import reproduce_main
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
-PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in (
-    "claims", "ambiguities"
-))  # fmt: skip
+PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in {
+    "claims", "ambiguities", "coverage"
+})  # fmt: skip
 
 
 def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="finished", **over):
@@ -97,6 +99,44 @@ def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
     assert second.verdict == "not tried"
 
 
+def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
+    every = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
+             for name in ("fedmr", "fedavg") for split in "AB"]  # fmt: skip
+    other = CLAIM._replace(table="toy/table2")
+    elsewhere = [{**one, "table": "toy/table2"} for one in every]
+    judged = findings([CLAIM, other], columns([*every, *elsewhere], PAPER), PAPER | {"toy/table2": PAPER["toy/table1"]})
+    first = judged[0]
+    assert first.in_table == pytest.approx(2 * first.alone.p)
+    assert first.best.p == pytest.approx(min(1.0, 4 * first.alone.p))
+
+
+def test_claims_are_listed_with_what_only_a_gpu_can_decide():
+    results = [made_up(name, ga, seed) for seed in (0, 1) for name, ga in (("fedmr", 50.0 + seed), ("fedavg", 40.0))]
+    tried, not_tried = as_json(findings([CLAIM], columns(results, PAPER), PAPER), {("toy/table1", "A")})
+    assert (tried["seeds"], tried["needs_gpu"], tried["gpu_command"]) == (2, False, None)
+    assert tried["interval"][0] < tried["difference"] == 10.5 < tried["interval"][1]
+    assert (not_tried["seeds"], not_tried["needs_gpu"], not_tried["verdict"]) == (0, True, "not tried")
+    assert "--only=toy/table1" in not_tried["gpu_command"]
+
+
+def test_the_papers_claims_are_printed_as_json(capsys):
+    assert reproduce_main(EXPERIMENTS, ["--claims", "--json", f"--results-dir={REPOSITORY / 'results'}"]) == 0
+    keys = {
+        "claim",
+        "table",
+        "split",
+        "scale",
+        "seeds",
+        "needs_gpu",
+        "difference",
+        "interval",
+        "verdict",
+        "p",
+        "p_table",
+    }
+    assert all(keys <= set(row) for row in json.loads(capsys.readouterr().out))
+
+
 def test_a_reading_that_departs_from_the_table_bears_on_no_claim_unless_named():
     results = [made_up("fedmr", 50.0, tag="other"), made_up("fedavg", 40.0, tag="other")]
     every = columns(results, PAPER)
@@ -139,7 +179,7 @@ def test_the_committed_pages_are_what_the_committed_results_give():
 
 def test_pages_are_written_where_they_are_wanted(tmp_path):
     written = write_pages(tmp_path / "none", EXPERIMENTS, tmp_path / "docs")
-    assert [path.name for path in written] == ["reproduction.md", "ambiguities.md"]
+    assert [path.name for path in written] == ["reproduction.md", "ambiguities.md", "coverage.md"]
     assert "Nothing has been run yet." in written[0].read_text(encoding="utf-8")
 
 
@@ -148,8 +188,8 @@ def test_pages_are_written_where_they_are_wanted(tmp_path):
 
 def test_every_claim_is_about_rows_and_splits_of_its_preset():
     for claim in read_claims(EXPERIMENTS / "reproduction/claims.yaml"):
-        preset = read_preset(claim.table, EXPERIMENTS / "presets")
-        names = {(row.split, row.metric) for row in read_expected(EXPERIMENTS / "expected", claim.table)}
+        preset = read_preset(claim.table, PRESETS)
+        names = {(row.split, row.metric) for row in read_expected(EXPECTED, claim.table)}
         for split in claim.splits:
             assert (claim.printed_on or split, claim.metric) in names, f"{claim.text}: {split}"
         split = next(split for split in claim.splits if split in preset.splits)
@@ -161,13 +201,13 @@ def test_every_claim_is_about_rows_and_splits_of_its_preset():
 def test_every_other_reading_is_a_command_line():
     for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for options in one.other:
-            parse(options.split(), EXPERIMENTS / "presets")
+            parse(options.split())
 
 
 def test_every_measured_reading_is_in_the_plan_of_the_cpu():
     planned = {
         (cell.table, cell.split, cell.tag, cell.method)
-        for cell in read_plan("cpu", EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
+        for cell in read_plan("cpu", EXPERIMENTS / "reproduction", PRESETS).cells
     }
     for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
         for tag in one.measured.tags if one.measured else ():
@@ -182,9 +222,9 @@ def test_tags_of_readings_are_no_tags_of_whole_tables():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_name_only_what_their_presets_have(name):
-    cells = read_plan(name, EXPERIMENTS / "reproduction", EXPERIMENTS / "presets").cells
+    cells = read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells
     for cell in {(cell.table, cell.method, cell.variant): cell for cell in cells}.values():
-        configured(cell, EXPERIMENTS / "presets")
+        configured(cell, PRESETS)
 
 
 def test_plans_are_valid_yaml_without_data_folders():

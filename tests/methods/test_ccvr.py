@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import struct
 from golden_vectors import cases
 from participants import arrays, assert_close, same
 
@@ -14,7 +15,9 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.ccvr import CCVR
+from fedjax_pcdd.methods.method import Message, Method, Summary, Traits
 from fedjax_pcdd.methods.server_training import train_in_passes
+from fedjax_pcdd.methods.wrappers import extended
 from fedjax_pcdd.models.classifier import apply_head, forward
 
 RTOL, ATOL = 1e-9, 1e-12
@@ -164,8 +167,39 @@ def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused()
         methods.get("ccvr+avgm")().configure(setting(), None)
 
 
+@struct.dataclass
+class Counting(Method):
+    """FedAvg whose server learns in the last round how many samples its clients have."""
+
+    def traits(self):
+        return Traits(summary=Summary(last=True))
+
+    def init_server(self, setting, variables, class_counts, key):
+        return extended(super().init_server(setting, variables, class_counts, key), seen=jnp.zeros(()))
+
+    def summarise(self, variables, batch, context):
+        return batch.mask.sum()  # not 0 before the last round, so a pass that is made there is seen
+
+    def upload(self, variables, summary, context):
+        return (), Message(mean=variables, total=summary)
+
+    def aggregate(self, server, message, weights, context):
+        return server._replace(variables=message.mean, seen=message.total)
+
+
+@pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3, "block": 3}], ids=["jobs", "blocks"])
+def test_a_pass_of_the_last_round_is_made_in_no_other(options):
+    simulated = toy.simulation(method=Counting(), cohort=5, **options)
+    state, seen = simulated.start(), []
+    for r in range(3):
+        state, _ = simulated.step(state, r)
+        seen.append(float(state.servers.seen[0]))
+    assert seen == [0, 0, sum(toy.SIZES)]
+    assert simulated.compilations == 1
+
+
 def setting(**known):
-    return toy.simulation("ccvr").program.setting._replace(**known)
+    return toy.simulation("ccvr").program.setting._replace(**{"rarest_class": 2**20} | known)
 
 
 def test_covariances_that_do_not_fit_are_refused():
@@ -177,3 +211,41 @@ def test_covariances_that_do_not_fit_are_refused():
 def test_a_single_round_is_advised_against():
     assert "`rounds`" in CCVR().configure(setting(rounds=1), None)[1][0]
     assert not CCVR().configure(setting(), None)[1]
+
+
+@pytest.mark.parametrize(
+    ("known", "options", "sentence"),
+    [
+        ({"rarest_class": 0}, {}, "set `softmax=present`"),
+        ({"rarest_class": 0}, {"softmax": "present"}, ""),
+        (
+            {"rarest_class": 7, "feature_dim": 7},
+            {},
+            "7 samples of a class for 7 features, so its covariance is singular",
+        ),
+        ({"rarest_class": 7, "feature_dim": 7}, {"covariance": "diagonal"}, ""),
+        ({"rarest_class": 8, "feature_dim": 7}, {}, ""),
+    ],
+)
+def test_classes_without_samples_and_singular_covariances_are_said(known, options, sentence):
+    advice = CCVR(**options).configure(setting(**known), None)[1]
+    assert len(advice) == bool(sentence)
+    assert sentence in " ".join(advice)
+
+
+def test_the_engine_knows_the_rarest_class():
+    assert toy.simulation("ccvr").program.setting.rarest_class == 0  # class 3 is no client's
+
+
+def test_permuting_classes_permutes_the_gaussians():
+    order = jnp.asarray([2, 0, 1, 3])
+    plain, permuted = gaussians(toy_moments()), gaussians(toy_moments(order))
+    for a, b in zip(plain, permuted, strict=True):
+        np.testing.assert_allclose(b[order], a, 1e-5, 1e-6)
+
+
+def test_float32_keeps_covariances_of_features_far_from_zero():
+    rng = np.random.default_rng(3)
+    features = (5 + 0.5 * rng.normal(size=(4000, 3))).astype(np.float32)
+    moments = class_moments(jnp.asarray(features), jnp.zeros(4000, int), 1, diagonal=False)
+    np.testing.assert_allclose(gaussians(moments)[1][0], np.cov(features.T.astype(float)), atol=2e-3)

@@ -5,10 +5,10 @@ Methods that exchange logits: test_contract_public.py.
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import pytest
 import toy
+from flax import struct
 
 from fedjax_pcdd import testing
 from fedjax_pcdd.methods import METHODS, Method
@@ -109,9 +109,7 @@ def test_zero_coefficients_reduce_to_fedavg(name):
     testing.reduces_to_fedavg(toy.simulation(name, **REDUCES[name]), toy.simulation(method=plain))
 
 
+@struct.dataclass
 class Biasless(Method):
     def build(self, model):
         return model.clone(head_bias=False)
-
-
-jax.tree_util.register_dataclass(Biasless, [], [])

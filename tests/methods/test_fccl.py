@@ -175,8 +175,8 @@ def test_models_are_averaged_before_local_training_not_after_it():
 
 
 def test_models_are_averaged_after_local_training():
-    trained = toy.groups("fccl", necks=ONE, **SGD)
-    table = toy.groups("fccl", necks=ONE, average="trained", **SGD)
+    trained = toy.groups("fccl", necks=ONE, common_start=False, **SGD)
+    table = toy.groups("fccl", necks=ONE, average="trained", common_start=False, **SGD)
     mean = mean_of(arrays(trained.step(trained.start(), 0)[0].clients[0].variables))
     after = arrays(table.step(table.start(), 0)[0].clients[0].variables)
     for k in range(5):

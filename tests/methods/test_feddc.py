@@ -1,5 +1,7 @@
 """FedDC: vectors, invariants, and each option."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,15 +137,50 @@ def test_three_models_can_be_evaluated(choice, expected):
     assert seen == expected
 
 
-def test_momentum_is_warned_of_with_the_option_that_helps():
-    _, (sentence,) = FedDC().configure(setting(2), hyper(momentum=0.9))
-    assert "`step_normaliser=a_k`" in sentence
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("momentum", "divisor"), [(0.9, 13.1441), (0.0, 6)])
+def test_by_default_momentum_decides_between_the_divisors(momentum, divisor):
+    delta = uploaded(FedDC(), sizes=(12,), epochs=2, batch=4, steps=5, momentum=momentum, lr=0.1)
+    np.testing.assert_allclose(delta, -1 / (divisor * 0.1), **EXACT)
 
 
-def test_no_warning_without_momentum_or_with_its_count():
-    assert FedDC().configure(setting(2), hyper(momentum=0.0))[1] == []
-    assert FedDC(step_normaliser="a_k").configure(setting(2), hyper(momentum=0.9))[1] == []
+@pytest.mark.parametrize(
+    ("method", "at", "told"),
+    [
+        (FedDC(step_normaliser="steps"), {"momentum": 0.9}, "by -7.21 in a round of 50 local steps"),
+        (FedDC(), {"momentum": 0.9}, "`grad_clip=10`"),
+        (FedDC(server_step="none", eval="cloud"), {}, "`eval=cloud` does nothing"),
+    ],
+    ids=["diverges", "is not clipped", "is not read"],
+)
+def test_what_cannot_work_is_advised_against(method, at, told):
+    _, (sentence,) = method.configure(setting(2)._replace(steps=50), hyper(**at))
+    assert told in sentence
 
 
-def test_no_warning_of_a_momentum_that_amplifies_nothing():
-    assert FedDC().configure(setting(2), hyper(momentum=1e-4))[1] == []
+@pytest.mark.parametrize("momentum", [0.0, 1e-4])
+def test_no_advice_without_a_momentum_that_amplifies(momentum):
+    assert FedDC(step_normaliser="steps").configure(setting(2), hyper(momentum=momentum))[1] == []
+
+
+def test_the_default_needs_no_advice_where_it_is_clipped():
+    clipped = replace(hyper(momentum=0.9), clip=10.0)
+    assert FedDC().configure(setting(2), clipped)[1] == []
+    assert FedDC().traits().clip == 10
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_the_servers_step_the_models_are_averaged_by_size():
+    sizes, method = (1, 3), FedDC(server_step="none")
+    server, clients = start(method, np.zeros(1), sizes)
+    weights, messages = [], []
+    for k, model in enumerate(([1.0], [3.0])):
+        at = context(method, server, clients[k], sizes=sizes, k=k)
+        clients[k], message = method.upload(params(np.array(model)), (), at)
+        weights.append(method.weight(at.facts))
+        messages.append(message)
+    server = aggregate(method, server, messages, weights, clients=2)
+    np.testing.assert_allclose(w(method.generic_variables(server)), 2.5, **EXACT)
+    np.testing.assert_allclose([c.drift["w"][0] for c in clients], [1, 3], **EXACT)
+    np.testing.assert_allclose(server.state["w"], np.mean([0.5 * -5 * 1, 1.5 * -5 * 3]), **EXACT)
+    assert (server.drift, method.further_models(server)) == ((), {})

@@ -172,7 +172,31 @@ def test_alpha_zero_is_uniform_fedavg():
 
 def test_alpha_zero_is_said():
     assert len(FedDyn(alpha=0.0).configure(setting(2), hyper())[1]) == 1
-    assert FedDyn(alpha=0.1).configure(setting(2), hyper(momentum=0.9))[1] == []
+    assert FedDyn(alpha=0.1).configure(setting(2), hyper())[1] == []
+
+
+def test_a_servers_momentum_beside_the_clients_is_advised_against():
+    fixed = setting(2)._replace(steps=460)
+    _, (sentence,) = FedDyn(alpha=1e-4).configure(fixed, hyper(lr=0.01, momentum=0.9))
+    assert "about 0.9954" in sentence
+    assert "`server_step=none`" in sentence
+    assert FedDyn(alpha=1e-4, server_step="none").configure(fixed, hyper(momentum=0.9))[1] == []
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_the_servers_step_the_models_are_averaged():
+    method = FedDyn(alpha=1.0, server_step="none")
+    server, clients = round_of(method, *start(method, np.zeros(1), (1, 1)), np.array([[1.0], [3.0]]))
+    assert [float(-c.drift["w"][0]) for c in clients] == [-1, -3]
+    assert float(w(method.generic_variables(server))[0]) == 2
+    assert method.further_models(server) == {}
+
+
+def test_without_the_servers_step_a_small_alpha_is_fedavg():
+    averaged, _ = toy.train(toy.simulation("feddyn", alpha=1e-9, server_step="none"))
+    plain, _ = toy.train(toy.simulation(method=Method()))
+    for a, b in zip(*map(jax.tree.leaves, (averaged.servers.variables, plain.servers.variables)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
 @pytest.mark.usefixtures("x64")

@@ -84,9 +84,9 @@ def test_personal_prediction_is_restricted_where_the_softmax_was():
     assert np.any(found.argmax(1) != expected.argmax(1))  # a missing class's 0 beats negative logits
 
 
-@pytest.mark.parametrize("pa_model", ["local", "server"])
-def test_pa_is_of_the_model_asked_for(pa_model):
-    assert FedGELA(pa_model=pa_model).traits().personal_model == pa_model
+@pytest.mark.parametrize(("pa_model", "protocol"), [("local", "last"), ("server", "received"), (None, None)])
+def test_pa_model_is_another_name_of_a_protocol(pa_model, protocol):
+    assert FedGELA(pa_model=pa_model).traits().protocol == protocol
 
 
 def test_pa_of_the_server_model_counts_what_is_predicted_with_each_clients_phi():
@@ -210,8 +210,7 @@ def test_gradients_are_clipped_at_20_unless_asked_otherwise(given, clip):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentences"),
-    [({}, 0), ({"ew": 4.0}, 1), ({"scale": "linear"}, 1), ({"normalise": "batch"}, 1)],
+    ("options", "sentences"), [({}, 0), ({"ew": 4.0}, 1), ({"scale": "linear"}, 1), ({"normalise": "batch"}, 1)]
 )
 def test_options_of_the_etf_are_advised_against_without_one(options, sentences):
     setting = Setting(C, D, 1, 1, 1, 1, False)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 from golden_vectors import cases
 from linear_model import context, dense
 
@@ -119,14 +120,12 @@ def test_heads_do_not_move_the_body_nor_the_model_of_the_sparse_etf():
     jax.tree.map(np.testing.assert_array_equal, *bodies)
 
 
+@struct.dataclass
 class Deaf(FedLoGe):
     """Whose heads learn nothing."""
 
     def penalty(self, variables, outputs, batch, context):
         return 0.0
-
-
-jax.tree_util.register_dataclass(Deaf, ["head_norm"], ["sparsity", "ssec_norm", "rows", "biases"])
 
 
 def test_a_client_with_one_class_is_right_on_all_of_its_samples():

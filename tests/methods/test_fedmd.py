@@ -4,17 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import toy
-from participants import (
-    ALONE,
-    ONE,
-    SGD,
-    arrays,
-    assert_close,
-    assert_equal,
-    exchanged,
-    logits,
-    row,
-)
+from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, logits, row
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.losses.distillation import absolute_error

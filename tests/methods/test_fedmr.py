@@ -10,6 +10,7 @@ import toy
 from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Batch, Method, Setting
 from fedjax_pcdd.methods.fedmr import FedMR, Server
 from fedjax_pcdd.methods.method import Facts, Keys, Summary
@@ -77,6 +78,18 @@ def test_lanes_do_not_change_which_samples_are_drawn():
 
 def test_rivals_without_limit_are_more_than_the_clients_own():
     assert moved(inter(1.0, negatives="all"), inter(1.0)) > 1e-4
+
+
+def test_unit_vectors_in_place_of_prototypes_act_from_the_first_round_and_stay():
+    state = run(1, mu1=0.0, mu2=1.0, prototypes="onehot")
+    np.testing.assert_array_equal(state.servers.prototypes[0], np.eye(*state.servers.prototypes[0].shape))
+    assert moved(state, run(1, mu1=0.0, mu2=0.0)) > 1e-4
+    assert moved(run(1, mu1=0.0, mu2=1.0), run(1, mu1=0.0, mu2=0.0)) < 1e-6  # means come with the first round's end
+
+
+def test_unit_vectors_need_a_feature_for_each_class():
+    with pytest.raises(UserError, match="needs a feature for each of the 3 classes, and the model has 2"):
+        FedMR(prototypes="onehot").configure(setting()._replace(num_classes=3), None)
 
 
 def test_augmented_inputs_give_other_prototypes_of_the_same_model():

@@ -31,13 +31,18 @@ def body(state):
     return [np.array(x) for x in jax.tree.leaves(state.servers.variables["params"]["backbone"])]
 
 
-def test_default_is_e_epochs_on_the_head_and_one_on_the_body():
-    assert (FedRep().traits().epochs, FedRep().traits().more_epochs) == (None, 1)
+@pytest.mark.parametrize(
+    ("asked", "given", "epochs"),
+    [(10, {}, 10), (1, {}, 2), (10, {"body_epochs": 5}, 10), (10, {"head_epochs": 10}, 11), (10, PHASES, 2)],
+    ids=["9 and 1", "1 and 1", "5 and 5", "10 and 1", "1 and 1 as given"],
+)
+def test_local_epochs_count_both_phases(asked, given, epochs):
+    assert (toy.simulation("fedrep", epochs=asked, **given).epochs == epochs).all()
 
 
 def test_those_epochs_come_in_that_order():
     default, _ = toy.train(toy.simulation("fedrep"))
-    explicit, _ = toy.train(toy.simulation("fedrep", head_epochs=2, body_epochs=1))
+    explicit, _ = toy.train(toy.simulation("fedrep", head_epochs=1, body_epochs=1))
     assert not np.allclose(body(default)[0], body(toy.simulation("fedrep").start())[0], atol=1e-4)
     jax.tree.map(
         np.testing.assert_array_equal, (default.servers, default.clients), (explicit.servers, explicit.clients)
@@ -132,7 +137,7 @@ def test_no_epochs_at_all_are_a_users_mistake():
 def test_heads_are_fine_tuned_for_as_many_epochs_as_in_a_round_and_at_least_those_asked_for(head_epochs, expected):
     setting = toy.simulation("fedrep").program.setting
     tuner = FedRep(head_epochs=head_epochs).fine_tuner(setting, 10)
-    assert (tuner.traits().epochs, tuner.traits().more_epochs) == (expected, 0)
+    assert tuner.traits().epochs == expected
 
 
 def test_heads_are_fine_tuned_only_if_asked_for():

@@ -8,7 +8,7 @@ import pytest
 from golden_vectors import cases
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.losses.review import review_distance
+from fedjax_pcdd.losses.contrastive import review_distance
 from fedjax_pcdd.methods import Batch
 from fedjax_pcdd.methods.fedrl import FedRL
 from fedjax_pcdd.models.classifier import Classifier, initialise
@@ -31,7 +31,7 @@ def test_distance_and_gradient_agree_with_the_vectors(g, distance):
     np.testing.assert_allclose(gradient, g[f"out_grad_{KEYS[distance]}"], 1e-9, 1e-12)
 
 
-@pytest.mark.parametrize(("distance", "expected"), [("per_sample", 2.5), ("batch_norm", 5.0)])
+@pytest.mark.parametrize(("distance", "expected"), [("per_sample", 2.5), ("batch_norm", 5.0), ("squared", 12.5)])
 def test_distance_has_the_sheets_value(distance, expected):
     layer = jnp.array([[3.0, 4.0], [0.0, 0.0]])
     np.testing.assert_allclose(review_distance(layer, jnp.zeros((2, 2)), distance=distance), expected)

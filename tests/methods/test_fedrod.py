@@ -11,6 +11,7 @@ from linear_model import context, dense, loss, loss_and_gradients
 from trajectories import train
 
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
+from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedrod import FedRoD
 from fedjax_pcdd.methods.method import Batch, Server
 
@@ -137,3 +138,7 @@ def test_pa_is_read_from_the_model_asked_for():
         read[source] = run.history.rows[0]["pa"], of_server
     assert read["server"][0] == pytest.approx(read["server"][1])
     assert read["local"][0] != pytest.approx(read["local"][1], abs=1e-3)
+
+
+def test_pa_is_that_of_the_local_model_as_fedgelas():
+    assert FedRoD().traits().personal_model == FedGELA().traits().personal_model == "local"

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from golden_vectors import cases
 from linear_model import context, dense, loss, loss_and_gradients
 
@@ -63,6 +64,7 @@ def test_without_restriction_the_loss_is_plain_cross_entropy_bitwise(alpha, form
     jax.tree.map(np.testing.assert_array_equal, restricted, plain)
 
 
+@struct.dataclass
 class Biasless(Method):
     def build(self, model):
         return model.clone(head_bias=False)

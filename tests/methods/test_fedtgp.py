@@ -7,15 +7,22 @@ import optax
 import pytest
 import toy
 from golden_vectors import cases
-from participants import arrays, assert_close, same
+from participants import SGD, arrays, assert_close, same
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
-from fedjax_pcdd.losses.prototype_margin import adaptive_margin, margin_cross_entropy, nearest_gaps
-from fedjax_pcdd.losses.prototypes import nearest_prototype_scores, safe_norm, squared_distance_to_own
+from fedjax_pcdd.losses.prototypes import (
+    adaptive_margin,
+    margin_cross_entropy,
+    nearest_gaps,
+    nearest_prototype_scores,
+    safe_norm,
+    squared_distance_to_own,
+)
 from fedjax_pcdd.methods.fedtgp import FedTGP
-from fedjax_pcdd.methods.method import Facts, Hyper
+from fedjax_pcdd.methods.method import Facts, Local
 from fedjax_pcdd.methods.server_training import train_in_passes
-from fedjax_pcdd.models.prototype_generator import generate_prototypes
+from fedjax_pcdd.models.generator import generate_prototypes
 
 RTOL, ATOL = 1e-9, 1e-12
 golden = pytest.mark.parametrize("g", cases("fedtgp"))
@@ -65,8 +72,10 @@ def test_gaps_and_distances_agree_with_the_reference(g):
 
 
 @golden
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])  # whose loop is longer than the samples ask
 @pytest.mark.usefixtures("x64")
-def test_trained_prototypes_agree_with_the_reference(g):
+def test_trained_prototypes_agree_with_the_reference(g, backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     prototypes, labels, *_ = uploaded(g)
     padded = np.concatenate(
         [g["in_order"], np.zeros((len(g["in_order"]), 5), int)], 1
@@ -170,8 +179,39 @@ def test_prediction_is_the_classifiers_before_prototypes_exist():
     np.testing.assert_array_equal(ours.personal, solo.evaluate(solo.start(), personal=True).personal)
 
 
+def groups(monkeypatch, name, *widths, **options):
+    """Participants whose features have these widths, after a neck; 0 is without one, -1 the same by another name."""
+    plain = toy.architectures(0)[0]
+    models = [plain.clone(neck=int(width > 0), neck_width=width or None) for width in widths]
+    monkeypatch.setattr(toy, "architectures", lambda *_: models)
+    return toy.groups.__wrapped__(name, **SGD, **options)
+
+
+@pytest.mark.parametrize("name", ["fedtgp", "fedproto"])
+def test_what_the_server_makes_of_prototypes_does_not_depend_on_the_architectures(monkeypatch, name):
+    outcomes = []
+    for widths in ((0, 0, 0, 0, 0), (0, -1, -1, 0, -1)):  # one group, and two whose models are alike
+        table = groups(monkeypatch, name, *widths, **({"server_epochs": 3} if name == "fedtgp" else {}))
+        assert len(table.groups) == len(set(widths))
+        state, _ = toy.train(table, (0, 1))
+        first = jnp.argsort(jnp.concatenate([jnp.asarray(m) for m in table.members]))
+        clients = jax.tree.map(lambda *x, order=first: jnp.concatenate(x)[order], *state.clients)
+        outcomes.append((clients, state.servers["groups"]))
+    (clients, (server,)), (others, servers) = arrays(outcomes)
+    for other in servers:
+        assert_close(other.prototypes, server.prototypes, 1e-5)
+    assert_close(others, clients, 1e-5)
+
+
+def test_models_of_several_widths_get_as_many_features_as_asked_for(monkeypatch):
+    with pytest.raises(UserError, match="not 6 and 9: set features"):
+        groups(monkeypatch, "fedtgp", 6, 9, 6, 9, 6)
+    table = groups(monkeypatch, "fedtgp", 6, 9, 6, 9, 6, features=4, server_epochs=3)
+    assert {group.program.setting.feature_dim for group in table.groups} == {4}
+
+
 @pytest.mark.parametrize(("options", "named"), [({"lam": 0.0}, "`lam`"), ({"server_epochs": 0}, "`server_epochs=0`")])
 def test_prototypes_that_teach_nothing_are_advised_against(options, named):
-    hyper = Hyper(*(jnp.asarray(x) for x in (0.1, 0.9, 0.0, jnp.inf)))
+    hyper = Local(lr=0.1, momentum=0.9, weight_decay=0.0, clip=jnp.inf)
     assert named in FedTGP(**options).configure(None, hyper)[1][0]
     assert not FedTGP().configure(None, hyper)[1]

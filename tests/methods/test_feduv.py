@@ -9,7 +9,8 @@ from linear_model import dense, loss
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.uniformity import prediction_variance, uniformity
 from fedjax_pcdd.methods.feduv import FedUV
-from fedjax_pcdd.methods.method import Setting
+from fedjax_pcdd.methods.method import Batch, Setting
+from fedjax_pcdd.models.classifier import Outputs
 
 FEATURES = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
 SURE = 50.0
@@ -80,6 +81,15 @@ def test_a_batch_of_one_sample_is_advised_against():
     setting = Setting(5, 4, 1, 1, 1, 1, False)
     assert "it is FedAvg" in FedUV().configure(setting, None)[1][0]
     assert FedUV().configure(setting._replace(batch_size=2), None)[1] == []
+
+
+@pytest.mark.parametrize("classes", [3, 100])
+def test_the_weight_of_the_variance_may_grow_with_the_number_of_classes(classes):
+    batch = Batch(FEATURES, LABELS, jnp.ones(7))
+    outputs = Outputs(FEATURES, jnp.zeros((7, classes)))  # constant: L_V is 1 / sqrt(C)
+    value = FedUV(lam_scaling="classes", mu=0.0).penalty(None, outputs, batch, None)
+    np.testing.assert_allclose(value, classes / 4 / np.sqrt(classes), rtol=1e-6)
+    assert FedUV(mu=0.0).penalty(None, outputs, batch, None) == pytest.approx(2.5 / np.sqrt(classes))
 
 
 @pytest.mark.parametrize("normalise", [False, True])

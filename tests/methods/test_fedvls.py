@@ -151,3 +151,12 @@ def test_advice_is_given_where_the_loss_is_unbounded_or_constant():
     assert FedVLS(form="paper", omega=0.05).configure(none, None)[1] == []
     assert "set `lam` above 0" in FedVLS(lam=0.0).configure(few, None)[1][0]
     assert "calibrated=false" in FedVLS().configure(few._replace(num_classes=2), None)[1][0]
+
+
+@pytest.mark.parametrize(("fewest", "count"), [(3, 0), (4, 1), (5, 1)])
+def test_a_partition_in_which_no_client_lacks_two_classes_is_advised_against(fewest, count):
+    setting = Setting(5, 4, 1, 1, 1, 6, False, fewest_classes=fewest)
+    advice = FedVLS().configure(setting, None)[1]
+    assert len(advice) == count
+    assert all("`partition`" in sentence for sentence in advice)
+    assert FedVLS(lam=0.0).configure(setting, None)[1] == []

@@ -10,7 +10,7 @@ from participants import MODEL, ONE, SGD, arrays, assert_close, assert_equal, co
 from fedjax_pcdd import models
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fml import FML
-from fedjax_pcdd.methods.method import Batch, Method
+from fedjax_pcdd.methods.method import Batch, Message, Method
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.models.pair import Pair, join, part
@@ -98,13 +98,10 @@ def test_all_architectures_share_one_mean_meme():
 
 
 def test_merging_weighs_architectures_by_their_shares():
-    servers = tuple(
-        FML().init_server(None, {"params": {"meme": {"w": jnp.full(2, v)}}}, None, None) for v in (1.0, 5.0)
-    )
+    memes = [Message(mean={"params": {"w": jnp.full(2, v)}}) for v in (1.0, 5.0)]
     table = toy.groups("fml", meme="mlp")
     np.testing.assert_allclose(table._shares(), (0.6, 0.4))  # of five participants
-    for server in table._common(servers):
-        np.testing.assert_allclose(server.variables["params"]["w"], 2.6)
+    np.testing.assert_allclose(table._message(memes).mean["params"]["w"], 2.6)
 
 
 def test_the_answer_is_that_of_the_model_asked_for():

@@ -12,7 +12,7 @@ SETTINGS = {
     "fedavg": ("fedavg", {}),
     "fednova": ("fednova", {}),
     "feddyn_alpha0.1": ("feddyn", {"alpha": 0.1}),
-    "feddc_alpha0.1": ("feddc", {"alpha": 0.1}),
+    "feddc_alpha0.1": ("feddc", {"alpha": 0.1, "step_normaliser": "steps"}),
     "scaffold_rho0_wd0": ("scaffold", {"momentum": 0.0, "decay": 0.0}),
     "fedprox_mu0.1": ("fedprox", {"mu": 0.1}),
     "fedrl_mu0.5": ("fedrl", {"mu": 0.5}),

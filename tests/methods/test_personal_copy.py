@@ -11,7 +11,7 @@ from participants import MODEL, arrays, assert_close, images, logits
 from fedjax_pcdd import methods, testing
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
-from fedjax_pcdd.methods.method import Hyper, Method, Server
+from fedjax_pcdd.methods.method import Local, Method, Server
 from fedjax_pcdd.methods.personal_copy import PERSONAL, with_copy
 from fedjax_pcdd.models.classifier import initialise
 
@@ -85,7 +85,7 @@ def test_they_may_have_prototypes_too(name):
 
 
 def advice(method, lr=0.1, momentum=0.0):
-    return method.configure(None, Hyper(*(jnp.asarray(x) for x in (lr, momentum, 0.0, jnp.inf))))[1]
+    return method.configure(None, Local(lr=lr, momentum=momentum, weight_decay=0.0, clip=jnp.inf))[1]
 
 
 @pytest.mark.parametrize(("lam", "momentum", "unstable"), [(19.0, 0.0, False), (21.0, 0.0, True), (21.0, 0.9, False)])

@@ -1,5 +1,7 @@
 """SCAFFOLD: vectors, invariants, and each option."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,22 +201,81 @@ def test_option_one_takes_its_gradient_in_the_batches_of_training():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), few, many)
 
 
+def linear(normaliser, rounds, *, momentum=0.9, steps=10, slopes=(1.0, -1.0)):
+    """The first client's control after each round on losses g_k w, through the hooks."""
+    method, sizes = Scaffold(step_normaliser=normaliser), (1, 1)
+    server, clients = start(method, np.zeros(1), sizes)
+    controls = []
+    for _ in range(rounds):
+        messages = []
+        for k, slope in enumerate(slopes):
+            at = context(method, server, clients[k], sizes=sizes, k=k, steps=steps, momentum=momentum)
+            model = trained(method, at, lambda x, slope=slope: jnp.full(1, slope), steps, momentum=momentum)
+            clients[k], message = method.upload(model, (), at)
+            messages.append(message)
+        server = aggregate(method, server, messages, sizes, clients=2)
+        controls.append(float(clients[0]["w"][0]))
+    return controls
+
+
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("control", "remedy"), [("II", "set `step_normaliser=a_k`,"), ("I", "set `control=II` `step_normaliser=a_k`,")]
+    ("normaliser", "expected"), [("steps", [4.138, -8.848, 31.90, -95.98, 305.3]), ("a_k", [1] * 5), ("auto", [1] * 5)]
 )
-def test_momentum_is_warned_of_with_the_options_that_help(control, remedy):
-    _, (sentence,) = Scaffold(control=control).configure(setting(2), hyper(momentum=0.9))
-    assert remedy in sentence
+def test_with_momentum_controls_diverge_unless_their_divisor_counts_it(normaliser, expected):
+    np.testing.assert_allclose(linear(normaliser, 5), expected, 1e-3 if normaliser == "steps" else 1e-9)
 
 
-@pytest.mark.parametrize("option", [{"step_normaliser": "a_k"}, {"correction": "post_step"}])
-def test_no_warning_where_momentum_does_not_amplify(option):
-    assert Scaffold(**option).configure(setting(2), hyper(momentum=0.9))[1] == []
+@pytest.mark.usefixtures("x64")
+def test_a_controls_error_grows_by_the_printed_factor_each_round():
+    ratios = {1: 1, 2: 1.45, 3: 1.87, 4: 2.26, 10: 4.14, 50: 8.21, 100: 9.10}  # A / K at a momentum of 0.9
+    for steps, ratio in ratios.items():
+        first, second = linear("steps", 2, steps=steps)
+        np.testing.assert_allclose([first, second - 1], [ratio, (1 - ratio) * (first - 1)], rtol=0, atol=0.09)
+        assert abs(first - ratio) < 0.005
 
 
-@pytest.mark.parametrize("momentum", [0.0, 1e-4])
-def test_no_warning_without_momentum_that_amplifies(momentum):
-    assert Scaffold().configure(setting(2), hyper(momentum=momentum))[1] == []
+def test_a_divisor_that_diverges_is_advised_against_with_the_runs_own_factor():
+    _, (sentence,) = Scaffold(step_normaliser="steps").configure(setting(2)._replace(steps=10), hyper(momentum=0.9))
+    assert "by -3.14 in a round of 10 local steps" in sentence
+    assert "`step_normaliser=auto`" in sentence
+
+
+@pytest.mark.parametrize(
+    ("option", "at", "steps"),
+    [
+        ({"step_normaliser": "steps"}, {"momentum": 0.9}, 3),
+        ({"step_normaliser": "steps"}, {"momentum": 1e-4}, 50),
+        ({"correction": "post_step"}, {"momentum": 0.9}, 50),
+        ({}, {"momentum": 0.0}, 50),
+    ],
+    ids=["few steps", "little momentum", "post_step", "no momentum"],
+)
+def test_no_advice_where_the_controls_stay(option, at, steps):
+    assert Scaffold(**option).configure(setting(2)._replace(steps=steps), hyper(**at))[1] == []
+
+
+@pytest.mark.parametrize("option", [{}, {"control": "I"}])
+def test_momentum_without_clipping_is_advised_against(option):
+    method = Scaffold(**option)
+    _, (sentence,) = method.configure(setting(2), hyper(momentum=0.9))
+    assert "`grad_clip=10`" in sentence
+    assert method.configure(setting(2), replace(hyper(momentum=0.9), clip=10.0))[1] == []
+    assert method.traits().clip == 10
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_is_clipped_is_the_corrected_gradient():
+    method, seen = Scaffold(), []
+    server, clients = start(method, np.zeros(1), (1,))
+    at = context(method, server._replace(control={"w": jnp.full(1, 3.0)}), clients[0])
+
+    def step(gradients):
+        seen.append(float(gradients["w"][0]))
+        return Step({"w": gradients["w"]}, 0.0)
+
+    method.local_update(lambda v: Evaluated(0.0, {}, {"w": jnp.ones(1)}), step, params(np.zeros(1)), None, at)
+    assert seen == [4.0]
 
 
 def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():

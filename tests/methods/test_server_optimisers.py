@@ -12,8 +12,10 @@ from hooks import aggregate, context, hyper, params, setting, start
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedavgm import FedAvgM
 from fedjax_pcdd.methods.fedexp import FedExP
-from fedjax_pcdd.methods.server_optimisers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimised
+from fedjax_pcdd.methods.fedopt import FedAdagrad, FedAdam, FedYogi
+from fedjax_pcdd.methods.server_optimised import ServerOptimised
 from fedjax_pcdd.methods.wrappers import averages_models
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -104,6 +106,13 @@ def test_the_sheets_adam(form, expected):
 
 
 @pytest.mark.usefixtures("x64")
+def test_adam_that_corrects_its_bias_first_moves_every_coordinate_by_its_rate():
+    method = FedAdam(server_form="optax", server_tau=1e-12)
+    server = after_one_round(method, [[3.0, -1e-3]], (1,), [0.0, 0.0])
+    np.testing.assert_allclose(w(server.variables), [0.1, -0.1], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
 def test_the_sheets_extrapolation():
     server = after_one_round(FedExP(), [[1.0], [-0.5]], (1, 1), [0.0])
     np.testing.assert_allclose(server.extrapolation, 0.625 / 0.127, rtol=1e-12)
@@ -156,15 +165,17 @@ def test_prototypes_and_a_step_of_the_server_compose_in_either_order():
     assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state.servers.variables)))
 
 
+@pytest.mark.parametrize("lr", [0.0, 0.5])
 @pytest.mark.parametrize("cls", [FedAdam, FedAvgM])
-def test_running_statistics_are_those_of_the_mean(cls):
-    method = cls(server_lr=0.5)
+def test_running_statistics_are_those_of_the_mean(cls, lr):
+    method = cls(server_lr=lr)
     server, (client,) = start(method, np.zeros(1), (1,), batch_stats=np.zeros(2))
     at = context(method, server, client)
     _, message = method.upload(params(np.ones(1), batch_stats=np.array([3.0, 4.0])), (), at)
     after = aggregate(method, server, [message], (1,), clients=1)
     np.testing.assert_array_equal(after.variables["batch_stats"], [3, 4])
     assert w(after.variables) != 1
+    assert (w(after.variables) == 0) == (lr == 0)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -215,6 +226,11 @@ def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
 )
 def test_steps_that_cannot_go_well_are_warned_of(method, sentence):
     assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
+
+
+def test_a_drift_that_the_server_does_not_add_counts_once():
+    method = methods.get("feddyn+adam")(server_step="none")
+    assert not any("counts twice" in advice for advice in method.configure(setting(2), hyper())[1])
 
 
 def test_defaults_are_advised_against_in_nothing():

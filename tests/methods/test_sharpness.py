@@ -218,6 +218,23 @@ def test_fedlesam_looks_back_to_the_model_received_last():
     np.testing.assert_allclose(method.perturbation(later)["w"], [0.3, 0.4], **EXACT)
 
 
+@pytest.mark.parametrize("options", [{}, {"memory": "server"}, {"norm": "sum"}])
+def test_fedlesam_perturbs_nothing_where_the_model_stood_still(options):
+    method = FedLESAM(**options)
+    server, (client,) = start(method, np.array([3.0, 4.0]), (1,))
+    if client != ():
+        client = Client(server.variables["params"], jnp.ones((), bool))
+    np.testing.assert_array_equal(method.perturbation(context(method, server, client))["w"], 0)
+
+
+def test_fedgf_without_perturbations_still_looks_between_the_two_models():
+    method = FedGF(rho=0.0, global_rho=0.0)
+    at = at_start(method, [1.0])
+    at = at._replace(server=at.server._replace(share=jnp.asarray(0.25), perturbed={"w": jnp.full(1, 5.0)}))
+    _, points = one_step(method, at, lambda x: x, at.start)
+    np.testing.assert_allclose(points, [[1.0], [2.0]], rtol=1e-6)
+
+
 def test_fedlesam_needs_one_gradient_a_step():
     method = FedLESAM()
     at = at_start(method, [1.0])._replace(client=Client({"w": jnp.full(1, 2.0)}, jnp.ones((), bool)))
@@ -250,6 +267,13 @@ def test_fedsmoo_with_all_clients_doubles_the_first_step():
     np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
 
 
+def test_fedsmoo_without_the_servers_step_averages():
+    server, clients = rounds_of(FedSMOO(server_step="none"), [[1.0], [3.0]], (1, 3))
+    np.testing.assert_allclose(w(server.variables), 2.5, rtol=1e-6)
+    assert [float(client.drift["w"][0]) for client in clients] == [1, 3]
+    assert server.state["w"].shape == clients[0].state["w"].shape == (1,)
+
+
 @pytest.mark.usefixtures("x64")
 def test_fedsmoo_without_its_regulariser_adds_no_drift():
     server, _ = rounds_of(FedSMOO(lam=0.0), [[1.0], [3.0]], (1, 9))
@@ -280,6 +304,7 @@ def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
     ("method", "sentence"),
     [
         (FedSAM(rho=0.0), "FedAvg at twice the cost"),
+        (FedLESAM(rho=0.0), "`rho=0` is FedAvg"),
         (MoFedSAM(rho=0.0), "FedCM at twice the cost"),
         (FedSMOO(rho=0.0), "FedDyn at twice the cost"),
         (FedGF(threshold=-1.0), "`threshold` below 0"),
@@ -290,10 +315,42 @@ def test_settings_that_are_pointless_are_warned_of(method, sentence):
     assert any(sentence in advice for advice in method.configure(setting(2), hyper())[1])
 
 
-@pytest.mark.parametrize(("name", "count"), [("fedcm", 1), ("mofedsam", 1), ("fedsam", 0)])
-def test_momentum_stretches_the_direction_and_is_warned_of(name, count):
-    assert len(METHODS[name]().configure(setting(2), hyper(momentum=0.9))[1]) == count
-    assert METHODS[name]().configure(setting(2), hyper(momentum=0.0))[1] == []
+STEPS = {"step_normaliser": "steps"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "remedy"),
+    [
+        ("fedcm", STEPS, "`step_normaliser=a_k`"), ("mofedsam", STEPS, "`step_normaliser=a_k`"),
+        ("fedgf", {}, "a higher `threshold`"),
+    ],
+)  # fmt: skip
+def test_momentum_that_ruins_a_method_is_warned_of(name, options, remedy):
+    method = METHODS[name](**options)
+    (sentence,) = method.configure(setting(2), hyper(momentum=0.9))[1]
+    assert f"{remedy}, or `momentum=0`" in sentence
+    assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
+
+
+@pytest.mark.parametrize("name", ["fedcm", "mofedsam", "fedsam"])
+def test_defaults_go_with_momentum(name):
+    assert METHODS[name]().configure(setting(2), hyper(momentum=0.9))[1] == []
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("normaliser", "expected"), [("a_k", 1.0), ("steps", 4.13811)])
+def test_with_momentum_only_a_direction_over_a_k_stays_that_of_a_constant_gradient(normaliser, expected):
+    method, tau, lr = FedCM(step_normaliser=normaliser), 10, 0.1
+    server, (client,) = start(method, np.zeros(1), (1,))
+    server = server._replace(direction={"w": jnp.ones(1)})
+    at = context(method, server, client, steps=tau, lr=lr, momentum=0.9)
+    speed = moved = 0.0
+    for _ in range(tau):
+        speed = 0.9 * speed + method.mixed({"w": jnp.ones(1)}, at)["w"]
+        moved = moved - lr * speed
+    _, message = method.upload(params(moved), (), at)
+    after = aggregate(method, server, [message], (1,), clients=1)
+    np.testing.assert_allclose(after.direction["w"], expected, rtol=1e-5)
 
 
 def test_nobody_who_looks_at_data_is_refused():

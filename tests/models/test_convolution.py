@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pcdd.models import convolution_choices
+from fedjax_pcdd.models import convolution_table
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.convolution_forms import Window, fits, weight_gradient
 from fedjax_pcdd.models.convolution_table import Rule, default_rule
@@ -89,7 +89,7 @@ def test_value_and_gradients_are_those_of_lax_in_float64(case, x64):
 @pytest.mark.parametrize("rule", RULES)
 @few_cases
 def test_every_form_gives_the_same(case, rule, monkeypatch):
-    monkeypatch.setattr(convolution_choices, "rule_for", lambda *_: rule)
+    monkeypatch.setattr(convolution_table, "rule_for", lambda *_: rule)
     args = operands(case, lanes=(2,))
     single = value_and_gradients(plain, case)
     expected = [jnp.stack(lanes) for lanes in zip(*(single(*lane) for lane in zip(*args, strict=True)), strict=True)]
@@ -189,7 +189,7 @@ def test_shared_weights_under_vmap_stay_one_ordinary_convolution():
 
 
 def test_lanes_on_an_unmeasured_gpu_become_grouped_convolutions(monkeypatch):
-    monkeypatch.setattr(convolution_choices, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
+    monkeypatch.setattr(convolution_table, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
     case = CASES["3x3 same, many channels"]
     run = value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))
     text = str(jax.make_jaxpr(run)(*operands(case, lanes=(3,))))

@@ -53,6 +53,7 @@ def run(model, variables, x, key=None, *, train=True):
         ("resnet50", (8, 8, 3), 6),
         ("wrn28_10", (8, 8, 3), 5),
         ("efficientnet_b0", (16, 16, 3), 10),
+        ("resnet8", (8, 8, 3), 5),
     ],
 )
 def test_models_have_a_layer_for_each_stage_and_the_head(name, shape, count):

@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fedjax_pcdd.models import build, forward, initialise, sizes
-from fedjax_pcdd.models.blocks import ConvNorm
+from fedjax_pcdd.models import build, feature_dim, forward, initialise, sizes, with_uniform_kernels
 from fedjax_pcdd.models.classifier import Classifier, layers
 from fedjax_pcdd.models.convolution import client_conv
+from fedjax_pcdd.models.efficientnet import EfficientNet
+from fedjax_pcdd.models.efficientnet import InvertedBlock as EfficientBlock
+from fedjax_pcdd.models.efficientnet import Stage as EfficientStage
 from fedjax_pcdd.models.googlenet import GoogLeNet, Widths
-from fedjax_pcdd.models.layers import average_pool, max_pool
+from fedjax_pcdd.models.layers import ConvNorm, average_pool, max_pool
 from fedjax_pcdd.models.mobilenet import InvertedBlock, MobileNet, Stage
+from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleBlock, ShuffleNet, shuffle
 
 IMAGE = (32, 32, 3)
 FEATURES = {"resnet10": 512, "resnet12": 512, "mobilenet_v2": 1280, "googlenet": 1024, "shufflenet_g2": 800}
+KERNEL_INITS_OF = {"resnet10": "uniform", "resnet12": "uniform", "efficientnet_b0": "uniform", "resnet18": "fan_out"}
 SMALL = (8, 8, 3)
 NARROW = {
     "mobilenet": MobileNet((Stage(1, 6, 1, 1), Stage(2, 8, 1, 2)), stem=4, last=8),
@@ -75,10 +79,7 @@ def test_sizes_are_those_of_the_layer_lists(name, params, full):
 STAGES = {
     "resnet12": ("stage", [73_984 * 2, 230_144, 919_040, 3_673_088]),
     "mobilenet_v2": ("stage", [2_528, 14_400, 39_696, 183_872, 309_504, 795_264, 525_760]),
-    "googlenet": (
-        "group",
-        [165_552 + 424_096, 386_016 + 462_936 + 523_912 + 611_072 + 952_704, 1_127_808 + 1_496_144],
-    ),
+    "googlenet": ("group", [165_552 + 424_096, 386_016 + 462_936 + 523_912 + 611_072 + 952_704, 1_127_808 + 1_496_144]),
     "shufflenet_g2": ("stage", [39_002, 305_750, 534_700]),
 }
 
@@ -272,3 +273,65 @@ def test_grouped_kernels_start_uniform_within_one_over_root_of_the_inputs_of_a_g
     kernel = variables["params"]["conv"]["kernel"]
     assert kernel.shape == (5, 5, 4, 400)
     np.testing.assert_allclose([kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2)
+
+
+def test_features_of_the_four_digits_participants_are_those_of_the_paper():
+    names = ("resnet10", "resnet12", "efficientnet_b0", "mobilenet_v2")
+    assert [feature_dim(build(name, num_classes=10, image_shape=IMAGE), IMAGE) for name in names] == [
+        512,
+        512,
+        320,
+        1280,
+    ]
+
+
+EFFICIENT_STAGES = (EfficientStage(1, 3, 1, 4, 2), EfficientStage(2, 3, 1, 4, 2))
+
+
+def efficient(**form):
+    model = Classifier(EfficientNet(EFFICIENT_STAGES, last=None, **form), 3)
+    return model, jax.jit(lambda key: initialise(model, key, (8, 8, 3)))(jax.random.key(0))
+
+
+def run_in_training(model, variables, seed):
+    key = None if seed is None else jax.random.key(seed)
+    return forward(model, variables, images((8, 8, 3)), train=True, key=key)[0].features
+
+
+def test_features_of_fccls_efficientnet_are_dropped_out_where_there_is_a_key():
+    model, variables = efficient(dropout=0.5)
+    plain, dropped = (run_in_training(model, variables, seed) for seed in (None, 1))
+    kept = np.asarray(dropped) != 0
+    assert 0 < kept.mean() < 1
+    np.testing.assert_allclose(dropped, np.where(kept, 2 * plain, 0), 1e-5, 1e-6)
+    np.testing.assert_array_equal(dropped, run_in_training(model, variables, 1))
+
+
+def test_drop_connect_takes_whole_samples_out_of_blocks_with_a_shortcut():
+    block = EfficientBlock(EfficientStage(1, 3, 1, 4, 1), drop=0.5)
+    x = jnp.asarray(images((8, 8, 4), batch=16))
+    variables = block.init(jax.random.key(0), x, train=False)
+    plain, dropped = (
+        np.asarray(block.apply(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])[0] - x)
+        for rngs in ({}, {"dropout": jax.random.key(1)})
+    )
+    gone = ~dropped.any((1, 2, 3))
+    assert 0 < gone.sum() < 16
+    np.testing.assert_allclose(dropped[~gone], 2 * plain[~gone], 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("network", [ResNet((1,), width=4), EfficientNet(EFFICIENT_STAGES, last=None)])
+def test_kernels_start_normal_or_uniform(network):
+    def largest(model):
+        params = initialise(model, jax.random.key(0), (8, 8, 3))["params"]["backbone"]
+        return max(
+            float(np.abs(x).max()) * math.prod(x.shape[:-1]) ** 0.5 for x in jax.tree.leaves(params) if x.ndim == 4
+        )
+
+    assert largest(Classifier(network, 3)) > 1
+    assert 0.9 < largest(with_uniform_kernels(Classifier(network, 3))) <= 1
+
+
+def test_fccls_own_networks_start_uniform():
+    forms = {name: build(name, num_classes=3, image_shape=IMAGE).backbone.kernel_init for name in KERNEL_INITS_OF}
+    assert forms == KERNEL_INITS_OF

@@ -32,13 +32,17 @@ SMALLEST = {
     "simple_cnn": (16, 16, 3),
     "mcmahan_cnn": (4, 4, 1),
     "fedrl_cnn": (16, 16, 1),
+    "femnist_cnn": (4, 4, 1),
+    "resnet8": (4, 4, 3),
     "resnet10": (8, 8, 3),
     "resnet12": (8, 8, 3),
     "resnet18": (8, 8, 3),
     "resnet50": (8, 8, 3),
     "wrn28_10": (4, 4, 3),
     "efficientnet_b0": (16, 16, 3),
+    "efficientnet_b0_1280": (16, 16, 3),
     "efficientnet_b0_isic": (32, 32, 3),
+    "efficientnet_b0_flamby": (32, 32, 3),
     "mobilenet_v2": (8, 8, 3),
     "googlenet": (4, 4, 3),
     "shufflenet_g2": (8, 8, 3),
@@ -72,10 +76,17 @@ def narrow_variables():
         ("resnet18", (28, 28, 1), 10, 11_172_810, 11_182_430, 512),
         ("resnet18", (32, 32, 3), 100, 11_220_132, 11_229_752, 512),
         ("fedrl_cnn", (28, 28, 1), 10, 34_622, 34_622, 120),
+        ("femnist_cnn", (28, 28, 1), 62, 6_603_710, 6_603_710, 2048),
         ("resnet50", (32, 32, 3), 100, 23_705_252, 23_758_425, 2048),
         ("wrn28_10", (32, 32, 3), 100, 36_546_980, 36_564_957, 640),
-        ("efficientnet_b0", (32, 32, 3), 10, 4_007_548 + 12_810, 4_049_613 + 12_810, 1280),
+        ("resnet8", (32, 32, 3), 10, 78_042, 78_042 + 2 * 336 + 9, 64),
+        ("resnet8", (28, 28, 1), 10, 78_042 - 288, 78_042 - 288 + 2 * 336 + 9, 64),
+        # The paper's code has 1 088 more, of layers in the first block that are never called.
+        ("efficientnet_b0", (32, 32, 3), 10, 3_598_598, 3_598_598 + 2 * 19_728 + 48, 320),
+        ("efficientnet_b0", (32, 32, 3), 65, 3_616_253, 3_616_253 + 2 * 19_728 + 48, 320),
+        ("efficientnet_b0_1280", (32, 32, 3), 10, 4_007_548 + 12_810, 4_049_613 + 12_810, 1280),
         ("efficientnet_b0_isic", (200, 200, 3), 8, 4_832_516, 4_874_581, 640),
+        ("efficientnet_b0_flamby", (200, 200, 3), 8, 4_007_548 + 10_248, 4_049_613 + 10_248, 1280),
     ],
 )
 def test_sizes_are_the_published_ones(name, shape, classes, params, full, features):
@@ -336,3 +347,12 @@ def test_etf_refuses_too_few_features_or_classes():
         simplex_etf(8, 10, seed=0)
     with pytest.raises(UserError, match="at least 2 classes"):
         etf_from(np.ones((3, 1)))
+
+
+def test_the_norms_of_flambys_network_are_slow():
+    model = build("efficientnet_b0_flamby", num_classes=3, image_shape=(32, 32, 3)).backbone
+    made = norm(model.norm)()
+    assert (made.epsilon, made.momentum, model.dropout, model.drop_connect) == (1e-3, 0.01, 0.2, 0.2)
+    assert (
+        build("efficientnet_b0_flamby", num_classes=3, image_shape=(32, 32, 3), norm="group").backbone.norm == "group"
+    )

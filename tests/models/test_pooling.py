@@ -11,8 +11,7 @@ import pytest
 from fedjax_pcdd.models import pooled_convolution
 from fedjax_pcdd.models.convolution import plain_window
 from fedjax_pcdd.models.layers import Conv
-from fedjax_pcdd.models.pooled_convolution import PooledConv
-from fedjax_pcdd.models.pooling import FEW_CHANNELS, relu_max_pool
+from fedjax_pcdd.models.pooled_convolution import FEW_CHANNELS, PooledConv, relu_max_pool
 
 
 def separately(x):

@@ -13,7 +13,7 @@ import pytest
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.engine.precision import TYPES, products
+from fedjax_pcdd.engine.devices import TYPES, products
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models.classifier import Classifier

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, read_run
 from fedjax_pcdd.report.contents import own_table, paper_tables
-from fedjax_pcdd.report.expected import read_expected
+from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
 from fedjax_pcdd.report.tables import Cell, aside, shown
@@ -67,7 +66,7 @@ def test_a_missing_folder_is_refused(tmp_path):
 def test_a_broken_summary_is_a_user_error(tmp_path):
     write_run(tmp_path / "a")
     (tmp_path / "a/summary.json").write_text("{")
-    with pytest.raises(UserError, match="has files that cannot be read"):
+    with pytest.raises(UserError, match="is damaged"):
         collect([tmp_path])
 
 
@@ -268,7 +267,7 @@ def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, 
 
 
 def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
-    folder = Path(__file__).parents[2] / "experiments/expected"
+    folder = EXPECTED
     (table,) = paper_tables(
         "fedrl/table2", [Group("", "fedrl/table2", "cifar10-dir0.5", ())], read_expected(folder, "fedrl/table2")
     )
@@ -329,7 +328,7 @@ def test_a_run_whose_last_global_spectrum_is_not_known_has_no_eigenvalues(tmp_pa
 def test_a_damaged_track_is_one_sentence(tmp_path, eigenvalues):
     folder = in_preset(tmp_path / "runs/a", "A")
     (folder / "track.jsonl").write_text("{]\n")
-    with pytest.raises(UserError, match="has files that cannot be read: repair the run or leave it out"):
+    with pytest.raises(UserError, match="is damaged in line 1"):
         eigenvalues()
 
 
@@ -351,8 +350,8 @@ def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cel
 
 
 def test_the_expected_tables_of_the_papers_can_all_be_read():
-    folder = Path(__file__).parents[2] / "experiments/expected"
-    presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv")]
+    folder = EXPECTED
+    presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv") if not path.stem.endswith("_counts")]
     assert all(read_expected(folder, preset) for preset in presets)
 
 
@@ -377,7 +376,7 @@ def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys, argv, sentence):
     runs = str(write_run(tmp_path / "runs/a", beta=0.7))
-    assert report_main(experiments, [runs if word == "RUNS" else word for word in argv]) == 2
+    assert report_main([runs if word == "RUNS" else word for word in argv], experiments) == 2
     error = capsys.readouterr().err
     assert error.startswith(sentence)
     assert error.count("\n") == 1
@@ -385,7 +384,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys
 
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, capsys):
     (tmp_path / "file").write_text("")
-    assert report_main(experiments, [str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"]) == 2
+    assert report_main([str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"], experiments) == 2
     assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
 
 
@@ -394,7 +393,7 @@ def test_a_value_that_does_not_fit_is_one_sentence(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("main", [compare_main, lambda argv: report_main(Path(), argv)])
+@pytest.mark.parametrize("main", [compare_main, report_main])
 def test_help_lists_the_options(capsys, main):
     assert main(["--help"]) == 0
     assert "folders of runs" in capsys.readouterr().out
@@ -409,5 +408,63 @@ def test_a_run_records_the_cell_and_the_command(tmp_path, monkeypatch):
     assert main(["--method=fedavg", f"--run-dir={tmp_path / 'a b'}"]) == 0
     assert recorded == {
         "preset": None, "split": None, "variant": None,
-        "command": f"python experiments/run.py --method=fedavg '--run-dir={tmp_path}/a b'",
+        "command": f"fedjax-pcdd run --method=fedavg '--run-dir={tmp_path}/a b'",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "summary.json", "metrics.jsonl", "config.yaml"])
+def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys, name):
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "bad")
+    (tmp_path / "bad" / name).write_text("{\n")
+    assert [record.path.name for record in collect([tmp_path])] == ["good"]
+    assert f"left out: {tmp_path / 'bad' / name} " in capsys.readouterr().err
+
+
+def test_a_table_of_ones_own_stands_first_in_every_output(tmp_path, experiments, capsys):
+    for method in ("fedavg", "fedprox"):
+        for beta in (0.5, 0.1):
+            for seed in (0, 1):
+                folder = tmp_path / "runs" / f"{method}-{beta}-{seed}"
+                write_run(folder, ga=0.4 + beta / 10 + seed / 10, method=method, beta=beta, seed=seed)
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "runs"), "--rows=method", "--columns=beta", "--metric=ga_best", f"--output={out}"]
+    assert report_main(argv, experiments) == 0
+    table = (out / "report.md").read_text().split("### ")[1]
+    assert table.startswith("GA best, %, by method and beta")
+    assert "| method | beta=0.1 | beta=0.5 |" in table
+    assert "46.00 ± 7.07" in table
+    tex = (out / "report.tex").read_text().split(r"\end{table}")[0]
+    assert r"\toprule" in tex
+    assert r"beta=0.1 & beta=0.5" in tex
+    assert "by method and beta" in (out / "report.html").read_text()
+    assert report_main([*argv, "--rows=methods"], experiments) == 2
+    assert "did you mean 'method'" in capsys.readouterr().err
+
+
+def test_accuracy_before_and_after_fine_tuning_have_different_names(tmp_path, experiments):
+    folder = write_run(tmp_path / "a")
+    summary = json.loads((folder / "summary.json").read_text())
+    tuned = {"pa_protocol": "global model fine-tuned for 10 epochs", "pa_std": 0.1, "pa_worst10": 0.2}
+    (folder / "summary.json").write_text(json.dumps(summary | tuned))
+    (one,) = group(collect([tmp_path]), Cells(experiments / "presets"))
+    headings = own_table(one).headings
+    assert {"PA after fine-tuning best", "PA after fine-tuning last", "PA std over clients"} < set(headings)
+
+
+def test_no_file_of_a_report_calls_accuracy_after_fine_tuning_simply_pa(tmp_path, experiments):
+    for seed in (0, 1):
+        folder = write_run(tmp_path / f"runs/{seed}", seed=seed)
+        summary = json.loads((folder / "summary.json").read_text())
+        tuned = {"pa_protocol": "global model fine-tuned for 10 epochs", "pa_best_per_client": [0.5, 0.5]}
+        (folder / "summary.json").write_text(json.dumps(summary | tuned))
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "runs"), "--rows=method", "--metric=pa_best", f"--output={out}"]
+    assert report_main(argv, experiments) == 0
+    for name in ("report.html", "report.md", "report.tex", "report.csv"):
+        text = (out / name).read_text()
+        assert "PA after fine-tuning best" in text, name
+        assert not re.search(r"\bPA (best|last|by)\b", text), name
+    page = (out / "report.html").read_text()
+    assert "PA after fine-tuning by client" in page
+    assert page.count("after fine-tuning</td>") == 2  # of the table of runs

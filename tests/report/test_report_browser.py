@@ -22,7 +22,7 @@ def address(tmp_path_factory):
         write_run(folder / f"runs/{LONG}/{method}{seed}", ga + seed / 100, seed=seed, method=method)
     in_preset(folder / "runs/cell", "A")
     write_run(folder / "runs/half", finished=False, seed=7)
-    assert report_main(experiments, [str(folder / "runs"), f"--output={folder / 'out'}"]) == 0
+    assert report_main([str(folder / "runs"), f"--output={folder / 'out'}"], experiments) == 0
     return (folder / "out/report.html").as_uri()
 
 

@@ -31,7 +31,7 @@ def report(tmp_path_factory):
     in_preset(tmp_path / "runs/b", "A", "fedprox", ga=0.6)
     write_run(tmp_path / "runs/c", method="moon")
     write_run(tmp_path / "runs/half", finished=False, seed=7)
-    assert report_main(experiments, [str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"]) == 0
+    assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"], experiments) == 0
     return tmp_path / "out"
 
 
@@ -89,7 +89,7 @@ def hostile(tmp_path_factory):
     origin = {"command": "x `` <img src=x> | *y*\n# z"}
     write_run(tmp_path / "<b>a|b*c*`d`[e](f)_g_", finished=False)
     write_run(tmp_path / "runs", origin=origin, data_dir="<i>|")
-    assert report_main(tmp_path, [str(tmp_path), f"--output={tmp_path / 'out'}"]) == 0
+    assert report_main([str(tmp_path), f"--output={tmp_path / 'out'}"], tmp_path) == 0
     return tmp_path / "out"
 
 

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedjax_pcdd.report.statistics import (
-    LEAST_WILCOXON,
-    VERDICTS,
-    Difference,
-    family,
-    paired,
-    rank_correlation,
-)
+from fedjax_pcdd.report.statistics import LEAST_WILCOXON, VERDICTS, Difference, family, paired, rank_correlation
 
 
 def of(*values):

@@ -1,6 +1,7 @@
 """What a run records before its clients have trained."""
 
 import numpy as np
+from in_memory import trained
 
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback, loop
@@ -20,8 +21,18 @@ def test_clients_without_steps_have_the_initial_models_accuracy():
 
     class Look(Callback):
         def on_start(self, run):
-            known.extend(accuracy is not None for accuracy in run.history.pa_clients)
+            known.extend(not np.isnan(accuracy) for accuracy in run.history.pa_clients)
 
     loop(parts.simulation, parts.simulation.start(), 1, [parts.accuracies(0), Look()])
     np.testing.assert_array_equal(known, parts.federations[0].test_sizes > 0)
     assert all(np.array(known)[idle])
+
+
+def test_a_round_records_the_scalars_that_the_method_names():
+    small = {"clients": 3, "rounds": 1, "local_epochs": 1, "train_samples": 90, "lanes": 1, "fine_tune_epochs": 0}
+    run = trained(method="fedgf+exp", **small)
+    (row,) = run.history.rows
+    servers = run.state.servers
+    for name in ("divergence", "share", "extrapolation"):
+        assert row[name] == float(getattr(servers, name)[0])
+    assert row["divergence"] > 0

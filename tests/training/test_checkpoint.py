@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -108,12 +109,7 @@ def test_what_is_restored_is_what_was_saved_bit_for_bit(opened):
     tree = State(
         variables={"params": {"a/b": jnp.array([0.1, np.nan, -0.0, np.inf])}, "batch_stats": {}},
         momentum=(jnp.array([True, False]), jnp.arange(5, dtype=jnp.int32), jnp.uint8(7), ()),
-        extra=[
-            jnp.full((2, 3), 1 / 3, jnp.bfloat16),
-            np.array([1 / 3, 1e-300]),
-            jnp.zeros((0, 4)),
-            jnp.float32(1 / 3),
-        ],
+        extra=[jnp.full((2, 3), 1 / 3, jnp.bfloat16), np.array([1 / 3, 1e-300]), jnp.zeros((0, 4)), jnp.float32(1 / 3)],
     )
     checkpoints = opened()
     checkpoints.save(4, tree, (), json.dumps({"rows": [{"round": 4, "loss": 1 / 3}]}))
@@ -246,15 +242,9 @@ def test_lack_of_memory_is_not_taken_for_damage(tmp_path, opened, monkeypatch):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (
-            {"params": {"dense": {"kernel": jnp.zeros((30, 21)), "bias": jnp.zeros(20)}}},
-            r"float32\[30, 20\] there",
-        ),
+        ({"params": {"dense": {"kernel": jnp.zeros((30, 21)), "bias": jnp.zeros(20)}}}, r"float32\[30, 20\] there"),
         ({"params": {"dense": {"kernel": jnp.zeros((30, 20))}}}, "missing here"),
-        (
-            {"params": {"dense": {"kernel": jnp.zeros((30, 20)), "bias": jnp.zeros(20, jnp.int32)}}},
-            r"int32\[20\] here",
-        ),
+        ({"params": {"dense": {"kernel": jnp.zeros((30, 20)), "bias": jnp.zeros(20, jnp.int32)}}}, r"int32\[20\] here"),
     ],
 )
 def test_another_configuration_is_a_user_error_and_removes_nothing(tmp_path, opened, template, words):
@@ -312,10 +302,7 @@ def test_save_returns_before_the_checkpoint_is_written(opened, monkeypatch):
 
 @pytest.mark.parametrize(
     "error",
-    [
-        OSError(28, "No space left on device"),
-        ValueError("Error writing: [OS error 28: No space left on device]"),
-    ],
+    [OSError(28, "No space left on device"), ValueError("Error writing: [OS error 28: No space left on device]")],
 )
 def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypatch, error):
     checkpoints = opened()
@@ -330,6 +317,28 @@ def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypat
         with pytest.raises(UserError, match="no space left"):
             checkpoints.save(3, server(3), clients(3), "{}")
     assert checkpoints.restore(server(0), clients(0)).round == 1
+
+
+MANY = {f"leaf{i}": np.full((10, 300), float(i)) for i in range(40)}
+
+
+def test_a_full_disk_leaves_no_write_behind_that_prints_a_traceback(opened, monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)  # as TensorStore prints from its threads
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    checkpoints = opened()
+    checkpoints.save(1, MANY, MANY, "{}")
+    checkpoints.wait()
+    for _ in range(3):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30000, before[1]))
+        try:
+            checkpoints.save(2, MANY, MANY, "{}")
+            with pytest.raises(UserError, match="larger than a file may be"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert checkpoints.restore(MANY, MANY).round == 1
+    assert not printed
 
 
 def test_the_estimate_covers_a_checkpoint_and_little_more(tmp_path, opened):

@@ -15,6 +15,7 @@ from fedjax_pcdd.training.config import (
     GROUPS,
     RUN,
     RunConfig,
+    build,
     check_names,
     difference,
     dump,
@@ -23,7 +24,7 @@ from fedjax_pcdd.training.config import (
     run_folder,
     values,
 )
-from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.fields import convert_all, load_mapping, options_of
 
 
 def test_no_hyperparameter_shadows_a_run_option():
@@ -60,28 +61,17 @@ def test_dump_is_complete_and_flat():
     assert not any(isinstance(value, dict | list) for value in recorded.values())
 
 
-numbers = st.floats(min_value=1e-300, max_value=1e300)
+numbers = st.floats(min_value=1e-38, max_value=3e38)
 names = st.text(min_size=1, max_size=20).filter(lambda text: text.lower() != "none" and text.isprintable())
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lr=numbers,
-    clip=st.sampled_from(["method", "none"]) | numbers,
-    folder=names,
-    dataset=names,
-    mu1=st.none() | numbers,
+    lr=numbers, clip=st.sampled_from(["method", "none"]) | numbers, folder=names, dataset=names, mu1=st.none() | numbers
 )
 def test_any_value_survives_the_round_trip(lr, clip, folder, dataset, mu1):
     config = RunConfig(
-        method="fedmr",
-        lr=lr,
-        grad_clip=clip,
-        data_dir=Path(folder),
-        dataset=dataset,
-        lanes=3,
-        retry=False,
-        cohort=4,
+        method="fedmr", lr=lr, grad_clip=clip, data_dir=Path(folder), dataset=dataset, lanes=3, retry=False, cohort=4
     )
     pair = config, FedMR(mu1=mu1, lite=0, terms="intra")
     assert parse_config(dump(*pair)) == pair
@@ -191,3 +181,36 @@ def test_a_taken_run_folder_gets_a_number(tmp_path, monkeypatch):
 
 def test_a_given_run_folder_is_kept(tmp_path):
     assert run_folder(RunConfig(run_dir=tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rounds": 2**31}, "rounds must be at least 1 and at most 10000000, not 2147483648"),
+        ({"train_samples": 2**40}, "train_samples must be at most 2147483647"),
+        ({"clients": 10**9}, "clients must be at least 1 and at most 1000000"),
+        ({"devices": 1000}, "devices must be at least 1 and at most 256"),
+        ({"lr": 1e39}, "lr must be at most 3.4e"),
+        ({"lr_steps": "5,3"}, "lr_steps=5,3 must be rising round numbers"),
+        ({"lr_steps": "-1"}, "lr_steps=-1 must be rising round numbers"),
+        ({"lr_steps": "5,x"}, "lr_steps=5,x must be rising round numbers"),
+        ({"coordinator": "foo", "processes": 2, "process": 0}, "coordinator=foo must be HOST:PORT"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(given, words):
+    with pytest.raises(UserError, match=words):
+        build(given)
+
+
+@pytest.mark.parametrize("name", ["run_dir", "resume", "data_dir"])
+def test_an_empty_path_is_none(name):
+    with pytest.raises(UserError, match=f"'{name}' in X takes a path or none, not ''"):
+        convert_all({name: ""}, RUN, "X")
+
+
+@pytest.mark.parametrize("text", ["lr: 1\nlr: 2", "run: {lr: 1, lr: 2}", "a: " + "[" * 5000])
+def test_yaml_that_says_a_thing_twice_or_nests_absurdly_is_refused(text):
+    with pytest.raises(
+        UserError, match=r"X is not valid YAML.*(the key 'lr' is given twice|nested too deeply).*: correct it"
+    ):
+        load_mapping(text, "X")

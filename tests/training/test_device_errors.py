@@ -12,8 +12,8 @@ import toy
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.engine import device_errors, devices
-from fedjax_pcdd.engine.device_errors import OutOfMemory, in_sentences
+from fedjax_pcdd.engine import devices, tuning
+from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build
@@ -167,11 +167,11 @@ def taken(simulated):
 def lanes_chosen(monkeypatch, free):
     """Lanes of the toy federation that are chosen of 1, 2 and 3 where more are always faster."""
     base = toy.simulation(lanes=1)
-    monkeypatch.setattr(devices, "candidates", lambda jobs, devices: [1, 2, 3])
-    monkeypatch.setattr(devices, "free_memory", lambda: free)
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
+    monkeypatch.setattr(tuning, "free_memory", lambda: free)
     times = iter([1.0, 0.5, 0.25])
-    monkeypatch.setattr(devices, "_probe", lambda simulation, state: (0.0, next(times)))
-    return devices.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), base.start(), 3, 10**6).program.lanes
+    monkeypatch.setattr(tuning, "_probe", lambda simulation, state: (0.0, next(times)))
+    return tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), base.start(), 3, 10**6).program.lanes
 
 
 def test_lanes_are_the_fastest_whose_compiled_round_fits_into_memory(monkeypatch):
@@ -188,10 +188,10 @@ def test_a_probe_out_of_memory_ends_the_search_for_lanes(monkeypatch):
             raise jax.errors.JaxRuntimeError(EXHAUSTED)
         return 0.0, 1.0
 
-    monkeypatch.setattr(devices, "candidates", lambda jobs, devices: [1, 2, 3])
-    monkeypatch.setattr(devices, "_timed_step", exhausted)
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
+    monkeypatch.setattr(tuning, "_timed_step", exhausted)
     made = []
-    chosen = devices.choose_lanes(
+    chosen = tuning.choose_lanes(
         lambda lanes: made.append(lanes) or toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6
     )
     assert chosen.program.lanes == 1
@@ -216,7 +216,7 @@ def test_a_driver_that_is_too_old_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", old)
     with pytest.raises(UserError) as error:
-        device_errors.started_platforms("gpu")
+        devices.started_platforms("gpu")
     assert is_a_sentence(str(error.value))
     assert "driver version is insufficient" in str(error.value)
 
@@ -238,7 +238,7 @@ def complaining():
 def test_a_missing_driver_is_a_sentence_where_a_gpu_is_asked_for(monkeypatch, capfd):
     monkeypatch.setattr(jax, "devices", complaining())
     with pytest.raises(UserError) as error:
-        device_errors.started_platforms("gpu")
+        devices.started_platforms("gpu")
     assert is_a_sentence(str(error.value))
     assert "cuInit(0) failed" in str(error.value)
     assert capfd.readouterr().err == ""
@@ -246,7 +246,7 @@ def test_a_missing_driver_is_a_sentence_where_a_gpu_is_asked_for(monkeypatch, ca
 
 def test_a_missing_driver_is_a_warning_where_the_cpu_will_do(monkeypatch, capfd):
     monkeypatch.setattr(jax, "devices", complaining())
-    assert device_errors.started_platforms("auto") == {"cpu"}
+    assert devices.started_platforms("auto") == {"cpu"}
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: ")
     assert "cuInit(0) failed" in line
@@ -258,10 +258,10 @@ def test_a_cache_of_programs_that_cannot_be_written_is_a_warning_and_is_not_used
     try:
         jax.config.update("jax_enable_compilation_cache", True)
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "new" / "folder"))
-        device_errors.check_compilation_cache()
+        devices.check_compilation_cache()
         assert capsys.readouterr().err == ""
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "folder"))
-        device_errors.check_compilation_cache()
+        devices.check_compilation_cache()
         (line,) = capsys.readouterr().err.splitlines()
         assert "cannot be written" in line
         assert not jax.config.jax_enable_compilation_cache

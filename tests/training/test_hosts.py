@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,12 +37,12 @@ def start(*options, temporary, **variables):
     return subprocess.Popen([*RUN, *options], env=variables, **pipes)
 
 
-def start_two(*options, temporary, patience=20):
+def start_two(*options, temporary, patience=20, number=2):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = [f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--patience={patience}"]
-    return [start(*common, f"--process={i}", *options, temporary=temporary) for i in range(2)]
+    common = [f"--coordinator=127.0.0.1:{port}", f"--processes={number}", f"--patience={patience}"]
+    return [start(*common, f"--process={i}", *options, temporary=temporary) for i in range(number)]
 
 
 def end(process, seconds=300):
@@ -106,7 +107,7 @@ def test_half_of_the_options_of_processes_is_a_sentence(case):
 
 
 def wait_for_rounds(folder, number, processes):
-    deadline = time.time() + 200
+    deadline = time.time() + 600
     file = folder / "metrics.jsonl"
     while time.time() < deadline and not (file.exists() and len(file.read_text().splitlines()) >= number):
         assert all(process.poll() is None for process in processes)
@@ -114,7 +115,7 @@ def wait_for_rounds(folder, number, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (1, signal.SIGTERM), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_the_run_of_a_dead_or_silent_process_ends_and_continues_alone(tmp_path, victim, blow):
     options = ["--method=scaffold", "--momentum=0", "--rounds=60", "--fine-tune-epochs=0", *SMALL]
     whole = start(*options, f"--run-dir={tmp_path / 'whole'}", "--quiet", temporary=tmp_path / "tmp")
@@ -138,17 +139,69 @@ def test_the_run_of_a_dead_or_silent_process_ends_and_continues_alone(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_to_one_of_two_processes_ends_both_after_the_same_round(tmp_path, victim):
+    options = ["--method=scaffold", "--momentum=0", "--rounds=60", "--fine-tune-epochs=0", *SMALL]
+    folder = tmp_path / "two"
+    processes = start_two(*options, f"--run-dir={folder}", "--quiet", temporary=tmp_path / "tmp", patience=200)
+    wait_for_rounds(folder, 4, processes)
+    processes[victim].send_signal(signal.SIGTERM)
+    ended = [end(process, seconds=90) for process in processes]
+    done = len(metrics(folder))
+    assert 4 <= done < 60
+    assert [one.code for one in ended] == [143, 143], ended
+    advice = f"continue with --resume={folder}, in any number of processes."
+    assert [one.err for one in ended] == [f"stopped; round {done} is saved: {advice}\n"] * 2
+    assert not (folder / "lock").exists()
+    assert list((tmp_path / "tmp").iterdir()) == []
+    alone = end(start(f"--resume={folder}", "--quiet", temporary=tmp_path / "tmp"))
+    assert alone.code == 0, alone.err
+    whole = start(*options, f"--run-dir={tmp_path / 'whole'}", "--quiet", temporary=tmp_path / "tmp")
+    assert end(whole).code == 0
+    np.testing.assert_allclose(metrics(folder), metrics(tmp_path / "whole"), 1e-4)
+
+
+@pytest.mark.slow
 def test_a_run_of_one_process_continues_in_two_with_two_devices_each(tmp_path):
     options = ["--method=scaffold", "--momentum=0", "--client-state=host", "--fine-tune-epochs=0", *SMALL]
-    for name, rounds in (("whole", 6), ("part", 3)):
-        where = f"--run-dir={tmp_path / name}"
-        assert end(start(*options, f"--rounds={rounds}", where, "--quiet", temporary=tmp_path / "tmp")).code == 0
-    config = tmp_path / "part" / "config.yaml"
-    config.write_text(config.read_text().replace("rounds: 3", "rounds: 6"))
-    for process in start_two(f"--resume={tmp_path / 'part'}", "--devices=2", temporary=tmp_path / "tmp"):
+    folder = tmp_path / "part"
+    assert end(start(*options, "--rounds=6", f"--run-dir={folder}", "--quiet", temporary=tmp_path / "tmp")).code == 0
+    whole = metrics(folder)
+    shutil.rmtree(folder / "checkpoints" / "6")  # the one before it is continued
+    for process in start_two(f"--resume={folder}", "--devices=2", temporary=tmp_path / "tmp"):
         ended = end(process)
         assert ended.code == 0, ended.err
-    np.testing.assert_allclose(metrics(tmp_path / "part"), metrics(tmp_path / "whole"), 1e-5)
+    assert (folder / "checkpoints" / "6").is_dir()
+    np.testing.assert_allclose(metrics(folder), whole, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["host", "disk"])
+def test_processes_with_clients_of_their_own_give_the_numbers_of_one_and_continue_in_another_number(tmp_path, state):
+    """Three processes, of which the last round is done again by two; then two, to the same bits twice."""
+    options = [
+        "--method=fedrep",
+        f"--client-state={state}",
+        "--data=stream",
+        "--cohort=5",
+        "--fine-tune-epochs=0",
+        *SMALL,
+    ]
+    folders, common = {name: tmp_path / name for name in ("1", "2", "3")}, {"temporary": tmp_path / "tmp"}
+    assert end(start(*options, "--rounds=3", f"--run-dir={folders['1']}", "--quiet", **common)).code == 0
+    for number in (2, 3):
+        for ended in map(
+            end, start_two(*options, "--rounds=3", f"--run-dir={folders[str(number)]}", number=number, **common)
+        ):
+            assert ended.code == 0, ended.err
+        np.testing.assert_allclose(metrics(folders[str(number)]), metrics(folders["1"]), 1e-5)
+    before = metrics(folders["2"])
+    for number in (2, 3):
+        shutil.rmtree(folders[str(number)] / "checkpoints" / "3")
+        for ended in map(end, start_two(f"--resume={folders[str(number)]}", **common)):
+            assert ended.code == 0, ended.err
+        np.testing.assert_allclose(metrics(folders[str(number)]), metrics(folders["1"]), 1e-5)
+    np.testing.assert_array_equal(metrics(folders["2"]), before)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import json
 
 import numpy as np
+import pytest
 
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import metrics
 from fedjax_pcdd.training.metrics import History, new_history
 
@@ -44,3 +46,26 @@ def test_a_row_is_encoded_once_however_many_checkpoints_follow(monkeypatch):
         grow(history, [round])
         history.to_json()
     assert [value["round"] for value in encoded if "round" in value] == list(range(1, 9))
+
+
+def test_ga_without_a_global_model_is_that_of_each_clients_best_by_its_own_tests():
+    history = new_history(3)  # the third has no tests, so it is left out
+    for pa, ga in (([0.9, 0.7, np.nan], [0.30, 0.35, 1.0]), ([0.8, 0.95, np.nan], [0.40, 0.20, 1.0])):
+        history.update_clients(np.arange(3), np.array(pa))
+        history.update_best(np.array(ga))
+    summary = metrics.result(History(**json.loads(history.to_json())), METHODS["fedproto"]())
+    assert summary["ga_best"] == pytest.approx(0.25)
+    assert summary["ga_best_mean"] == pytest.approx(0.325)
+    assert summary["ga_best_clients"] == pytest.approx(0.375)
+
+
+def test_of_very_many_clients_a_checkpoint_holds_those_that_are_known():
+    history = metrics.new_history(metrics.MOST_WRITTEN + 1)
+    history.update_clients(np.array([3, 7000]), np.array([0.25, 1.0]), "pa_last")
+    history.pa_clients = history.also["pa_last"].copy()
+    history.update_best(None)
+    text = history.to_json()
+    assert len(text) < 1000
+    restored = metrics.History(**json.loads(text))
+    assert restored == history
+    assert restored.best_pa_clients[[3, 7000]].tolist() == [0.25, 1.0]

@@ -155,7 +155,7 @@ def test_the_table_shows_percent_with_two_decimals_and_the_best_round(console):
     console.print(progress.final_table({"ga_best": 0.81234, "ga_best_round": 40, "ga_last": 0.8, "pa_best": None}))
     lines = [line.split("│")[1:-1] for line in text_of(console).splitlines() if "A " in line]
     cells = [[cell.strip() for cell in line] for line in lines]
-    assert cells == [["GA", "81.23", "40", "80.00"], ["PA", "-", "-", "-"]]
+    assert cells == [["GA", "81.23", "40", "80.00", "-", "-"], ["PA", "-", "-", "-", "-", "-"]]
 
 
 class Shown:
@@ -198,7 +198,18 @@ def test_a_terminal_gets_a_bar_that_keeps_the_last_evaluation():
     show(progress.bar(console), 4, 0, [{"ga": 0.5, "pa": 0.75, "loss": 2.0}, {"ga": None, "pa": None, "loss": 1.0}])
     last = text_of(console).split("round ")[-1]
     assert last.startswith("2/4")
-    assert all(text in last for text in ("GA 50.00 %", "PA 75.00 %", "loss 1"))
+    assert all(text in last for text in ("GA 50.00 %", "PA in training 75.00 %", "loss 1"))
+
+
+def test_a_notebook_gets_one_bar_that_changes_in_place(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "IPython", recorder)
+    monkeypatch.setitem(sys.modules, "IPython.display", recorder)
+    show(progress.bar(Console(file=io.StringIO(), force_jupyter=True)), 2, 0, [{"ga": 0.5}, {"ga": 0.75}])
+    (first, data, _), (then, newer, _) = recorder.calls
+    assert (first, then) == ("display", "update")
+    assert data["text/plain"].startswith("round 1/2  GA 50.00 %")
+    assert newer["text/html"].startswith('<progress max="2" value="2"></progress> round 2/2  GA 75.00 %')
 
 
 class Recorder:

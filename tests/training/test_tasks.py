@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from commands import kill_after, results, resumed, undisturbed
 
-from fedjax_pcdd.analysis.correlation import correlation_matrices, draw_matrices
+from fedjax_pcdd.analysis.pictures import correlation_matrices, draw_matrices
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.run import main
@@ -108,11 +108,11 @@ BAD = {
     "unknown task": (["--task=digit_domains"], "digits_domains"),
     "unknown model": (["--models=mlp,simple_cn"], "simple_cnn"),
     "several models to average": (["--method=fedavg", "--models=mlp,simple_cnn"], "--models"),
+    "several models for Ditto": (["--method=ditto", "--models=mlp,simple_cnn"], "name one in --models"),
+    "several models for APFL": (["--method=apfl", "--models=mlp,simple_cnn"], "name one in --models"),
+    "prototypes of several lengths": (["--method=fedtgp", "--models=mlp,simple_cnn"], "set --features"),
     "several models for FedDF on the server": (["--method=feddf", "--models=mlp,simple_cnn"], "--models"),
-    "several models for an average": (
-        ["--method=fccl", "--average=trained", "--models=mlp,simple_cnn"],
-        "--models",
-    ),
+    "several models for an average": (["--method=fccl", "--average=trained", "--models=mlp,simple_cnn"], "--models"),
     "more models than participants": (["--models=mlp,mlp,mlp,mlp,mlp"], "--models"),
     "a model beside a task": (["--model=mlp"], "--models"),
     "a cohort": (["--cohort=2"], "--cohort"),
@@ -144,6 +144,8 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(case, tmp_path, capsys, mo
 
 WITHOUT_TASK = {
     "models of a common model": (["--method=fedavg", "--models=mlp"], "--model"),
+    "models for Ditto": (["--method=ditto", "--models=mlp,simple_cnn"], "with --model, not --models"),
+    "models for APFL": (["--method=apfl", "--models=mlp,simple_cnn"], "with --model, not --models"),
     "pre-training of a common model": (["--method=fedavg", "--pretrain-epochs=1"], "--pretrain-epochs"),
     "no public images": (["--method=fccl", "--dataset=mnist"], "mnist"),
     "model and models": (["--method=solo", "--models=mlp", "--model=mlp"], "--model"),
@@ -223,7 +225,7 @@ def groups_of(monkeypatch, tmp_path, *options):
 
 
 def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch, tmp_path):
-    from fedjax_pcdd.data.recipes import TASKS
+    from fedjax_pcdd.data.domains import TASKS
 
     twice = TASKS["digits_domains"]._replace(public_epochs=2, local_epochs=(7, 8, 9, 10))
     monkeypatch.setitem(TASKS, "digits_domains", twice)
@@ -258,7 +260,7 @@ def test_public_images_are_those_asked_for(monkeypatch, tmp_path):
 
 def test_tasks_are_listed(capsys):
     assert main(["--list-tasks"]) == 0
-    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:] if not line.startswith(" ")]
     assert shown == ["digits_domains", "digits2", "digits", "office_caltech10", "office_home"]
 
 

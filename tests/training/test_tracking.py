@@ -31,6 +31,13 @@ def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
         build({"track": "spectrum,angels"})
 
 
+def test_samples_from_the_host_are_tracked_to_the_same_numbers(tmp_path):
+    options = {"method": "fedmr", "track": ",".join(ALL), "cohort": 2, "rounds": 2, "data_memory": 10}
+    rows = [run(tmp_path / where, data=where, **options) for where in ("device", "stream")]
+    assert rows[0] == rows[1]
+    assert (tmp_path / "device" / TRACK).read_text() == (tmp_path / "stream" / TRACK).read_text()
+
+
 def test_a_quantity_named_twice_is_tracked_once():
     assert names_of("intra, angles,intra") == ("intra", "angles")
 

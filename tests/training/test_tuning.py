@@ -12,11 +12,10 @@ import toy
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.engine import tuning as timing
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.models import convolution_choices as choices
+from fedjax_pcdd.models import convolution_table as choices
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.cnn import mcmahan_cnn
-from fedjax_pcdd.models.convolution_choices import Choices, as_json, from_json
-from fedjax_pcdd.models.convolution_table import Rule
+from fedjax_pcdd.models.convolution_table import Choices, Rule, as_json, from_json
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import tuning

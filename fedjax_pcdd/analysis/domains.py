@@ -1,0 +1,117 @@
+"""Pictures of tasks by domain: features in the plane, accuracy over the rounds, ablations (FCCL, Figures 4, 6 to 8).
+
+Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
+Letters: n samples, D features, K participants, one a domain.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pcdd.analysis.curves import COLOURS, curve, frame, look, series
+
+Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
+LAST = 20  # rounds whose changes are averaged
+
+
+class Separation(NamedTuple):
+    """How far apart classes lie: variance between their means over that within them, and the mean silhouette."""
+
+    ratio: float
+    silhouette: float
+
+
+def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
+    """Of features [n, D] with labels [n]; at least two classes.
+
+    >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1])).ratio
+    25.0
+    """
+    from sklearn.metrics import silhouette_score
+
+    classes, inverse = np.unique(labels, return_inverse=True)
+    means = np.stack([features[labels == c].mean(0) for c in classes])[inverse]
+    between, within = np.square(means - features.mean(0)).sum(), np.square(features - means).sum()
+    return Separation(float(between / within), float(silhouette_score(features, labels)))
+
+
+def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:
+    """Rows of at most `each` random samples of every class, in the order of the classes."""
+    random = np.random.default_rng(seed)
+    return np.concatenate([random.permutation(np.flatnonzero(labels == c))[:each] for c in np.unique(labels)])
+
+
+def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: str | Path) -> None:
+    """t-SNE of features, one embedding a panel, coloured by class; a row for each key (FCCL, Figure 4).
+
+    Args:
+      panels: rows of titles and samples; all rows of one length.
+      path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+    from sklearn.manifold import TSNE
+
+    columns = max(map(len, panels.values()))
+    figure = Figure(figsize=(2.6 * columns + 0.4, 2.7 * len(panels)), dpi=100, layout="constrained")
+    axes = figure.subplots(len(panels), columns, squeeze=False)
+    for row, (name, parts) in zip(axes, panels.items(), strict=True):
+        for panel, (title, (features, labels)) in zip(row, parts, strict=True):
+            perplexity = min(30.0, (len(features) - 1) / 3)
+            x, y = TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(features).T
+            panel.scatter(x, y, c=labels, cmap="tab10", s=5)
+            panel.set(xticks=[], yticks=[])
+            panel.set_title(title, fontsize=9)
+        row[0].set_ylabel(name)
+    figure.savefig(path)
+
+
+def fluctuation(values: np.ndarray) -> float:
+    """Mean absolute change from round to round over the last `LAST` rounds of values [T]; nan for a single one."""
+    return float(np.abs(np.diff(values[-LAST - 1 :])).mean()) if len(values) > 1 else float("nan")
+
+
+def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: str | Path) -> None:
+    """Intra-domain accuracy and the local objective over the rounds, a line a run (FCCL, Figure 6).
+
+    Args:
+      runs: lines of metrics.jsonl by label; one of round 0 is that of the pre-trained models.
+      top: an answer is right if it is among the first `top`.
+      path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, (label, rows) in enumerate(runs.items()):
+        colour, style = look(i)
+        curve(left, *series(rows, f"intra_top{top}", 100), color=colour, linestyle=style, label=label)
+        curve(right, *series(rows, "local_objective"), color=colour, linestyle=style)
+    frame(left, title="own domain, mean over participants", upwards=f"top-{top} accuracy (%)")
+    frame(right, title="local objective, mean over participants")
+    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Sequence[str], path: str | Path) -> None:
+    """Groups of bars in percent, a bar for each label (FCCL, Figures 7 and 8).
+
+    Args:
+      panels: by title, the label's numbers of each group, shares in [0, 1].
+      groups: names below the bars.
+      path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels), 3.4), dpi=100, layout="constrained")
+    for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        width, at = 0.8 / len(bars), np.arange(len(groups))
+        for i, (label, shares) in enumerate(bars.items()):
+            panel.bar(
+                at + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=COLOURS[i]
+            )
+        frame(panel, title=title, across="", upwards="accuracy (%)")
+        panel.set_xticks(at, groups, fontsize=8)
+    panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path)

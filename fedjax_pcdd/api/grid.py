@@ -1,0 +1,117 @@
+"""Grids: every combination of the values that options list, and the means of their results over seeds."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import short_name
+from fedjax_pcdd.report.tables import over_seeds
+from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.presets import read_preset
+
+WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
+MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
+
+
+class Experiment(NamedTuple):
+    """One point of the grid."""
+
+    name: str  # of its folder
+    group: str  # what repetitions with other seeds share
+    given: dict[str, str]  # options as they are written
+
+
+def values_of(name: str, text: str) -> list[str]:
+    """The values that an option lists.
+
+    >>> values_of("seed", "0:3")
+    ['0', '1', '2']
+    >>> values_of("beta", "0.1,0.5")
+    ['0.1', '0.5']
+    >>> values_of("models", "mlp,simple_cnn")
+    ['mlp,simple_cnn']
+    """
+    if name in WHOLE:
+        return [text]
+    values: list[str] = []
+    for part in text.split(","):
+        first, colon, end = part.partition(":")
+        if colon and first.strip().isdecimal() and end.strip().isdecimal():
+            values += [str(i) for i in range(int(first), int(end))]
+        else:
+            values.append(part.strip())
+    if not values or "" in values:
+        raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
+    return values
+
+
+def expand(given: Mapping[str, str]) -> list[Experiment]:
+    """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
+    listed = {name: values_of(name, text) for name, text in given.items()}
+    names = listed.pop("method", ["fedavg"])
+    short = {method: short_name(method) for method in names}
+    short = short if len(set(short.values())) == len(short) else {method: method for method in names}
+    owned = {method: set(options_of(methods.get(method))) for method in names}
+    some = set().union(*owned.values())
+    experiments = []
+    for method in names:
+        own = {name: values for name, values in listed.items() if name not in some or name in owned[method]}
+        for point in itertools.product(*own.values()):
+            options = dict(zip(own, point, strict=True))
+            varied = [name for name in own if len(own[name]) > 1]
+            label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
+            group = "-".join([short[method], *label]).replace("/", "_")
+            name = f"{group}-s{options['seed']}" if "seed" in options else group
+            experiments.append(Experiment(name, group, {"method": method, **options}))
+    return experiments
+
+
+def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[list[Experiment]]:
+    """What is run one after another: the whole grid of the options, or what a preset searches of each method.
+
+    Args:
+      given: options as on the command line; a hyper-parameter among them is not searched.
+      results: by name, filled with those of a stage before the next is asked for; the best is that of the mean GA,
+        on validation samples where the runs are selected by these.
+    """
+    grid = read_preset(given["preset"]).grid if "preset" in given else {}
+    named = values_of("method", given.get("method", ",".join(grid) or "fedavg"))
+    owned = {method: set(options_of(methods.get(method))) for method in named}
+    some = set().union(*owned.values())
+    searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in named}
+    if not any(searched.values()):
+        yield expand(given)
+        return
+    fixed = {m: {n: x for n, x in given.items() if n in owned[m] or n not in some} | {"method": m} for m in named}
+    for depth in range(max(map(len, searched.values()))):
+        stage = []
+        for method, names in searched.items():
+            if depth < len(names):
+                stage += expand(fixed[method] | {names[depth]: ",".join(map(str, grid[method][names[depth]]))})
+            elif not names and not depth:
+                stage += expand(fixed[method])
+        yield stage
+        chosen_on = configure(stage[0].given)[0].select_on
+        measure = "ga_validation_best" if chosen_on == "validation" else "ga_best"
+        score = {row["experiment"]: row[measure] or 0.0 for row in summarise(stage, results)}
+        for one in sorted(stage, key=lambda one: score[one.group]):  # the best of each method comes last
+            name = searched[one.given["method"]][depth : depth + 1]
+            fixed[one.given["method"]] |= {n: one.given[n] for n in name}
+
+
+def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Mean and standard deviation (of a sample, ddof 1) over the seeds of each group, in percent."""
+    rows = []
+    for group, members in itertools.groupby(sorted(experiments, key=lambda e: e.group), key=lambda e: e.group):
+        outcomes = [results[e.name] for e in members]
+        finished = [r for r in outcomes if isinstance(r, dict)]
+        row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
+        row["pa_protocol"] = "; ".join(dict.fromkeys(r["pa_protocol"] for r in finished if "pa_protocol" in r))
+        for measure in (*MEASURES, "ga_validation_best"):
+            cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
+            row |= {measure: cell.mean, f"{measure}_std": cell.std}
+        rows.append(row)
+    return rows

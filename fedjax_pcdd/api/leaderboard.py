@@ -1,0 +1,240 @@
+"""The leaderboard: every method on the same data with as many trials, what is chosen is chosen on validation samples.
+
+A cell is a network, a split and a method. The method's trials run with the first seed; the one whose best round is best
+on the validation samples, the first of equals, runs with the other seeds. Nothing is chosen on test samples, and what
+diverges is a result.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from fedjax_pcdd import __version__, methods
+from fedjax_pcdd.analysis.traffic import traffic
+from fedjax_pcdd.api.sweep import Planned, Sweep
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.registry import short_name
+from fedjax_pcdd.report.tables import Cell as Entry
+from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
+from fedjax_pcdd.training.build import build_model, load
+from fedjax_pcdd.training.fields import load_mapping, read_text
+from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.presets import PAPERS
+from fedjax_pcdd.training.progress import SweepBar
+
+PLAN = PAPERS / "leaderboard.yaml"
+SCORE = "ga_validation_best"
+MEASURES = {
+    "ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10", "pa_best": "PA best",
+    "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth",
+}  # fmt: skip
+SECTIONS = ("run", "splits", "networks", "seeds", "trials", "public")
+
+
+class Plan(NamedTuple):
+    """What is run; options by field name, as a YAML file writes them."""
+
+    run: dict[str, Any]  # options of every run
+    splits: dict[str, dict[str, Any]]  # and those of each split
+    networks: list[str]
+    seeds: int
+    trials: dict[str, list[dict[str, Any]]]  # of each method, "default" for those that are not named
+    public: dict[str, dict[str, Any]]  # by data set: options of methods that need public images
+
+    def trials_of(self, method: str) -> list[dict[str, Any]]:
+        """The settings that are tried."""
+        return self.trials.get(method, self.trials["default"])
+
+
+class Cell(NamedTuple):
+    """One entry of the leaderboard."""
+
+    network: str
+    split: str
+    method: str
+
+    def path(self, results: Path) -> Path:
+        """Of its result."""
+        return results / self.network / self.split / f"{short_name(self.method).replace('/', '_')}.json"
+
+
+def read_plan(path: Path = PLAN) -> Plan:
+    """A plan from a YAML file; UserError for one that is not understood."""
+    given = load_mapping(read_text(path), str(path))
+    for name in SECTIONS:
+        if name not in given:
+            raise UserError(f"{path} needs a section '{name}': compare it with {PLAN}.")
+    for name in given:
+        if name not in SECTIONS:
+            raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(SECTIONS)}.")
+    plan = Plan(**given)
+    numbers = {len(listed) for listed in plan.trials.values()}
+    if "default" not in plan.trials or len(numbers) != 1:
+        raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
+    return plan
+
+
+def competitors() -> list[str]:
+    """All registered methods that train one architecture."""
+    return [name for name, method in METHODS.items() if method().traits().exchange == "never"]
+
+
+def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: Mapping[str, str]) -> dict[str, str]:
+    """The options of one run, as a command writes them."""
+    split = plan.splits[cell.split]
+    needed = methods.get(cell.method)().traits().needs_public
+    public = plan.public.get(str(split.get("dataset")), {}) if needed else {}
+    settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **public, **trial, "seed": seed}
+    return {name: str(value) for name, value in settings.items()} | dict(more)
+
+
+def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], console: Console) -> dict[str, Any]:
+    """The result of a cell, which continues where it was.
+
+    Args:
+      plan: gives its trials.
+      cell: which one.
+      runs: folder of the runs.
+      more: options of every run that do not change its result, as the folder of the data sets.
+      console: of the bar.
+    """
+    trials, folder = plan.trials_of(cell.method), cell.path(runs).with_suffix("")
+    tried = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
+    scores = [one.get(SCORE, -1.0) if isinstance(one, dict) else -1.0 for one in tried]
+    best = int(np.argmax(scores))
+    finished = isinstance(tried[best], dict)
+    others = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
+    seeds = [tried[best], *_run(plan, cell, others, folder, more, console)] if finished else []
+    command = options(plan, cell, trials[best], 0, {}) | {"seed": f"0:{plan.seeds}"}
+    words = [f"--{name.replace('_', '-')}={text}" for name, text in command.items()]
+    return {
+        **cell._asdict(),
+        "trials": [
+            {"options": trial, "score": one.get(SCORE)} if isinstance(one, dict) else
+            {"options": trial, "failed": one.sentence} for trial, one in zip(trials, tried, strict=True)
+        ],
+        "chosen": trials[best] if finished else None,
+        "seeds": [
+            {"seed": seed, **{name: one.get(name) for name in (*MEASURES, "seconds_per_round")}}
+            if isinstance(one, dict) else {"seed": seed, "failed": one.sentence} for seed, one in enumerate(seeds)
+        ],
+        "floats": sent(plan, cell, trials[best], more),
+        "command": shlex.join(["fedjax-pcdd", "sweep", *words]),
+        "version": __version__,
+        "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
+    }  # fmt: skip
+
+
+def _run(
+    plan: Plan, cell: Cell, points: Sequence[tuple[int, int]], folder: Path, more: Mapping[str, str], console: Console
+) -> list[dict[str, Any] | UserError]:
+    """What came of (trial, seed) pairs."""
+    trials = plan.trials_of(cell.method)
+    given = {f"trial{i}-s{seed}": options(plan, cell, trials[i], seed, more) for i, seed in points}
+    sweep = Sweep([Planned(name, *configure(one)) for name, one in given.items()], folder, lambda name, error: None)
+    results = sweep.run(SweepBar({name: one.config.rounds for name, one in sweep.left.items()}, console))
+    return [results[name] for name in given]
+
+
+def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, str]) -> int:
+    """Scalars that a client and the server send each other in a round."""
+    config, method = configure(options(plan, cell, trial, 0, more))
+    dataset = load(config)
+    counts = traffic(method, build_model(config, cell.network, dataset), dataset.x_train.shape[1:])
+    return counts.up + counts.down
+
+
+def read_results(results: Path) -> list[dict[str, Any]]:
+    """Those below a folder, none where it is not there."""
+    return [json.loads(read_text(path)) for path in sorted(results.glob("*/*/*.json"))]
+
+
+def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:
+    """All methods of a network and a split, by the mean GA of the last ten rounds."""
+    rows = []
+    for one in results:
+        if (one["network"], one["split"]) == (network, split):
+            cells = [over_seeds(_percent(seed.get(name)) for seed in one["seeds"]) for name in MEASURES]
+            seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
+            chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
+            rows.append(Row(short_name(one["method"]), (
+                *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
+            )))  # fmt: skip
+    rows.sort(key=lambda row: -(row.cells[2].mean or 0.0))
+    columns = (
+        *(Column(heading, digits=1, best=0 if name == "pa_std" else 1) for name, heading in MEASURES.items()),
+        Column("seconds a round"), Column("floats sent", digits=0), Column("chosen", left=True), Column("", left=True),
+    )  # fmt: skip
+    return ranked(Table(f"{split}, {network}", columns, tuple(rows)))
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _failures(result: Mapping[str, Any]) -> str:
+    trials = sum("failed" in one for one in result["trials"])
+    seeds = sum("failed" in one for one in result["seeds"])
+    words = [f"{n} of {len(of)} {what} failed" for n, of, what in (
+        (trials, result["trials"], "trials"), (seeds, result["seeds"], "seeds"),
+    ) if n]  # fmt: skip
+    return "; ".join(words)
+
+
+def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> tuple[list[str], list[str], np.ndarray]:
+    """Mean GA of the last ten rounds of the methods that have a result on every split, for `ranks`.
+
+    Args:
+      results: as `read_results` gives them.
+      cells: of the plan; splits on which none of its methods has a result are left out.
+
+    Returns:
+      M methods, B splits as "split, network", and accuracies [M, B, seeds], -inf for a run that failed.
+    """
+    known = {(one["network"], one["split"], one["method"]): one for one in results}
+    places = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
+    every = dict.fromkeys(one["method"] for one in results)
+    names = [name for name in every if all((*place, name) in known for place in places)]
+    most = max((len(one["seeds"]) for one in results), default=1)
+    scores = [[_scores(known[*place, name], most) for place in places] for name in names]
+    whole = np.reshape(np.array(scores), (len(names), len(places), most))
+    return [short_name(name) for name in names], [f"{split}, {network}" for network, split in places], whole
+
+
+def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
+    """GA of the last ten rounds of each seed, -inf for one that failed."""
+    values = [-np.inf if one.get("ga_mean_last10") is None else one["ga_mean_last10"] for one in result["seeds"]]
+    return values + [-np.inf] * (seeds - len(values))
+
+
+def write_result(result: Mapping[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def complete(
+    plan: Plan, cells: Sequence[Cell], results: Path, runs: Path, more: Mapping[str, str],
+    *, goes_on: Callable[[], bool], done: Callable[[Cell], None], console: Console,
+) -> None:  # fmt: skip
+    """Run the cells that have no result, in their order, while `goes_on`.
+
+    Args:
+      plan, more, runs, console: as of `run_cell`.
+      cells: which.
+      results: folder of the results; several processes may work on one, as runs are claimed.
+      goes_on: asked before each cell.
+      done: told of each.
+    """
+    for cell in cells:
+        if not cell.path(results).is_file() and goes_on():
+            write_result(run_cell(plan, cell, runs, more, console), cell.path(results))
+            done(cell)

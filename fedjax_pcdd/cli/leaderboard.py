@@ -1,0 +1,131 @@
+"""The leaderboard from the command line: what has no result is run, and the tables are shown or written."""
+
+# ruff: noqa: RUF009 - run_option is a dataclass field, not a value
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from fedjax_pcdd.analysis.ranks import draw_ranks, ranks
+from fedjax_pcdd.cli.messages import called, flag
+from fedjax_pcdd.cli.options import command, scan
+from fedjax_pcdd.cli.sweep import processes
+from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, escaped, markdown, terminal
+from fedjax_pcdd.training.fields import run_option
+
+BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every method on the same data with as many trials, chosen on validation samples; the same command continues.
+
+    Several methods, splits or networks have commas between.
+
+    fedjax-pcdd leaderboard --data-dir=DATA --method=mine.py:Mine    a method of one's own, beside those with results
+    """
+
+    method: str | None = run_option(
+        None, "", "methods, with commas between; all that train one architecture by default"
+    )
+    split: str | None = run_option(None, "", "splits of the plan; all by default")
+    network: str | None = run_option(None, "", "networks of the plan; all by default")
+    data_dir: Path | None = run_option(None, "", "folder of the data sets")
+    plan: Path | None = run_option(None, "", "YAML file of splits, settings and trials in place of the packaged one")
+    results: Path = run_option(Path("results/leaderboard"), "", "folder of the results")
+    runs_dir: Path = run_option(Path("runs/leaderboard"), "", "folder of the runs")
+    budget_minutes: float | None = run_option(None, "", "begin no cell after this time", above=0)
+    workers: int = run_option(1, "", "processes that divide the work", low=1)
+    status: bool = run_option(False, "", "say in one line how far it is, and run nothing")
+    page: Path | None = run_option(
+        None, "", "write the tables to this Markdown file and the ranks' picture beside it, and run nothing"
+    )
+
+
+def leaderboard_main(argv: Sequence[str] | None = None) -> int:
+    """Do what the arguments ask for; exit code 0, 2 for a mistake of the user, 130 if interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    return command(Options, lambda options: _act(options, argv), argv, called("leaderboard"))
+
+
+def _act(options: Options, argv: Sequence[str]) -> None:
+    from fedjax_pcdd import methods
+    from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
+
+    plan = leaderboard.read_plan(options.plan or leaderboard.PLAN)
+    names = options.method.split(",") if options.method else leaderboard.competitors()
+    for name in names:
+        methods.get(name)
+    networks = _chosen("network", options.network, plan.networks)
+    splits = _chosen("split", options.split, list(plan.splits))
+    cells = [leaderboard.Cell(network, split, name) for network in networks for split in splits for name in names]
+    console, more = Console(), {"data_dir": str(options.data_dir)} if options.data_dir else {}
+    if not (options.status or options.page):
+        for cell in cells:  # a mistake is said before anything runs
+            for trial in plan.trials_of(cell.method):
+                leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
+        if options.workers > 1:
+            given = scan(argv, {"status", "help"})
+            words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
+            processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
+        end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
+        leaderboard.complete(
+            plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
+            done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
+        )  # fmt: skip
+    known = leaderboard.read_results(options.results)
+    done = sum(cell.path(options.results).is_file() for cell in cells)
+    if not options.status:
+        tables = [leaderboard.table(network, split, known) for network in networks for split in splits]
+        tables = [table for table in tables if table.rows]
+        if options.page:
+            _write(options.page, [*_ranking(options.page, *leaderboard.over_splits(known, cells)), *map(_text, tables)])
+        else:
+            for table in tables:
+                console.print(terminal(table))
+    print(f"{done} of {len(cells)} cells have a result.")
+
+
+def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
+    chosen = given.split(",") if given else list(known)
+    for name in chosen:
+        if name not in known:
+            raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, known)}", field=option)
+    return chosen
+
+
+def _ranking(page: Path, names: list[str], places: list[str], scores: np.ndarray) -> list[str]:
+    """The ranks in words and as a picture beside the page; nothing of fewer than two methods."""
+    if len(names) < 2:
+        return []
+    found, picture = ranks(scores), page.parent / "images" / f"{page.stem}.png"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_ranks(names, found, picture)
+    told = f"By the GA of the last ten rounds, over {', '.join(places)}; 95 % of a bootstrap over splits and seeds."
+    if len(places) > 1:
+        told += f" Mean ranks that differ by less than {found.critical:.1f} are not told apart at 5 % (Nemenyi)."
+    rows = [
+        Row(names[i], (Cell(float(found.mean[i])), Cell(text=f"{found.low[i]:.1f} to {found.high[i]:.1f}")))
+        for i in found.mean.argsort(kind="stable")
+    ]
+    table = Table("Ranks", (Column("mean rank", digits=1), Column("interval")), tuple(rows), told)
+    return [_text(table), f"![Mean ranks of {len(names)} methods with their intervals](images/{picture.name})\n"]
+
+
+def _text(table: Table) -> str:
+    return markdown(table, escape=escaped)
+
+
+def _write(path: Path, parts: Sequence[str]) -> None:
+    """Between the two marks of a page, or a page of them alone."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
+    before, _, rest = text.partition(BEGIN)
+    whole = "\n".join(parts)
+    path.write_text(f"{before}{BEGIN}\n{whole}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    print(f"written: {path}")

@@ -1,0 +1,47 @@
+"""What commands say: options as they are written, the names of commands, and how one ends."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fedjax_pcdd.errors import UserError, spelled
+
+
+def flag(name: str) -> str:
+    """A field as an option, as `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def sentence(text: str) -> str:
+    """A sentence with its fields as options.
+
+    >>> sentence("`batch_size` must be at least 1 with `bn=local`.")
+    '--batch-size must be at least 1 with --bn=local.'
+    """
+    return spelled(text, flag)
+
+
+def called(name: str) -> str:
+    """How a command is written: as a script of a checkout, where one was called, else as the installed program."""
+    script = Path(sys.argv[0])
+    in_checkout = script.suffix == ".py" and script.parent.name == "experiments"
+    return f"python experiments/{name}.py" if in_checkout else f"fedjax-pcdd {name}"
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence."""
+    try:
+        code = work() or 0
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(" ".join(sentence(error.sentence).splitlines()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        advice = str(stop) or "the same command continues."
+        print(sentence(f"stopped; {advice}"), file=sys.stderr)
+        return getattr(stop, "code", 130)
+    except BrokenPipeError:  # who read it has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

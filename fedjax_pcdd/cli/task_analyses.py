@@ -1,0 +1,114 @@
+"""Analyses of runs over the domains of a task (FCCL's figures): tables and pictures from run folders."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fedjax_pcdd.analysis.domains import balanced, draw_bars, draw_embeddings, draw_tasks, fluctuation, separation
+from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
+from fedjax_pcdd.data.domains import TASKS
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.training.folder import RunFolder
+
+Lines = tuple[list[str], list[list[str]]]  # headings and cells of a table
+EACH = 50  # samples of a class in an embedding
+
+
+def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+    """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the first moves."""
+    top = _recipe(records[0]).top
+    rows = [[one for one in (RunFolder(r.path).read_json("start.json"),) if one] + r.rows for r in records]
+    if output:
+        draw_tasks(dict(zip(labels, rows, strict=True)), top, output)
+    lines = []
+    for label, own in zip(labels, rows, strict=True):
+        intra = np.array([row[f"intra_top{top}"] for row in own if row.get(f"intra_top{top}") is not None])
+        numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
+        lines.append([label, *(f"{x:.2f}" for x in numbers), f"{own[-1]['local_objective']:.4f}"])
+    return ["run", "own domain, first (%)", "last", "mean change, last 20", "local objective, last"], lines
+
+
+def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+    """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8)."""
+    parts: dict[tuple[str, bool], list[RunRecord]] = {}
+    for record in records:
+        continual = record.resolved.get("hyperparameters", {}).get("continual", True)
+        public = str(record.config["public"] or _recipe(record).public)
+        parts.setdefault((public, continual), []).append(record)
+    domains = (records[0].summary or {})["domains"]
+    if any((record.summary or {})["domains"] != domains for record in records):
+        raise UserError("these runs are of tasks with other domains: name runs of one task.")
+    means = {key: _over_seeds(own) for key, own in parts.items()}
+    if output:
+        draw_bars(*_bars(means, domains), output)
+    lines = []
+    for (public, continual), both in means.items():
+        numbers = [f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*both[name], both[name].mean())]
+        lines.append([public, "with" if continual else "without", *numbers])
+    heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
+    return ["public images", "CON", *heads], lines
+
+
+def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
+    """Mean accuracies [K] on the other domains and on the own one."""
+    return {name: np.mean([(r.summary or {})[name] for r in records], axis=0) for name in ("inter", "intra")}
+
+
+def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:
+    """Panels and groups: with and without CON by public data set, or domains where there is one kind alone."""
+    kinds = sorted({continual for _, continual in means}, reverse=True)
+    publics = list(dict.fromkeys(public for public, _ in means))
+    if len(kinds) == 1:
+        bars = {public: [*both["inter"], both["inter"].mean()] for (public, _), both in means.items()}
+        return {"other domains": bars}, [*domains, "mean"]
+    nothing = {"inter": np.array([np.nan]), "intra": np.array([np.nan])}
+    names = {True: "FCCL", False: "without CON"}
+    return {
+        title: {names[k]: [means.get((public, k), nothing)[name].mean() for public in publics] for k in kinds}
+        for name, title in (("inter", "other domains"), ("intra", "own domain"))
+    }, publics
+
+
+def correlation(records: list[RunRecord], labels: Sequence[str], output: str | None, clip: bool = False) -> Lines:
+    """How the participants' logits correlate with their mean, on public and on own images (Figure 5)."""
+    lines = []
+    for label, record in zip(labels, records, strict=True):
+        path = record.path / "correlation.npz"
+        if not path.is_file():
+            raise UserError(f"{record.path} has no correlation.npz, as runs of a task with public images have.")
+        with np.load(path) as arrays:
+            matrices, names, private = arrays["matrices"], arrays["participants"], arrays["private"]
+        if output:
+            draw_matrices(matrices, names.tolist(), output, private=private, clip=clip)
+        lines.append([label, *(f"{x:.3f}" for x in (*diagonals(matrices), *diagonals(private)))])
+    heads = [f"{images}, {part}" for images in ("public", "own") for part in ("same class", "other classes")]
+    return ["run", *heads], lines
+
+
+def embedding(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
+    """How far the first two participants' features set the classes apart, own domain and the other's (Figure 4)."""
+    from fedjax_pcdd.api.runs import load_run  # only this analysis restores checkpoints
+
+    panels: dict[str, list] = {"own domain": [], "other domain": []}
+    lines = []
+    for label, record in zip(labels, records, strict=True):
+        history, names = load_run(record.path), (record.summary or {})["domains"]
+        dataset, tests = history.federation.dataset, history.federation.partition.test
+        for client, (row, domain) in ((c, one) for c in (0, 1) for one in zip(panels, (c, 1 - c), strict=True)):
+            chosen = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
+            features = np.asarray(history.outputs(dataset.x_test[chosen], client=client).features)
+            sample = features, dataset.y_test[chosen]
+            panels[row].append((f"{label}: {names[client]} on {names[domain]}", sample))
+            lines.append([label, names[client], names[domain], *(f"{x:.3f}" for x in separation(*sample))])
+    if output:
+        draw_embeddings(panels, output)
+    return ["run", "participant", "images", "between over within classes", "silhouette"], lines
+
+
+def _recipe(record: RunRecord):
+    task = record.config["task"]
+    if task not in TASKS:
+        raise UserError(f"{record.path} is no run over the domains of a task: leave it out.")
+    return TASKS[task]

@@ -1,0 +1,167 @@
+"""Data sets of other libraries, and folders of images, as a `Dataset`; none of these libraries is imported.
+
+Where there is no test set, a fifth of each class is drawn from the training samples. Letters: n samples, C classes.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from fedjax_pcdd.data.dataset import Dataset, as_images, stratified
+from fedjax_pcdd.errors import UserError, in_one_line, nearest
+
+TEST_SHARE = 0.2
+_TESTS = ("test", "validation", "val", "valid")
+_IMAGES = ("image", "img", "x", "pixel_values")
+_LABELS = ("label", "labels", "fine_label", "y", "target")
+
+
+def from_huggingface(
+    dataset: Any, *, image: str | None = None, label: str | None = None, groups: str | None = None, name: str = "arrays"
+) -> Dataset:
+    """A data set of the library `datasets`: a `DatasetDict` with train and test (or validation), or one split.
+
+    Args:
+      dataset: what `datasets.load_dataset` returns, not streamed.
+      image: column of the samples; None for the one of type Image, or one called image, img or x.
+      label: column of the labels; None for the one of type ClassLabel, or one called label or y.
+      groups: column of the writers, patients or domains, for the partition "natural".
+      name: by which the customary normalisation is chosen.
+
+    Raises:
+      UserError: a column is missing, images differ in size, or labels are no integers.
+    """
+    splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    if "train" not in splits:
+        raise UserError(f"the data set has no split train, but {', '.join(map(str, splits))}: name its splits so.")
+    train, test = splits["train"], next((splits[key] for key in _TESTS if key in splits), None)
+    features = getattr(train, "features", None) or {}
+    image = _column(features, image, "Image", _IMAGES, "images")
+    label = _column(features, label, "ClassLabel", _LABELS, "labels")
+    parts = []
+    for part in (train, test):
+        rows = [] if part is None else list(part)
+        own = None if groups is None else [row[_column(features, groups, "", (), "groups")] for row in rows]
+        parts.append(([row[image] for row in rows], [row[label] for row in rows], own))
+    return _dataset(parts, getattr(features[label], "names", None), name)
+
+
+def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], what: str) -> str:
+    """The column that was named, or that of a type, or with a usual name."""
+    if wanted is not None:
+        if wanted not in features:
+            raise UserError(f"the data set has no column '{wanted}': {nearest(wanted, features)}")
+        return wanted
+    typed = [column for column, feature in features.items() if type(feature).__name__ == kind]
+    known = typed or [column for column in usual if column in features]
+    if not known:
+        raise UserError(f"none of the columns {', '.join(features)} is known to hold {what}: name it.")
+    return known[0]
+
+
+def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset:
+    """A data set like those of torchvision and medmnist: `len(train)`, `train[i]` gives an image and its label.
+
+    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken as they are; else each sample
+    is asked for once, so that what is drawn at random in a transform is drawn once: leave augmentation to the engine.
+
+    Args:
+      train, test: images are Pillow's, arrays or tensors; `classes` gives their names, where it is there.
+      name: by which the customary normalisation is chosen.
+
+    Raises:
+      UserError: images differ in size, or labels are no integers.
+    """
+    parts = [(*_samples(part), None) if part is not None else ([], [], None) for part in (train, test)]
+    return _dataset(parts, getattr(train, "classes", None), name)
+
+
+def _samples(part: Any) -> tuple[Any, Any]:
+    changed = any(getattr(part, key, None) is not None for key in ("transform", "transforms", "target_transform"))
+    for images, labels in (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
+        whole = [np.asarray(getattr(part, key, ())) for key in (images, labels)]
+        if not changed and whole[0].ndim > 1 and len(whole[0]) == len(whole[1]) == len(part):
+            return whole[0], whole[1]
+    pairs = [part[i] for i in range(len(part))]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str | None = None) -> Dataset:
+    """Images in a folder for each class, perhaps below `train` and `test` (or `val`).
+
+    Args:
+      path: of the folder; class names are those of its folders, in alphabetical order.
+      side: S, to which all images are stretched; None where they are all of one size.
+      name: by which the customary normalisation is chosen; None for the folder's name.
+
+    Raises:
+      UserError: there are no classes, a file is no image, or images differ in size.
+    """
+    root = Path(path).expanduser()
+    train = root / "train" if (root / "train").is_dir() else root
+    test = next((root / key for key in _TESTS if (root / key).is_dir()), None) if train != root else None
+    classes = _visible(train, Path.is_dir) if train.is_dir() else []
+    if not classes:
+        raise UserError(f"{train} has no folders: put the images of each class into a folder of its own there.")
+    names = [folder.name for folder in classes]
+    strange = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
+    if strange:
+        raise UserError(f"{test} has a class {strange[0]} that {train} has not: {nearest(strange[0], names)}")
+    parts = []
+    for folder in (train, test):
+        pairs = [(file, c) for c, one in enumerate(names) for file in _visible(folder / one)] if folder else []
+        parts.append(([_opened(file, side) for file, _ in pairs], [c for _, c in pairs], None))
+    return _dataset(parts, names, name or root.resolve().name)
+
+
+def _visible(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[Path]:
+    """Files of a folder, or its folders, in alphabetical order."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(entry for entry in entries if kind(entry) and not entry.name.startswith("."))
+
+
+def _opened(file: Path, side: int | None) -> Image.Image:
+    try:
+        with Image.open(file) as image:
+            image.load()
+            return image if side is None else image.resize((side, side), Image.Resampling.BILINEAR)
+    except (UnidentifiedImageError, OSError, ValueError) as error:
+        raise UserError(f"{file} is no image ({in_one_line(error)}): move it out of the folder.") from error
+
+
+def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None, name: str) -> Dataset:
+    """A data set of images, labels and groups of training and test samples, the latter perhaps none."""
+    (x_train, y_train, groups_train), (x_test, y_test, groups_test) = parts
+    x, y = _stack([*x_train, *x_test]), _labels([*y_train, *y_test])
+    groups = None if groups_train is None else np.unique([*groups_train, *(groups_test or ())], return_inverse=True)[1]
+    rows = np.arange(len(y))
+    test = rows[len(y_train) :]
+    if not len(test):
+        test = stratified(y, int(TEST_SHARE * len(y)), np.random.default_rng(0))
+    train = np.setdiff1d(rows, test)
+    classes = None if names is None else tuple(map(str, names))
+    both = (None, None) if groups is None else (groups[train], groups[test])
+    count = 1 + int(y.max(initial=0)) if classes is None else len(classes)
+    return Dataset(name, x[train], y[train], x[test], y[test], count, classes, *both)
+
+
+def _stack(images: Sequence[Any]) -> np.ndarray:
+    """Images of Pillow, arrays or tensors as [n, H, W, channels]; in colour where one of them is."""
+    modes = {image.mode for image in images if isinstance(image, Image.Image)}
+    colour = "L" if modes <= {"1", "L"} else "RGB"
+    arrays = [np.asarray(x.convert(colour) if isinstance(x, Image.Image) else x) for x in images]
+    sizes = sorted({array.shape for array in arrays})
+    if len(sizes) != 1:
+        raise UserError(f"images must have one size, not {', '.join(map(str, sizes[:3])) or 'be none'}: resize them.")
+    return as_images(np.stack(arrays), "the array of images")
+
+
+def _labels(labels: Sequence[Any]) -> np.ndarray:
+    y = np.asarray([np.asarray(label).reshape(-1) for label in labels]) if labels else np.zeros((0, 1), int)
+    if y.ndim != 2 or y.shape[1] != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
+        raise UserError(f"labels must be one integer from 0 for each sample, not {y.dtype} {list(y.shape)}.")
+    return y[:, 0]

@@ -1,0 +1,182 @@
+"""A data set: images and labels with their official split, and fewer of them.
+
+Letters: C classes, n samples.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedjax_pcdd.errors import UserError
+
+# Of "train" or "test" and its labels [n]: positions of the samples that are wanted, None for all of them.
+Keep = Callable[[str, np.ndarray], np.ndarray | None]
+
+
+def keep_all(part: str, labels: np.ndarray) -> None:
+    """Every sample is wanted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images and labels of a classification problem, with its official training and test sets.
+
+    Args:
+      name: as on the command line.
+      x_train: [n_train, H, W, channels] images, uint8, or float32 that are not scaled any more.
+      y_train: [n_train] labels in [0, C), kept as int32.
+      x_test: [n_test, H, W, channels] of the same type; n_test may be 0.
+      y_test: [n_test] labels in [0, C), kept as int32.
+      num_classes: C.
+      class_names: C names, if known.
+      groups_train: [n_train] writer, speaker, centre or domain of each training sample, if known.
+      groups_test: [n_test] the same for the test samples.
+      text: whether the images are windows of T character codes, [n, T, 1, 1], and the classes the characters.
+
+    Raises:
+      UserError: the arrays do not fit together.
+    """
+
+    name: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+    class_names: tuple[str, ...] | None = None
+    groups_train: np.ndarray | None = None
+    groups_test: np.ndarray | None = None
+    text: bool = False
+
+    def __post_init__(self):
+        for part in ("train", "test"):
+            self._check(part)
+        if self.x_train.shape[1:] != self.x_test.shape[1:]:
+            self._reject(f"x_train {self.x_train.shape} and x_test {self.x_test.shape} differ in image size")
+        if self.x_train.dtype != self.x_test.dtype:
+            self._reject(f"x_train is {self.x_train.dtype} and x_test {self.x_test.dtype}: give both the same type")
+        if (self.groups_train is None) != (self.groups_test is None):
+            self._reject("groups must be given for both training and test samples or for neither")
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            self._reject(f"class_names must name {self.num_classes} classes, not {len(self.class_names)}")
+
+    def __repr__(self):
+        size = "x".join(map(str, self.x_train.shape[1:]))
+        samples = f"{len(self.y_train)} + {len(self.y_test)} samples of {size}"
+        return f"Dataset('{self.name}', {samples}, {self.num_classes} classes)"
+
+    def _check(self, part: str):
+        x, y, groups = (getattr(self, f"{field}_{part}") for field in ("x", "y", "groups"))
+        if x.dtype not in (np.uint8, np.float32) or x.ndim != 4:
+            self._reject(f"x_{part} must be uint8 or float32 [n, H, W, channels], not {x.dtype} {list(x.shape)}")
+        y = np.asarray(y)
+        if y.shape != (len(x),) or (groups is not None and len(groups) != len(x)):
+            self._reject(f"x_{part}, y_{part} and groups_{part} must have the same length")
+        if y.size and not (y.dtype.kind in "iu" and y.min() >= 0 and y.max() < self.num_classes):
+            self._reject(f"y_{part} must hold integers in [0, {self.num_classes})")
+        object.__setattr__(self, f"y_{part}", y.astype(np.int32))
+
+    def _reject(self, reason: str):
+        raise UserError(f"data set '{self.name}': {reason}.")
+
+    @property
+    def groups(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Writers, centres or domains of the training and of the test samples, if known."""
+        return None if self.groups_train is None or self.groups_test is None else (self.groups_train, self.groups_test)
+
+    def take(self, **rows: np.ndarray) -> "Dataset":
+        """The data set with some of its samples: positions [n] or booleans for `train`, `test` or both."""
+        fields = [(f"{field}_{part}", kept) for part, kept in rows.items() for field in ("x", "y", "groups")]
+        kept = {name: getattr(self, name)[rows] for name, rows in fields if getattr(self, name) is not None}
+        return replace(self, **kept)
+
+
+def as_images(x: ArrayLike, name: str) -> np.ndarray:
+    """Samples as a `Dataset` keeps them: [n, H, W, channels] uint8 or float32.
+
+    Images of integers in [0, 255] are kept as uint8, which models get scaled to [0, 1]; all other numbers are kept as
+    float32 and reach the model as they are, but for the normalisation that is customary for the data set's name.
+
+    Args:
+      x: images [n, H, W] or [n, H, W, channels], or feature vectors [n, D], which become images [n, 1, D, 1]; images
+        with 1, 3 or 4 channels first are recognised, and a warning names them.
+      name: of the array, for sentences.
+
+    Raises:
+      UserError: it holds something else, or numbers that are not finite.
+    """
+    x = np.asarray(x)
+    if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
+        layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
+        raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
+    if x.dtype != np.uint8:
+        levels = x.dtype.kind in "iu" and x.ndim > 2 and x.size and x.min() >= 0 and 1 < x.max() <= 255
+        x = x.astype(np.uint8 if levels else np.float32, copy=False)
+    if x.dtype != np.uint8 and not np.isfinite(x).all():
+        raise UserError(f"{name} holds numbers that are not finite: replace or remove these samples.")
+    if x.ndim == 4 and x.shape[1] in (1, 3, 4) and x.shape[3] not in (1, 2, 3, 4):
+        warnings.warn(f"{name} {list(x.shape)} has its channels first: they are put last.", stacklevel=3)
+        return np.ascontiguousarray(np.moveaxis(x, 1, 3))
+    if x.ndim == 2:
+        return x[:, None, :, None]
+    return x if x.ndim == 4 else x[..., None]
+
+
+def largest_groups(dataset: Dataset, count: int) -> Dataset:
+    """The data set cut down to the groups (writers, speakers, domains) with the most training samples.
+
+    Args:
+      count: of groups to keep; of equally large ones those with the lower number.
+
+    Raises:
+      UserError: there are no groups, or fewer.
+    """
+    if dataset.groups_train is None or dataset.groups_test is None:
+        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another `partition`.")
+    values, sizes = np.unique(dataset.groups_train, return_counts=True)
+    if count > len(values):
+        raise UserError(f"'{dataset.name}' has {len(values)} groups, not `clients={count}`: lower it or leave it out.")
+    if count == len(values):
+        return dataset
+    kept = values[np.argsort(-sizes, kind="stable")[:count]]
+    return dataset.take(train=np.isin(dataset.groups_train, kept), test=np.isin(dataset.groups_test, kept))
+
+
+def subset(dataset: Dataset, keep: Keep) -> Dataset:
+    """The data set with the samples that are wanted of it."""
+    rows = {"train": keep("train", dataset.y_train), "test": keep("test", dataset.y_test)}
+    return dataset.take(**{part: wanted for part, wanted in rows.items() if wanted is not None})
+
+
+def sampler(name: str, train: int | None, test: int | None, seed: int) -> Keep:
+    """Fewer training or test samples of a data set, drawn class by class; None for all of them.
+
+    The function raises a `UserError` where there are fewer than asked for. Applied again, it keeps all.
+    """
+
+    def keep(part: str, labels: np.ndarray) -> np.ndarray | None:
+        samples = train if part == "train" else test
+        if samples is None:
+            return None
+        if samples > len(labels):
+            raise UserError(
+                f"'{name}' has {len(labels)} {part} samples, not `{part}_samples={samples}`: lower it or leave it out."
+            )
+        return stratified(labels, samples, np.random.default_rng([seed, *f"{part} samples".encode()]))
+
+    return keep
+
+
+def stratified(labels: ArrayLike, samples: int, random: np.random.Generator) -> np.ndarray:
+    """Positions of `samples` of the labels [n], in rising order; every class keeps its share to within one sample."""
+    labels = np.asarray(labels)
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    share = counts * (samples / len(labels))
+    taken = share.astype(int)
+    left_over = samples - taken.sum()
+    taken[np.argsort(taken - share, kind="stable")[:left_over]] += 1
+    members = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
+    return np.sort(np.concatenate([random.permutation(own)[:n] for own, n in zip(members, taken, strict=True)]))

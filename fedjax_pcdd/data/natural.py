@@ -1,0 +1,177 @@
+"""Natural federations of any size: samples client by client in memory-mapped files, so that nobody holds them all.
+
+A folder holds `federation.json` (name, classes, their names) and, for the training and the test samples, `x_*.npy`
+[n, H, W, channels], `y_*.npy` [n] int32 and `offsets_*.npy` [K + 1] int64: client k has the rows from offsets[k] to
+offsets[k + 1]. Letters: K clients, n samples, C classes.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pcdd.data.dataset import Dataset, as_images
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.errors import UserError, failed_write, in_one_line
+
+META = "federation.json"
+_PARTS = ("train", "test")
+
+
+class _Growing:
+    """An npy file that rows are appended to; its header is written again in the end, when their number is known."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]):
+        self.file, self.dtype, self.shape, self.rows = open(path, "wb"), dtype, shape, 0  # noqa: SIM115
+        self._head()
+
+    def _head(self) -> None:
+        content = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.shape)}
+        np.lib.format.write_array_header_1_0(self.file, content)  # numpy leaves space for the number of rows to grow
+
+    def append(self, rows: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(rows, self.dtype).tobytes())
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        self._head()
+        self.file.close()
+
+
+def write_federation(
+    path: str | os.PathLike,
+    clients: Federation | Iterable[Sequence[Any]],
+    *,
+    num_classes: int | None = None,
+    class_names: Sequence[str] | None = None,
+    name: str | None = None,
+) -> Path:
+    """Write the samples of clients, one client after another, into a folder that `load_dataset` and `dataset` take.
+
+    Args:
+      path: a folder that does not exist yet.
+      clients: a federation, or for each client (x_train, y_train) or (x_train, y_train, x_test, y_test); a generator
+        will do, as one client at a time is in memory.
+      num_classes: C; None for one more than the largest label.
+      class_names: C names.
+      name: of the data set; None for the folder's.
+
+    Returns:
+      The folder; `partition="natural"` gives each client its own samples.
+
+    Raises:
+      UserError: the folder exists or cannot be written, there are no clients, or samples do not fit together.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists():
+        raise UserError(f"{folder} exists already: choose another folder for the federation.")
+    if isinstance(clients, Federation):
+        num_classes, class_names = clients.dataset.num_classes, clients.dataset.class_names
+        clients = _clients_of(clients)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        half = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise failed_write(error, folder) from error
+    try:
+        with ExitStack() as files:
+            most = _write_clients(half, clients, files)
+        count = most + 1 if num_classes is None else num_classes
+        if most >= count:
+            raise UserError(f"labels run to {most}, but there are {count} classes: give `num_classes` as it is.")
+        meta = {"format": 1, "name": name or folder.name, "num_classes": count}
+        meta["class_names"] = None if class_names is None else list(class_names)
+        (half / META).write_text(json.dumps(meta), encoding="utf-8")
+        half.rename(folder)
+    except OSError as error:
+        raise failed_write(error, folder) from error
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    return folder
+
+
+def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
+    data, (train, test) = federation.dataset, federation.partition
+    for own, tests in zip(train, test, strict=True):
+        yield data.x_train[own], data.y_train[own], data.x_test[tests], data.y_test[tests]
+
+
+def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> int:
+    """Write the samples of all clients; the largest label."""
+    files: dict[str, _Growing] = {}
+    sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
+    most = -1
+    for k, given in enumerate(clients):
+        for part, (x, y) in zip(_PARTS, (given[:2], given[2:] or ((), ())), strict=True):
+            y = np.asarray(y, None if len(y) else np.int32)
+            sizes[part].append(len(y))
+            if not len(y):
+                continue
+            x = as_images(x, f"the {part} samples of client {k}")
+            if y.dtype.kind not in "iu" or y.shape != (len(x),) or y.min() < 0:
+                raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
+            if not files:
+                for one in _PARTS:
+                    files[f"x_{one}"] = _Growing(folder / f"x_{one}.npy", x.dtype, x.shape[1:])
+                    files[f"y_{one}"] = _Growing(folder / f"y_{one}.npy", np.dtype(np.int32), ())
+                for file in files.values():
+                    opened.callback(file.close)
+            kept = files[f"x_{part}"]
+            if (kept.shape, kept.dtype) != (x.shape[1:], x.dtype):
+                first, own = f"{kept.dtype} {list(kept.shape)}", f"{x.dtype} {list(x.shape[1:])}"
+                raise UserError(f"the {part} samples of client {k} are {own}, those before {first}: give all the same.")
+            kept.append(x)
+            files[f"y_{part}"].append(y)
+            most = max(most, int(y.max()))
+    if not files:
+        raise UserError("there are no clients with samples: give (x_train, y_train, x_test, y_test) of each.")
+    for part, counts in sizes.items():
+        np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
+    return most
+
+
+def is_federation(folder: Path) -> bool:
+    """Whether a folder is one that `write_federation` wrote."""
+    return (folder / META).is_file()
+
+
+def read_federation(folder: Path) -> Dataset:
+    """The data set of such a folder, its images memory-mapped, its groups the clients' numbers.
+
+    Raises:
+      UserError: a file is missing, cut or changed.
+    """
+    try:
+        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        names = meta["class_names"] and tuple(meta["class_names"])
+        fields: dict[str, np.ndarray] = {}
+        for part in _PARTS:
+            x = np.load(folder / f"x_{part}.npy", mmap_mode="r") if _rows(folder, part) else None
+            offsets, y = (np.load(folder / f"{key}_{part}.npy") for key in ("offsets", "y"))
+            if offsets[-1] != len(y) or (np.diff(offsets) < 0).any() or len(y) != (0 if x is None else len(x)):
+                raise ValueError(f"x, y and offsets of {part} do not fit together")
+            groups = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+            fields |= {f"y_{part}": y, f"groups_{part}": groups} | ({} if x is None else {f"x_{part}": x})
+        other = next(x for name, x in fields.items() if name.startswith("x_"))
+        empty = np.zeros((0, *other.shape[1:]), other.dtype)
+        fields = {f"x_{part}": empty for part in _PARTS} | fields
+        return Dataset(meta["name"], **fields, num_classes=meta["num_classes"], class_names=names)  # pyright: ignore
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError, StopIteration) as error:
+        reason = in_one_line(error)
+        raise UserError(f"{folder} is no whole federation ({reason}): write it anew by fp.write_federation.") from error
+
+
+def _rows(folder: Path, part: str) -> int:
+    """How many samples there are of a part; no file of none can be mapped."""
+    with open(folder / f"x_{part}.npy", "rb") as file:
+        np.lib.format.read_magic(file)
+        return np.lib.format.read_array_header_1_0(file)[0][0]

@@ -1,0 +1,290 @@
+"""Samples that stay on the host, in arrays or mapped files: a round gets its cohort's, an evaluation chunk by chunk.
+
+What a round sees is a `Data` whose samples are a *shard*: those of the jobs, job by job, so that positions replace the
+numbers that samples have in the data set; `Samples.numbers` remembers these for what draws by sample. Shapes depend on
+the federation alone. Several devices have a shard each, of their own jobs. Where the memory does not hold a cohort's
+samples, a round goes through *chunks* of its segments, whose jobs' samples it holds.
+Letters: J jobs, R rows, M samples of a shard, D devices, L lanes.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.data.mapped import Rows
+from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, mesh_of, sharding
+from fedjax_pcdd.engine.program import Data, Samples, samples_of, tests_of
+from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.trees import select
+
+_SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT)
+SHARDS = Data(_SHARDED, _SHARDED, EVERYWHERE, EVERYWHERE)  # how the data of several devices lie
+TESTS = Data(EVERYWHERE, _SHARDED, EVERYWHERE, EVERYWHERE)  # those of a test of personal models
+TESTED = 4096  # rows that are tested together at most, where that is more than a cohort
+
+
+def own_shard(data: Data, tests: bool = False) -> Data:
+    """Of data that lie like `SHARDS`, or like `TESTS`, this device's own."""
+
+    def own(part: Samples) -> Samples:
+        images, labels, start, numbers = (x[0] for x in (part.images, part.labels, part.start, part.numbers))
+        return Samples(images, labels, part.order, start, part.size, numbers)
+
+    return data._replace(train=data.train if tests else own(data.train), test=own(data.test))
+
+
+class Split:
+    """Training or test samples of all rows."""
+
+    def __init__(self, images: Any, labels: Any, lists: Lists, most: int):
+        """Args: most: rows of a shard."""
+        self.images, self.labels, self.lists = Rows(images), labels, lists
+        self.largest = np.append(0, np.cumsum(np.sort(lists.sizes)[::-1]))  # samples of so many rows at most
+        self.most = self.most_of(most)
+        self.sizes = jnp.asarray(lists.sizes.astype(np.int32))
+
+    def most_of(self, rows: int) -> int:
+        """M of so many rows."""
+        return max(1, int(self.largest[min(rows, len(self.lists))]))
+
+    def shard(self, rows: np.ndarray, most: int | None = None) -> Samples:
+        """The samples of some rows, one after another, in arrays of the host; M is given, or that of all rounds."""
+        sizes = self.lists.sizes[rows]
+        ends = np.cumsum(sizes)
+        first, total = ends - sizes, int(ends[-1]) if len(ends) else 0
+        numbers = np.zeros(most or self.most, np.int32)
+        numbers[:total] = self.lists.flat[np.repeat(self.lists.starts[rows] - first, sizes) + np.arange(total)]
+        start = np.zeros(len(self.lists), np.int32)
+        start[rows] = first
+        return self._samples(numbers, total, start)
+
+    def chunk(self, numbers: np.ndarray) -> Samples:
+        """Samples by their numbers, which are no row's."""
+        return self._samples(numbers.astype(np.int32), len(numbers), np.zeros(1, np.int32))
+
+    def nothing(self) -> Samples:
+        """Of no row: how many samples each has is all that is known."""
+        return self._samples(np.zeros(0, np.int32), 0, np.zeros(len(self.lists), np.int32))
+
+    def _samples(self, numbers: np.ndarray, total: int, start: Any) -> Samples:
+        images, labels = (
+            np.zeros((len(numbers), *self.images.shape), self.images.dtype),
+            np.zeros(len(numbers), np.int32),
+        )
+        self.images.read(numbers[:total], images)
+        labels[:total] = self.labels[numbers[:total]]
+        arrays: Any = images, labels, _order(max(1, len(numbers))), start, self.sizes, numbers
+        return Samples(*arrays)
+
+
+@cache
+def _order(size: int) -> Any:
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+class Chunk(NamedTuple):
+    """Some segments of a round."""
+
+    first: np.int32
+    stop: np.int32
+    data: Data
+    plan: Plan  # whose indices are positions in these data
+
+
+class Streamed:
+    """The samples of all experiments over one data set."""
+
+    def __init__(
+        self, federations: Sequence[Federation], rows: int, lanes: int, memory: int, public: Any, devices: int = 1
+    ):
+        """Prepare, without reading any sample.
+
+        Args:
+          rows: jobs of a round that one device has at most.
+          lanes: L, jobs that are trained at once.
+          memory: bytes of a device that samples may have.
+          public: images [N, ...] that are on the device all the time, or None.
+
+        Raises:
+          UserError: the memory does not hold the samples of the jobs that are trained at once.
+        """
+        dataset, partitions = federations[0].dataset, [f.partition for f in federations]
+        counts = np.concatenate([f.class_counts for f in federations])
+        train, (images, labels, test) = Lists.join([p.train for p in partitions]), tests_of(federations)
+        self._tests, self._whole = federations, None
+        self.memory, self.devices, self.lanes, self.whole = memory, devices, lanes, len(labels)
+        self.train = Split(dataset.x_train, dataset.y_train, train, rows)
+        self.test = Split(images, labels, test, rows)
+        self.chunked = self._cut(rows)
+        public = () if public is None else jnp.asarray(public)
+        counts = jnp.asarray(counts, jnp.result_type(float))
+        train, test = (self._placed(split.nothing()) for split in (self.train, self.test))
+        self.known = distribute(Data(train, test, counts, public), devices)
+        self._ahead: tuple[np.ndarray, Data] | None = None
+
+    def _cut(self, rows: int) -> bool:
+        """Whether a round goes through chunks; their M then is what the memory holds."""
+        splits = (self.train, self.test)
+        needed = [split.most * split.images.width for split in splits]
+        if sum(needed) <= self.memory:
+            return False
+        least = [split.most_of(self.lanes) * split.images.width for split in splits]
+        if self.devices > 1 or sum(least) > self.memory:
+            at_once = needed if self.devices > 1 else least
+            who = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
+            raise UserError(
+                f"the samples of {who} have up to {sum(at_once) / 1e6:.0f} MB, more than the {self.memory / 1e6:.0f} "
+                "MB of `data_memory`: allow more, or choose a smaller `cohort` or fewer `lanes`."
+            )
+        share = (self.memory - sum(least)) / (sum(needed) - sum(least))
+        for split, low, high in zip(splits, least, needed, strict=True):
+            split.most = max(1, int(low + share * (high - low)) // split.images.width, split.most_of(self.lanes))
+        return True
+
+    def _placed(self, samples: Samples) -> Samples:
+        """On all devices."""
+        return distribute(jax.tree.map(jnp.asarray, samples), self.devices)
+
+    def of_jobs(self, plan: Plan | Shares, jobs: Jobs) -> Data:
+        """What a round of a plan sees."""
+        rows = _members(plan, jobs)
+        if self._ahead is None or not np.array_equal(self._ahead[0], rows):
+            self._ahead = rows, self._gathered([own[own >= 0] for own in rows])
+        return self._ahead[1]
+
+    def _gathered(self, rows: Sequence[np.ndarray], most: int | None = None) -> Data:
+        """The data of the rows of each device [D], at `most` M the tests alone; a process reads those of its own."""
+        if self.devices == 1:
+            return self._shard(rows[0])
+        target = sharding(self.devices, SPLIT)
+        assert target is not None
+        everyone = mesh_of(self.devices).devices.tolist()
+        own = [(d, device) for d, device in enumerate(everyone) if device in target.addressable_devices]
+
+        def split(part: Split) -> Samples:
+            shards = [part.shard(rows[d], most) for d, _ in own]
+
+            def joined(name: str) -> Any:
+                pieces = [
+                    jax.device_put(getattr(shard, name)[None], device)
+                    for shard, (_, device) in zip(shards, own, strict=True)
+                ]
+                shape = (self.devices, *pieces[0].shape[1:])
+                return jax.make_array_from_single_device_arrays(shape, target, pieces)
+
+            images, labels, start, numbers = map(joined, ("images", "labels", "start", "numbers"))
+            order, sizes = distribute((shards[0].order, part.sizes), self.devices)
+            return Samples(images, labels, order, start, sizes, numbers)
+
+        test = split(self.test)
+        return self.known._replace(test=test) if most else self.known._replace(train=split(self.train), test=test)
+
+    def _shard(self, rows: np.ndarray) -> Data:
+        return self.known._replace(train=self._placed(self.train.shard(rows)), test=self._placed(self.test.shard(rows)))
+
+    def of_some(self, rows: np.ndarray) -> Data:
+        """Samples of a few rows, for a measurement."""
+        return self._shard(rows)
+
+    def prefetch(self, plan: Plan | Shares, jobs: Jobs) -> None:
+        """Gather and send the samples of the next round, while the device computes this one."""
+        if not self.chunked:
+            self.of_jobs(plan, jobs)
+
+    def chunks(self, plan: Plan, jobs: Jobs) -> Iterator[Chunk]:
+        """A round in as few chunks as its memory allows."""
+        sizes, stop, count = self.sizes_of(jobs), 0, int(plan.num_segments)
+        while not stop or stop < count:
+            first, stop = stop, min(stop + 1, count)
+            active = _active(plan, first, stop)
+            while stop < count and self._fits(jobs.row[more := _active(plan, first, stop + 1)]):
+                active, stop = more, stop + 1
+            begin, end = plan.step_stop[first], plan.step_stop[stop]
+            indices = np.full_like(plan.indices, -1)
+            indices[begin:end] = renumbered(plan.indices[begin:end], sizes, active)
+            yield Chunk(np.int32(first), np.int32(stop), self._shard(jobs.row[active]), plan._replace(indices=indices))
+            if not count:
+                break
+
+    def _fits(self, rows: np.ndarray) -> bool:
+        return all(split.lists.sizes[rows].sum() <= split.most for split in (self.train, self.test))
+
+    def sizes_of(self, jobs: Jobs) -> np.ndarray:
+        """Training samples [J] of the jobs with steps, none of others: those of a shard of all, one after another."""
+        return np.where(jobs.steps > 0, self.train.lists.sizes[jobs.row], 0)
+
+    def tested_rows(self, cohort: int) -> int:
+        """How many rows are tested together whose clients keep nothing."""
+        fit = int(np.searchsorted(self.test.largest * self.test.images.width, self.memory // 4, "right")) - 1
+        return max(1, min(max(cohort, TESTED), fit))
+
+    def of_tests(self, rows: np.ndarray) -> Data:
+        """The rows' own test samples, each device's those of its part of the rows."""
+        most = self.test.most_of(len(rows) // self.devices)
+        if self.devices > 1:
+            return self._gathered([np.unique(own) for own in np.split(rows, self.devices)], most)
+        return self.known._replace(test=self._placed(self.test.shard(np.unique(rows), most)))
+
+    def whole_test(self, batch: int) -> Iterator[Data]:
+        """All test samples in chunks, whose batches are those that the whole set would have.
+
+        Of m batches the i-th has every m-th sample, so a chunk of c batches has c samples in a row, m apart.
+        """
+        batches = -(-self.whole // batch)
+        size = max(1, min(batches, self.memory // (4 * batch * self.test.images.width)))
+        for first in range(0, batches, size):
+            own = np.arange(first, min(first + size, batches))
+            numbers = (own[None, :] + batches * np.arange(batch)[:, None]).ravel()
+            yield self.known._replace(test=self._placed(self.test.chunk(numbers[numbers < self.whole])))
+
+    def tests(self) -> Samples:
+        """All test samples on the device, for what looks at them as one; they stay there.
+
+        Raises:
+          UserError: the memory does not hold them.
+        """
+        if self._whole is None:
+            size = self.whole * self.test.images.width
+            if size > self.memory:
+                raise UserError(
+                    f"`track` looks at all test samples, {size / 1e6:.0f} MB, more than the {self.memory / 1e6:.0f} MB "
+                    "of `data_memory`: allow more, or leave it out."
+                )
+            self._whole = samples_of(*tests_of(self._tests))
+        return self._whole
+
+
+def _members(plan: Plan | Shares, jobs: Jobs) -> np.ndarray:
+    """Rows [D, M] of each device's jobs with steps, -1 for none."""
+    members = plan.members if isinstance(plan, Shares) else np.arange(len(jobs.row))[None]
+    own = select(jobs, np.maximum(members, 0))
+    return np.where((members >= 0) & (own.steps > 0), own.row, -1)
+
+
+def _active(plan: Plan, first: int, stop: int) -> np.ndarray:
+    """Jobs that are in lanes during some segments, in rising order."""
+    loaded, finished = plan.load_job[: plan.load_stop[stop]], plan.finish_job[: plan.finish_stop[first]]
+    return np.setdiff1d(loaded, finished)
+
+
+def renumbered(indices: np.ndarray, sizes: np.ndarray, jobs: np.ndarray) -> np.ndarray:
+    """Positions among the samples of all jobs as positions among those of some; -1 stays.
+
+    Args:
+      sizes: [J] samples of each job.
+      jobs: which of them have samples here, in their order.
+
+    >>> renumbered(np.array([-1, 5, 3]), np.array([3, 1, 2]), np.array([1, 2])).tolist()
+    [-1, 2, 0]
+    """
+    own, table = sizes[jobs], np.zeros(sizes.sum() + 1, np.int32)
+    starts, first = np.cumsum(sizes) - sizes, np.cumsum(own) - own
+    table[np.repeat(starts[jobs] - first, own) + np.arange(own.sum())] = np.arange(own.sum())
+    return np.where(indices >= 0, table[indices], -1).astype(np.int32)

@@ -1,0 +1,103 @@
+"""FedAdagrad, FedAdam, FedYogi: the server's model minus the clients' mean is a gradient to an adaptive optimiser.
+
+Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2.
+Sent: as FedAvg, or as X in `X+adagrad`, `X+adam`, `X+yogi`. Clients keep nothing, the server both moments (2P).
+Follows the paper: v starts at tau^2 and nothing is corrected for bias; what optax and Keras compute are forms.
+"""
+
+import dataclasses
+from typing import Any
+
+import optax
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import server_moments
+from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.methods.server_moments import YOGI_START, Form, Rule, scale_by_moments
+from fedjax_pcdd.methods.server_optimised import ServerOptimised
+
+
+@struct.dataclass
+class Adaptive(ServerOptimised):
+    """w <- w - eta m / (sqrt(v) + tau)."""
+
+    server_lr: float = hyperparameter(0.1, symbol="eta", help="learning rate of the server", low=0.0)
+    server_beta1: float = hyperparameter(0.9, symbol="beta_1", help="decay of the server's first moment", low=0.0)
+    server_tau: float = hyperparameter(1e-3, symbol="tau", help="adaptivity: added to the root of v", above=0.0)
+    server_form: Form = hyperparameter("paper", help="the printed rule, or that of optax or Keras", static=True)
+    server_v0: float | None = hyperparameter(
+        None, symbol="v_0", help="form paper: v at first, by default tau^2", low=0.0
+    )
+
+    @classmethod
+    def source(cls):
+        """The adaptive optimisers' paper."""
+        return "Reddi et al., ICLR 2021"
+
+    def configure(self, setting, hyper):
+        """v_0 where it was left open; steps that no model survives."""
+        method, advice = super().configure(setting, hyper)
+        if self.server_v0 is not None and self.server_form != "paper":
+            raise UserError(f"`server_v0` is of `server_form=paper`: drop it, or `server_form={self.server_form}`.")
+        if self.server_lr >= 1:
+            moved = (
+                f"`server_lr={self.server_lr:g}` lets an adaptive server move every parameter by about as much a round"
+            )
+            advice = [*advice, f"{moved}: lower it, to 0.1 or less."]
+        v0 = self.server_tau**2 if self.server_v0 is None else self.server_v0
+        return (dataclasses.replace(method, server_v0=v0) if self.server_form == "paper" else method), advice
+
+    def _by_moments(self, rule: Rule, start: Any = (), beta2: Any = None) -> optax.GradientTransformation:
+        """Form paper, or Keras's, whose moments start so."""
+        if self.server_form == "keras":
+            return scale_by_moments(rule, self.server_beta1, self.server_tau, start, beta2)
+        v0 = self.server_tau**2 if self.server_v0 is None else self.server_v0
+        return scale_by_moments(rule, self.server_beta1, self.server_tau, (0.0, v0))
+
+
+@struct.dataclass
+class FedAdagrad(Adaptive):
+    """v <- v + g^2."""
+
+    server_beta1: float = hyperparameter(0.0, symbol="beta_1", help="decay of the server's first moment", low=0.0)
+
+    def configure(self, setting, hyper):
+        """Keras's correction needs a second moment that decays."""
+        if self.server_form == "keras":
+            raise UserError("`server_form=keras` has no Adagrad: choose `server_form=paper` or `server_form=optax`.")
+        if self.server_form == "optax" and self.server_beta1 > 0:
+            raise UserError("optax's Adagrad has no first moment: drop `server_beta1`, or `server_form=optax`.")
+        return super().configure(setting, hyper)
+
+    def server_rule(self):
+        """The printed rule, or optax's, whose sum starts at 0.1."""
+        if self.server_form == "optax":
+            return optax.scale_by_rss(0.1, self.server_tau)
+        return self._by_moments(server_moments.adagrad())
+
+
+@struct.dataclass
+class FedAdam(Adaptive):
+    """v <- beta2 v + (1 - beta2) g^2."""
+
+    server_beta2: float = hyperparameter(0.99, symbol="beta_2", help="decay of the server's second moment", low=0.0)
+
+    def server_rule(self):
+        """The printed rule, optax's, or Keras's."""
+        betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
+        if self.server_form == "optax":
+            return optax.scale_by_adam(*betas, eps=tau)
+        return self._by_moments(server_moments.adam(betas[1]), (0.0, 0.0), betas[1])
+
+
+@struct.dataclass
+class FedYogi(FedAdam):
+    """v <- v - (1 - beta2) g^2 sign(v - g^2)."""
+
+    def server_rule(self):
+        """The printed rule, optax's, or Keras's; the latter two start both moments above 0."""
+        betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
+        if self.server_form == "optax":
+            return optax.scale_by_yogi(*betas, eps=tau)
+        return self._by_moments(server_moments.yogi(betas[1]), (YOGI_START, YOGI_START), betas[1])

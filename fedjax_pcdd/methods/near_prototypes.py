@@ -1,0 +1,63 @@
+"""What FedProto and FedTGP share: models that never leave their clients, with features near the server's prototypes.
+
+The server has `variables`, the initial model, `prototypes` [C, D] and which of them are `valid` [C].
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from fedjax_pcdd.losses.prototypes import nearest_prototype_scores, squared_distance_to_own
+from fedjax_pcdd.methods.method import Facts, Method, Traits, hyperparameter
+
+
+@struct.dataclass
+class NearPrototypes(Method):
+    """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on the client's own model; `predict` is the method's."""
+
+    lam: float = hyperparameter(1.0, symbol="lambda", help="weight of the distance to the prototypes", low=0.0)
+    features: int | None = hyperparameter(
+        None, symbol="D", help="features of every model, by a linear layer more; by default those that it has", low=1,
+        static=True,
+    )  # fmt: skip
+
+    def kept(self, traits: Traits) -> Traits:
+        """No model is shared; prediction by prototypes needs those that the round has just made."""
+        personal = "local" if self._classifies else "server"
+        shared = {"own_models": True, "common_start": True, "common_server": True, "common_features": True}
+        kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
+        return traits._replace(**kinds, **shared)
+
+    def build(self, model):
+        """With as many features as asked for."""
+        return model if self.features is None else model.clone(neck=model.neck or 1, neck_width=self.features)
+
+    @property
+    def _classifies(self) -> bool:
+        predict: Any = getattr(self, "predict", None)
+        return predict == "classifier"
+
+    def init_client(self, setting, server, facts, key):
+        """The client's model, at first the common initial one."""
+        return server.variables
+
+    def download(self, server, client):
+        """The client's own last model."""
+        return client
+
+    def penalty(self, variables, outputs, batch, context):
+        """lambda times the mean squared distance to the prototypes, a scalar; those that are not valid do not count."""
+        prototypes, valid = context.server.prototypes, context.server.valid
+        distance = squared_distance_to_own(outputs.features, batch.labels, prototypes, valid, mask=batch.mask)
+        return self.lam * distance
+
+    def personal_variables(self, server, client):
+        """The client's own last model."""
+        return client
+
+    def nearest(self, features: jax.Array, server: Any, facts: Facts | None) -> jax.Array:
+        """Minus the distances [B, C] to the prototypes that are valid, and of the client's own classes if given."""
+        allowed = server.valid if facts is None else server.valid & (facts.class_counts > 0)
+        return nearest_prototype_scores(features, server.prototypes, jnp.asarray(allowed))

@@ -1,0 +1,40 @@
+"""FedBN: every client keeps the parameters and running statistics of its normalisation layers; all else is averaged.
+
+Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
+An option for any method that averages one model. The engine keeps the layers (`Program.local_layers`); what changes for
+the method is what it is known to have. Sent: as the method, without these layers. There is no global model: GA is the
+mean over the clients' models, PA that of the averaged part with the client's own layers. Extra terms of a method see
+the shared parameters alone (ours), weights are the method's (the published code's are equal: `weights=uniform`).
+"""
+
+import functools
+
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.wrappers import averages_models
+
+
+def with_own_layers(method: Method) -> Method:
+    """The method of a run in which clients keep their normalisation layers; UserError where it has other models."""
+    traits = method.traits()
+    if not averages_models(method) or traits.personal_model == "server" or traits.apart:
+        raise UserError(
+            f"`bn=local-layers` is for methods whose only model is the average of all, which {type(method).__name__}'s "
+            "is not: use `bn=local`."
+        )
+    return _derived(type(method))(**{name: getattr(method, name) for name in vars(method)})
+
+
+@functools.cache
+def _derived(cls: type[Method]) -> type[Method]:
+    @struct.dataclass
+    class OwnLayers(cls):
+        def traits(self):
+            """Without a global model, and with personal ones that are read between rounds."""
+            kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}
+            return super().traits()._replace(**kinds)
+
+    OwnLayers.__name__ = OwnLayers.__qualname__ = f"{cls.__name__}WithOwnLayers"
+    return OwnLayers

@@ -1,0 +1,62 @@
+"""A server whose model minus the clients' mean is a gradient to an optimiser: what FedAvgM and FedAdam's kin share.
+
+The mean is that of the method X about which the server stands (`X+avgm`, `X+adam`, ...), so weighted as X has it.
+Running statistics and other state of the server are X's and never go through the optimiser.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from flax import struct
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.drift import Drifting
+from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.methods.server_step import ServerStep
+from fedjax_pcdd.methods.wrappers import extended
+
+
+@struct.dataclass
+class ServerOptimised(ServerStep):
+    """w <- w - server_lr * rule(w - m), m the parameters that X's own server would have."""
+
+    server_lr: float = hyperparameter(1.0, symbol="eta", help="learning rate of the server", low=0.0)
+
+    def traits(self):
+        """X's, with a learning rate of the server."""
+        return super().traits()._replace(rates=("server_lr",))
+
+    def server_rule(self) -> optax.GradientTransformation:
+        """What the optimiser makes of the pseudo-gradient, before the learning rate."""
+        return optax.identity()
+
+    def configure(self, setting, hyper):
+        """Moments without end; a server that stands still; a method whose server has a step of its own."""
+        method, advice = super().configure(setting, hyper)
+        for name in ("server_momentum", "server_beta1", "server_beta2"):
+            if getattr(self, name, 0.0) >= 1:
+                raise UserError(
+                    f"`{name}={getattr(self, name):g}` lets moments grow or stand still: choose less than 1."
+                )
+        if self.server_lr == 0:
+            advice = [*advice, "`server_lr=0` leaves the server's parameters where they are: set it above 0."]
+        drifts = isinstance(self, Drifting) and self.server_step == "full"
+        if drifts or getattr(self, "eta_g", 1.0) != 1:
+            sentence = "both the method's own server step and the optimiser's act on every mean"
+            advice = [*advice, f"{sentence}: the drift or `eta_g` counts twice, so tune `server_lr` with it."]
+        return method, advice
+
+    def init_server(self, setting, variables, class_counts, key):
+        """X's server, and moments as before the first gradient."""
+        server: Any = super().init_server(setting, variables, class_counts, key)
+        return extended(server, moments=self.server_rule().init(server.variables["params"]))
+
+    def aggregate(self, server, message, weights, context):
+        """m + (g - eta * rule(g)), g = w - m the pseudo-gradient; bitwise m where rule(g) is g and eta is 1."""
+        after: Any = super().aggregate(server, message, weights, context)
+        mean = after.variables["params"]
+        gradient = optax.tree.sub(server.variables["params"], mean)
+        direction, moments = self.server_rule().update(gradient, server.moments)
+        params = jax.tree.map(lambda m, g, d: m + (g - self.server_lr * d).astype(m.dtype), mean, gradient, direction)
+        return after._replace(variables={**after.variables, "params": params}, moments=moments)

@@ -1,0 +1,69 @@
+"""Whether all models are finite after a round: looked at on the devices, a few truth values are fetched.
+
+Letters: E experiments, K clients, S cohort.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.engine.mesh import devices_of, own_copy, sharding
+from fedjax_pcdd.engine.program import State, Tree
+from fedjax_pcdd.training.trained_models import parts_of
+
+
+def not_finite(simulation: Any, state: State, rows: np.ndarray) -> list[str | None]:
+    """What is not finite in each experiment [E], as "the server's params.bias" or "client 3's params.bias".
+
+    Args:
+      simulation: a `Simulation` or `Groups`.
+      state: after a round.
+      rows: [E * S] those of its clients; the others are as they were. Of `Groups` all are looked at.
+    """
+    clients = simulation.federations[0].num_clients
+    wrong: list[str | None] = [None] * len(simulation.federations)
+    for part in parts_of(simulation):
+        own = part.of(state)
+        for name, e in _wrong(own.servers, None):
+            wrong[e] = wrong[e] or f"the server's {name}"
+        for name, row in _wrong((own.clients, own.statistics), np.unique(rows) if part.group is None else None):
+            client = row % clients if part.group is None else part.members[row]
+            wrong[row // clients if part.group is None else 0] = f"client {client}'s {name}"
+    return wrong
+
+
+def _wrong(tree: Tree, rows: np.ndarray | None) -> list[tuple[str, int]]:
+    """Names of leaves [n, ...] that are not finite, and in which of the rows, None for all of them."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if _can_overflow(leaf.dtype) and leaf.size]
+    if not leaves:
+        return []
+    if isinstance(leaves[0], np.ndarray):  # in host memory: one row after another, as a copy of all may not fit
+        chosen = np.arange(len(leaves[0])) if rows is None else rows
+        bad = np.array([[not np.isfinite(leaf[row]).all() for row in chosen] for leaf in leaves])
+    else:
+        bad = np.asarray(own_copy(_look(devices_of(leaves))(leaves, rows)))
+    if not bad.any():
+        return []
+    paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if any(leaf is one for one in leaves)]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+    names = [name.removeprefix("0.").removeprefix("1.") for name in names]  # of clients, and of what is kept of them
+    return [(names[i], int(j if rows is None else rows[j])) for i, j in np.argwhere(bad)]
+
+
+@cache
+def _can_overflow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+@cache
+def _look(devices: int) -> Any:
+    """A compiled function of leaves [n, ...] and rows [S], None for all, that says which are not finite [leaves, S]."""
+
+    def look(leaves: list[jax.Array], rows: jax.Array | None) -> jax.Array:
+        chosen = leaves if rows is None else [leaf[rows] for leaf in leaves]
+        return jnp.stack([~jnp.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in chosen])
+
+    return jax.jit(look, out_shardings=sharding(devices))

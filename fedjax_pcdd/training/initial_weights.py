@@ -1,0 +1,65 @@
+"""Backbones that start from weights of a file: an npz with one array for each parameter and running statistic.
+
+Names are paths in the variables without the backbone, as `params/stem/conv/kernel`; heads and necks stay as drawn.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pcdd.engine.program import State, Tree
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.errors import UserError, in_one_line
+
+BACKBONE = "backbone"
+
+
+def started_from(simulation: Any, file: Path) -> State:
+    """The state before the first round of a simulation whose backbones have the weights of a file.
+
+    Raises:
+      UserError: the file cannot be read or does not suit, or clients have models of their own.
+    """
+    if not isinstance(simulation, Simulation) or simulation.experiments[0].method.traits().own_models:
+        raise UserError(
+            "`initial_weights` are of one architecture for all: drop it where clients have models of their own."
+        )
+    weights = read_weights(file)
+    models = [with_weights(simulation.initial(e), weights, str(file)) for e in range(len(simulation.experiments))]
+    return simulation.start(jax.tree.map(lambda *x: jnp.stack(x), *models))
+
+
+def read_weights(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of an npz file by name; UserError where it cannot be read."""
+    try:
+        with np.load(file) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise UserError(f"`initial_weights={file}` cannot be read: {in_one_line(error)}.") from None
+
+
+def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:
+    """The variables with the weights in their backbone; UserError for one that is missing, unknown or misshapen."""
+    unused = dict(weights)
+
+    def choose(path: tuple, leaf: jax.Array) -> jax.Array:
+        names = [str(key.key) for key in path]
+        if names[1] != BACKBONE:
+            return leaf
+        name = "/".join([names[0], *names[2:]])
+        if name not in weights:
+            raise UserError(f"{source} lacks {name}, of shape {list(leaf.shape)}: add it (docs/data.md).")
+        array = unused.pop(name)
+        if array.shape != leaf.shape:
+            raise UserError(
+                f"{name} in {source} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it."
+            )
+        return jnp.asarray(array, leaf.dtype)
+
+    chosen = jax.tree_util.tree_map_with_path(choose, variables)
+    if unused:
+        raise UserError(f"{source} has {min(unused)}, which is no part of the backbone: leave it out.")
+    return chosen

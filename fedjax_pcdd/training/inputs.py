@@ -1,0 +1,132 @@
+"""What a run computes from: recorded when it begins, in resolved.json and in every checkpoint, and then the same.
+
+Options are kept as they are, so that a sentence can name the one that differs; data sets, partitions and files of the
+user's own by a digest.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pcdd import __version__
+from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import Method
+from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, values
+from fedjax_pcdd.training.folder import RunFolder, dumps
+from fedjax_pcdd.training.outside import origins_of
+
+RESOLVED = "resolved.json"
+WHOLE = 2**31  # bytes; of a larger array `PIECES` evenly spread ones are looked at
+PIECES = 1024
+AGAIN = "put it back as it was, or start a new run"
+
+
+def inputs_of(config: RunConfig, method: Method, federation: Federation, data: str, public: Any) -> dict[str, Any]:
+    """What a run computes from, in JSON's types.
+
+    Args:
+      config, method: as asked for.
+      data: digest of the federation's data set.
+      public: unlabelled images [N, H, W, channels], () where the run has none.
+    """
+    options = {name: value for name, value in values(config, method).items() if name not in {*MAY_CHANGE, *FOLDERS}}
+    return {
+        "options": json.loads(json.dumps(options, default=str)),
+        "data set": data,
+        "public images": digest([np.asarray(public)]) if np.size(public) else None,
+        "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
+        "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
+        "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
+    }
+
+
+def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run: Path, say: Callable) -> None:
+    """Compare what a run began with, None for one of an earlier version, with what it would go on with.
+
+    Args:
+      run: its folder.
+      say: told where versions differ.
+
+    Raises:
+      UserError: something else differs; names it.
+    """
+    recorded = recorded or {}
+    for name, value in (recorded.get("options") or {}).items():
+        if now["options"].get(name, value) != value:
+            other = now["options"][name]
+            raise UserError(f"`{name}` was {value} when the run in {run} began, and config.yaml has {other}: {AGAIN}.")
+    for name in ("data set", "public images", "partition"):
+        if name in recorded and recorded[name] != now[name]:
+            raise UserError(f"the {name} of the run in {run} is not the one that it began with: {AGAIN}.")
+    for name, sha256 in (recorded.get("files") or {}).items():
+        if now["files"].get(name) != sha256:
+            raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")
+    for name, version in (recorded.get("versions") or {}).items():
+        if now["versions"].get(name) != version:
+            new = now["versions"].get(name)
+            say(f"{name} was {version} when the run in {run} began, and is {new} now: bits may differ.")
+
+
+def digest_of(dataset: Dataset) -> str:
+    """Of all samples and labels."""
+    arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
+    return digest([*arrays, *(one for one in (dataset.groups_train, dataset.groups_test) if one is not None)])
+
+
+def digest(arrays: Iterable[np.ndarray]) -> str:
+    """The first 32 hexadecimal digits of a SHA-256 of arrays: their types, shapes and bytes."""
+    total = hashlib.sha256()
+    for array in arrays:
+        total.update(f"{array.dtype} {array.shape}".encode())
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        step = len(flat) // PIECES if len(flat) > WHOLE else max(1, len(flat))
+        for start in range(0, len(flat), step):
+            total.update(flat[start : start + min(step, 2**20 if len(flat) > WHOLE else step)].data)
+    return total.hexdigest()[:32]
+
+
+def write_resolved(folder: RunFolder, resolved: Mapping[str, Any]) -> None:
+    """Write resolved.json, with a checksum of what it holds."""
+    plain = json.loads(dumps(resolved))
+    folder.write_json(RESOLVED, plain | {"crc": _crc(plain)})
+
+
+def read_resolved(folder: RunFolder, kept: Callable[[], Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """What `write_resolved` wrote; where that is missing or damaged, what the newest checkpoint has of it.
+
+    Args:
+      kept: the record of the newest checkpoint, None where there is none.
+
+    Returns:
+      None where nothing was resolved yet: a run that was killed before it began.
+
+    Raises:
+      UserError: it is gone, with the number of lanes, without which the run cannot go on as it began.
+    """
+    damage = None
+    try:
+        resolved = folder.read_json(RESOLVED)
+        if resolved is not None and resolved.get("crc", _crc(resolved)) == _crc(resolved):
+            return resolved
+    except UserError as error:
+        damage = error
+    record = kept()
+    if record is None and damage is None:
+        return None
+    if record is None or "resolved" not in record:
+        path = folder.path / RESOLVED
+        raise UserError(f"{path} is missing or damaged, and no checkpoint has what it noted: {AGAIN}.") from damage
+    return dict(record["resolved"])
+
+
+def _crc(resolved: Mapping[str, Any]) -> int:
+    plain = {key: value for key, value in resolved.items() if key != "crc"}
+    return zlib.crc32(json.dumps(plain, sort_keys=True).encode())

@@ -1,0 +1,73 @@
+"""Protocols of PA: which of a client's models in a round counts, and what of that is chosen on test data.
+
+a(k, e) is the accuracy of client k on its own tests after e epochs of a round (or of fine-tuning), e = 0
+being the received shared part joined with the client's own. A client that does not take part keeps its last value.
+
+    last        mean over k of a(k, E); nothing is chosen
+    received    the shared part as aggregated at the end of the round, joined with the client's own
+    best_epoch  mean over k of max over e of a(k, e); chosen client by client
+    best_mean   max over e of the mean over k of a(k, e); chosen once for all
+
+So best_epoch >= best_mean >= last. Letters: n clients that trained, E epochs.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from fedjax_pcdd.engine.schedule import Jobs
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Traits
+from fedjax_pcdd.training.metrics import accuracy
+
+Protocol = Literal["last", "received", "best_epoch", "best_mean"]
+IN_WORDS: dict[Protocol, str] = {
+    "last": "",
+    "received": ", of the model as received",
+    "best_epoch": ", best epoch of each client, chosen on its tests",
+    "best_mean": ", epoch with the best mean over clients, chosen on their tests",
+}
+
+
+def needs_epochs(protocol: Protocol | None) -> bool:
+    """Whether clients have to be tested before every epoch."""
+    return protocol in ("best_epoch", "best_mean")
+
+
+def protocol_of(asked: Protocol | None, traits: Traits) -> Protocol:
+    """The protocol of a run: as asked for, or as the method's own option has it.
+
+    Raises:
+      UserError: the two contradict each other.
+    """
+    if asked and traits.protocol and asked != traits.protocol:
+        raise UserError(f"`pa_protocol={asked}` and a `pa_model` that means {traits.protocol} contradict: drop one.")
+    return asked or traits.protocol or "last"
+
+
+def by_epoch(jobs: Jobs, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Correct answers [n, E + 1] after 0 to E epochs; a client with fewer epochs keeps its last number.
+
+    Args:
+      jobs: what each client did, fields [n].
+      before: [n, E] correct answers before each epoch, E = 0 where nothing was tested.
+      after: [n] in the end.
+    """
+    epochs = jobs.steps // np.maximum(jobs.epoch_steps, 1)
+    done = np.arange(before.shape[1]) >= epochs[:, None]
+    return np.concatenate([np.where(done, after[:, None], before), after[:, None]], axis=1)
+
+
+def rules(correct: np.ndarray, tests: np.ndarray) -> dict[str, np.ndarray]:
+    """What each client counts with, [n], under `last` and the protocols that choose; of equal epochs the earliest wins.
+
+    Args:
+      correct: [n, E + 1] correct answers, as `by_epoch` has them; `last` alone for E = 0.
+      tests: [n] test samples; a client without any counts nowhere.
+    """
+    shares = accuracy(correct, np.broadcast_to(tests[:, None], correct.shape))
+    last = {"last": shares[:, -1]}
+    if correct.shape[1] == 1:
+        return last
+    best = accuracy(correct.max(axis=1), tests)
+    return last | {"best_epoch": best, "best_mean": shares[:, np.nansum(shares, axis=0).argmax()]}

@@ -1,0 +1,118 @@
+"""The leaderboard: as many trials for each method, chosen on validation samples, nothing run twice, ranks by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fedjax_pcdd.analysis.ranks import ranks
+from fedjax_pcdd.api import leaderboard
+from fedjax_pcdd.cli.main import main
+from fedjax_pcdd.training.options import configure
+
+OWN = """
+import fedjax_pcdd as fp
+from flax import struct
+
+@struct.dataclass
+class Keep(fp.FedAvg):
+    "FedAvg under another name."
+"""
+PLAN = """
+run: {rounds: 2, local_epochs: 1, batch_size: 20, train_samples: 200, test_samples: 60, clients: 3, min_samples: 1,
+      fine_tune_epochs: 0, validation: 0.2, select_on: validation, lanes: 1}
+splits:
+  dir: {dataset: digits, partition: dirichlet, beta: 1}
+networks: [mlp]
+seeds: 2
+trials: {default: [{lr: 0.0001}, {lr: 0.1}], fedprox: [{lr: 0.1, mu: 0}, {lr: 1.0e+30, mu: 0}]}
+public: {}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("leaderboard")
+    (folder / "mine.py").write_text(OWN)
+    (folder / "plan.yaml").write_text(PLAN)
+    assert main(command(folder, f"--method=fedprox,{folder}/mine.py:Keep")) == 0
+    return folder
+
+
+def command(folder, *more):
+    words = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={folder}/runs", *more]
+    return ["leaderboard", *words]
+
+
+def result(folder, name):
+    return json.loads((folder / "results" / "mlp" / "dir" / f"{name}.json").read_text())
+
+
+def test_a_method_of_ones_own_runs_its_trials_and_the_seeds_of_the_best(folder):
+    own = result(folder, "Keep")
+    scores = [one["score"] for one in own["trials"]]
+    assert own["chosen"] == [{"lr": 0.0001}, {"lr": 0.1}][int(np.argmax(scores))] == {"lr": 0.1}
+    assert [one["seed"] for one in own["seeds"]] == [0, 1]
+    runs = folder / "runs" / "mlp" / "dir" / "Keep"
+    assert sorted(path.name for path in runs.glob("trial*")) == ["trial0-s0", "trial1-s0", "trial1-s1"]
+    summary = json.loads((runs / "trial1-s1" / "summary.json").read_text())
+    assert own["seeds"][1]["ga_mean_last10"] == summary["ga_mean_last10"]
+    assert summary["selected_on"] == "validation"
+
+
+def test_a_trial_that_diverges_is_a_result_and_not_a_gap(folder):
+    other = result(folder, "fedprox")
+    assert other["chosen"] == {"lr": 0.1, "mu": 0}
+    assert "not finite" in other["trials"][1]["failed"]
+    assert other["floats"] == result(folder, "Keep")["floats"] > 0
+
+
+def test_what_has_a_result_is_not_run_again(folder, capsys):
+    before = (folder / "results" / "mlp" / "dir" / "fedprox.json").stat().st_mtime_ns
+    assert main(command(folder, "--method=fedprox")) == 0
+    assert (folder / "results" / "mlp" / "dir" / "fedprox.json").stat().st_mtime_ns == before
+    printed = capsys.readouterr().out
+    assert "Keep" in printed  # beside those that have results
+    assert "1 of 1 cells have a result." in printed
+
+
+def test_the_page_has_tables_and_ranks(folder):
+    page = folder / "docs" / "leaderboard.md"
+    page.parent.mkdir()
+    page.write_text(f"# Mine\n\nBefore.\n{'<!-- leaderboard: begin -->'}\nold\n<!-- leaderboard: end -->\nAfter.\n")
+    assert main(command(folder, f"--method=fedprox,{folder}/mine.py:Keep", f"--page={page}")) == 0
+    text = page.read_text()
+    assert "Before." in text
+    assert "After." in text
+    assert "old" not in text
+    assert "1 of 2 trials failed" in text
+    assert "| Keep |" in text
+    assert (page.parent / "images" / "leaderboard.png").is_file()
+
+
+def test_mistakes_are_said_before_anything_runs(folder, capsys):
+    assert main(command(folder, "--split=dri")) == 2
+    assert capsys.readouterr().err == "--split names no split of the plan by 'dri': did you mean 'dir'?\n"
+    assert main(["leaderboard", f"--plan={folder}/mine.py"]) == 2
+
+
+@pytest.mark.parametrize("method", leaderboard.competitors())
+def test_the_packaged_plan_tries_as_much_of_every_method(method):
+    plan = leaderboard.read_plan()
+    assert len(plan.trials_of(method)) == 4
+    for trial in plan.trials_of(method):
+        config, made = configure(
+            leaderboard.options(plan, leaderboard.Cell("simple_cnn", "cifar10-P10C3", method), trial, 1, {})
+        )
+        assert config.select_on == "validation"
+        own = {**vars(config), **vars(made)}
+        assert all(own[name] == value for name, value in trial.items())
+
+
+def test_ranks_by_hand():
+    scores = np.array([[[0.9, 0.9], [0.8, 0.8]], [[0.7, 0.7], [0.9, 0.9]], [[0.1, -np.inf], [0.1, 0.1]]])
+    found = ranks(scores)
+    np.testing.assert_array_equal(found.mean, [1.5, 1.5, 3.0])
+    np.testing.assert_array_equal(found.low, [1.0, 1.0, 3.0])
+    np.testing.assert_array_equal(found.high, [2.0, 2.0, 3.0])
+    assert found.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods

@@ -1,0 +1,83 @@
+"""Models of the user's own, from Python and the command line, those of the documentation among them."""
+
+import json
+from pathlib import Path
+
+import flax.linen as nn
+import numpy as np
+import pytest
+from flax import nnx
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.cli.run import main
+
+PAGE = Path(__file__).parents[2] / "docs/bring_your_own.md"
+RECIPES = [text.split("```")[0] for text in PAGE.read_text().split("```python\n") if "class Net(" in text]
+
+
+def recipe(text):
+    namespace = {}
+    exec(text, namespace)
+    return namespace["Net"]
+
+
+LINEN, NNX = map(recipe, RECIPES)
+
+
+class Backbone(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(nn.Dense(16)(x.reshape(len(x), -1)))
+
+
+class Whole(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 16, rngs=rngs), nnx.Linear(16, 10, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.relu(self.layers[0](x.reshape(len(x), -1))))
+
+
+MODELS = {"linen": LINEN, "linen object": Backbone(), "nnx": NNX, "nnx object": Whole(nnx.Rngs(1))}
+SMALL = {"rounds": 2, "local_epochs": 2, "batch_size": 20, "lanes": 1, "fine_tune_epochs": 0, "last_batch": "keep"}
+
+
+@pytest.fixture(scope="module")
+def federation():
+    digits = fp.load_dataset("digits")
+    some = fp.from_arrays(digits.x_train[:130], digits.y_train[:130], digits.x_test[:60], digits.y_test[:60])
+    return fp.partition(some, "dirichlet", clients=3, beta=0.5)
+
+
+@pytest.mark.parametrize("method", [fp.FedMR(), fp.FedGELA(ew=4.0)], ids=["fedmr", "fedgela"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federation, method, model):
+    history = fp.simulate(federation, method, model=model, lr=0.02, momentum=0.0, **SMALL)
+    assert np.isfinite(history.loss).all()
+    assert history.loss[1] != history.loss[0]
+    assert history.simulation.compilations == 1
+
+
+def test_participants_have_models_of_their_own(federation):
+    models = [Backbone(), NNX, "mlp"]
+    history = fp.simulate(federation, "solo", model=models, pretrain_epochs=1, **SMALL)
+    assert np.isfinite(history.pa).all()
+    with pytest.raises(fp.UserError, match="model list must be a Flax module"):
+        fp.simulate(federation, "fedavg", model=models, **SMALL)
+
+
+def test_a_run_of_a_model_in_a_file_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    (tmp_path / "net.py").write_text(RECIPES[1])
+    monkeypatch.chdir(tmp_path)
+    small = ["--rounds=2", "--local-epochs=1", "--clients=2", "--lanes=1", "--quiet", "--train-samples=90"]
+    small += ["--partition=dirichlet", "--beta=0.5", "--fine-tune-epochs=0", "--last-batch=keep", "--model=net.py:Net"]
+    for name in ("straight", "cut"):
+        assert main([*small, f"--run-dir={name}"]) == 0
+    cut = tmp_path / "cut"
+    for path in (cut / "summary.json", *(cut / "checkpoints/2").rglob("*")):
+        if path.is_file():
+            path.unlink()
+    assert main(["--resume=cut", "--quiet"]) == 0
+    rows = [json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in ("straight", "cut")]
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert rows[0]["ga_per_class"] == rows[1]["ga_per_class"]

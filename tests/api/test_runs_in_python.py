@@ -1,0 +1,114 @@
+"""Runs of the Python interface in folders, beside the command line's; metrics of one's own; what is taken away."""
+
+import json
+import pickle
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.training import loggers
+
+SMALL = {"local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
+
+
+@pytest.fixture(scope="module")
+def whole(federation):
+    return fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, **SMALL)
+
+
+def same(history, other):
+    assert history.ga.tolist() == other.ga.tolist()
+    assert history.pa_per_client.tolist() == other.pa_per_client.tolist()
+    for a, b in zip(jax.tree.leaves(history.variables), jax.tree.leaves(other.variables), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(federation, whole, tmp_path):
+    def stop(run, report):
+        if run.round == 2:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, callbacks=[stop], **SMALL)
+    again = fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL)
+    same(again, whole)
+    same(fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL), whole)
+    same(fp.load_run(folder), whole)
+    with pytest.raises(fp.UserError, match=r"holds another run: `?mu`? was 0.1, not 0.2"):
+        fp.simulate(federation, fp.FedProx(mu=0.2), rounds=3, run_dir=folder, resume=True, **SMALL)
+
+
+def test_the_command_line_continues_what_python_began(federation, whole, tmp_path):
+    def stop(run, report):
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, callbacks=[stop], **SMALL)
+    assert main([f"--resume={folder}", "--quiet"]) == 0
+    same(fp.load_run(folder), whole)
+
+
+def test_objects_that_no_option_describes_are_asked_for(tmp_path):
+    digits = fp.load_dataset("digits")
+    own = fp.from_arrays(digits.x_train[:200], digits.y_train[:200], digits.x_test, digits.y_test)
+    federation = fp.partition(own, "iid", clients=2)
+    history = fp.simulate(federation, model="mlp", rounds=1, run_dir=tmp_path / "run", **SMALL)
+    with pytest.raises(fp.UserError, match="with federation="):
+        fp.load_run(tmp_path / "run")
+    same(fp.load_run(tmp_path / "run", federation=federation), history)
+
+
+def test_metrics_of_ones_own_stand_in_the_rows(federation, tmp_path):
+    metrics = {"worst": lambda run: min(run.history.pa_clients)}
+    history = fp.simulate(federation, rounds=2, metrics=metrics, eval_every=2, run_dir=tmp_path / "r", **SMALL)
+    assert [row["worst"] for row in history.rows] == [None, history.pa_per_client[1].min()]
+    lines = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert [line["worst"] for line in lines] == [row["worst"] for row in history.rows]
+    with pytest.raises(fp.UserError, match="'ga'"):
+        fp.simulate(federation, rounds=1, metrics={"ga": lambda run: 0.0}, **SMALL)
+
+
+def test_a_history_can_be_pickled(federation, whole):
+    again = pickle.loads(pickle.dumps(whole))
+    same(again, whole)
+    images = federation.dataset.x_test[:5]
+    np.testing.assert_array_equal(again.outputs(images).logits, whole.outputs(images).logits)
+
+
+def test_weights_are_saved_as_safetensors(whole, tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    arrays = numpy.load_file(whole.save(tmp_path / "w.safetensors"))
+    np.testing.assert_array_equal(arrays["params.head.kernel"], whole.variables["params"]["head"]["kernel"])
+    with pytest.raises(fp.UserError, match="safetensors"):
+        whole.save(tmp_path / "w.npz")
+
+
+def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypatch):
+    told = []
+    info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))
+    package = types.SimpleNamespace(
+        start_run=lambda **given: told.append(("start", given["run_id"])) or info,
+        log_params=lambda values: told.append(("params", values)),
+        log_metrics=lambda values, step, run_id: told.append((step, values)), end_run=told.append,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    for _ in range(2):
+        logger = loggers.MLflow(tmp_path, {"lr": 0.1})
+        logger.write(1, {"ga": 0.5})
+        logger.on_end(types.SimpleNamespace(error=None))  # pyright: ignore[reportArgumentType]
+    assert told == [
+        ("start", None), ("params", {"lr": "0.1"}), (1, {"ga": 0.5}), "FINISHED",
+        ("start", "7"), (1, {"ga": 0.5}), "FINISHED",
+    ]  # fmt: skip

@@ -1,0 +1,272 @@
+"""What a run began with, it goes on with, or says what differs; one process at a time; models that are finite."""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from commands import results
+from flax import struct
+
+from fedjax_pcdd.api import runs
+from fedjax_pcdd.api.runs import load_run, resume, run
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.fedavg import FedAvg
+from fedjax_pcdd.training import inputs
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.loop import Callback
+from fedjax_pcdd.training.presets import read_run
+
+OPTIONS = {
+    "method": "scaffold", "clients": 3, "rounds": 4, "local_epochs": 1, "batch_size": 16, "lanes": 1, "quiet": True,
+    "train_samples": 120, "test_samples": 40, "min_samples": 1, "fine_tune_epochs": 0, "beta": 0.5,
+}  # fmt: skip
+
+
+class Interrupt(Callback):
+    def __init__(self, rounds):
+        self.rounds = rounds
+
+    def on_round(self, run, report):
+        if run.round == self.rounds:
+            raise KeyboardInterrupt
+
+
+def begin(folder, rounds=2, **options):
+    """A run that was interrupted after some rounds."""
+    config, method = build(OPTIONS | options | {"run_dir": folder})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, method, last=[Interrupt(rounds)])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trusted") / "run"
+    begin(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    config, method = build(OPTIONS | {"run_dir": folder})
+    run(config, method)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "run")
+
+
+def edit(file, **changes):
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes, sort_keys=False))
+
+
+@pytest.mark.parametrize(("name", "value", "was"), [("beta", 5.0, "0.5"), ("lr", 0.5, "0.01"), ("seed", 7, "0")])
+def test_an_edited_configuration_is_refused_with_the_option_that_differs(folder, name, value, was):
+    edit(folder / "config.yaml", **{name: value})
+    with pytest.raises(UserError, match=rf"{name} was {was} when the run in .* began, and config.yaml has {value}"):
+        resume(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 20, 40])
+def test_a_configuration_that_was_cut_short_never_continues_as_another_run(folder, whole, keep):
+    lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
+    (folder / "config.yaml").write_text("".join(lines[:keep]))
+    with pytest.raises(UserError, match=r"when the run in .* began, and config\.yaml has"):
+        resume(folder)
+
+
+def test_an_edited_configuration_is_refused_even_where_resolved_json_was_edited_too(folder):
+    edit(folder / "config.yaml", lr=0.5)
+    resolved = json.loads((folder / "resolved.json").read_text())
+    resolved["inputs"]["options"]["lr"] = 0.5
+    resolved["crc"] = inputs._crc(resolved)
+    (folder / "resolved.json").write_text(json.dumps(resolved))
+    with pytest.raises(UserError, match=r"lr was 0\.01 when the run"):
+        resume(folder)
+
+
+def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    data = {f"x_{part}": rng.integers(0, 255, (60, 8, 8), np.uint8) for part in ("train", "test")}
+    data |= {f"y_{part}": np.arange(60) % 3 for part in ("train", "test")}
+    np.savez(tmp_path / "mine.npz", **data)
+    more = {"dataset": str(tmp_path / "mine.npz"), "model": "mlp", "train_samples": None}
+    begin(tmp_path / "run", method="fedavg", **more)
+    data["x_train"][7, 3, 3] ^= 1
+    np.savez(tmp_path / "mine.npz", **data)
+    with pytest.raises(UserError, match=r"mine\.npz has changed|the data set of the run in .* is not the one"):
+        resume(tmp_path / "run")
+    edit(tmp_path / "run" / "config.yaml", from_outside=None)
+    with pytest.raises(UserError, match=r"the data set of the run in .* is not the one that it began with"):
+        resume(tmp_path / "run")
+
+
+def test_a_module_that_changed_is_refused_even_where_the_configuration_forgets_it(tmp_path):
+    module = tmp_path / "mine.py"
+    module.write_text(
+        "import fedjax_pcdd as fp\nfrom flax import struct\n@struct.dataclass\nclass Mine(fp.FedAvg): ...\n"
+    )
+    begin(tmp_path / "run", method=f"{module}:Mine")
+    module.write_text(module.read_text() + "# changed\n")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().split("from_outside")[0])
+    with pytest.raises(UserError, match=r"Mine is not what the run in .* began with"):
+        resume(tmp_path / "run")
+
+
+def test_another_version_is_a_warning_that_bits_may_differ(folder, monkeypatch):
+    version = inputs.metadata.version
+    monkeypatch.setattr(inputs.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
+    with pytest.warns(UserWarning, match=r"jax was .* when the run in .* began, and is 9\.9 now: bits may differ\."):
+        resume(folder)
+
+
+def test_models_are_loaded_only_with_what_they_were_trained_on(folder):
+    edit(folder / "config.yaml", beta=5.0)
+    with pytest.raises(UserError, match=r"beta was 0\.5"):
+        load_run(folder)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "{}", '{"lanes": 3}', "\x00\xff"])
+def test_a_damaged_resolved_json_comes_back_from_the_checkpoint(folder, whole, damage):
+    file = folder / "resolved.json"
+    before = json.loads(file.read_text())
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_text({"empty": "", "cut": file.read_text()[:100]}.get(damage, damage))
+    if damage in ("{}", '{"lanes": 3}'):  # as an earlier version's would be, were it not for the rest
+        file.write_text(json.dumps(before | {"lanes": 3}))
+    resume(folder)
+    assert json.loads(file.read_text()) == before
+    assert results(folder) == results(whole)
+
+
+@pytest.mark.parametrize("name", ["partition.npz", "partition.png"])
+@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b""), lambda f: f.write_bytes(b"PK")])
+def test_a_damaged_partition_is_made_again(folder, monkeypatch, name, damage):
+    monkeypatch.setattr(runs, "heat_map", lambda _, path: path.write_bytes(b"drawn"))
+    before = (folder / "partition.npz").read_bytes()
+    damage(folder / name)
+    resume(folder)
+    assert (folder / "partition.png").read_bytes() == b"drawn"
+    assert same_arrays(folder / "partition.npz", io.BytesIO(before))
+
+
+def same_arrays(*files):
+    with np.load(files[0]) as one, np.load(files[1]) as other:
+        return all(np.array_equal(one[key], other[key]) for key in other)
+
+
+def test_a_second_resume_of_a_live_run_is_refused(folder):
+    code = "import sys; from fedjax_pcdd.api.runs import resume; resume(sys.argv[1])"
+    tried = []
+
+    class Try(Callback):
+        def on_round(self, run, report):
+            if not tried:
+                tried.append(subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True))
+
+    resume(folder, callbacks=[Try()])
+    assert tried[0].returncode
+    assert f"{folder} is in use by process" in tried[0].stderr.splitlines()[-1]
+    assert not (folder / "lock").exists()
+
+
+def test_a_run_that_lost_its_lock_writes_no_further(folder):
+    class Lose(Callback):
+        def on_round(self, run, report):
+            (folder / "lock").write_text('{"host": "elsewhere", "process": 1, "token": "t"}')
+
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="taken over by process 1 on elsewhere"):
+        resume(folder, callbacks=[Lose()])
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+@struct.dataclass
+class Overflowing(FedAvg):
+    """Its server is not finite from the third round on, though all losses are."""
+
+    def aggregate(self, server, message, weights, context):
+        after = super().aggregate(server, message, weights, context)
+        return jax.tree.map(lambda x: jnp.where(context.round >= 2, x.at[..., 0].set(jnp.inf), x), after)
+
+
+def test_a_server_that_is_not_finite_ends_the_run_and_is_never_the_newest_checkpoint(tmp_path):
+    config, _ = build(OPTIONS | {"method": "fedavg", "run_dir": tmp_path / "run"})
+    with pytest.raises(UserError, match=r"the server's .* is not finite in round 3.*the checkpoint of round 2 is good"):
+        run(config, Overflowing())
+    assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_says_which_checkpoint_is_good_if_any(tmp_path):
+    config, method = build(OPTIONS | {"lr": 1e30, "momentum": 0.0, "run_dir": tmp_path / "run"})
+    with pytest.raises(UserError, match=r"not finite .* round 1 .*no checkpoint was written"):
+        run(config, method)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_deleted_lines_of_clients_are_said(folder, capsys):
+    (folder / "clients.jsonl").unlink()
+    resume(folder)
+    assert "clients.jsonl has lost the accuracies of the clients in round 1, 2." in capsys.readouterr().err
+
+
+def test_damaged_lines_and_files_of_others_do_not_stop_a_resume(folder, whole):
+    (folder / "clients.jsonl").write_text('{"round": 1}\n{{{\n[]\n')
+    (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    (folder / "mine.jsonl").write_text('{"name": "mine"}\nnot JSON\n')
+    (folder / "summary.json").write_text("{")
+    resume(folder)
+    assert results(folder) == results(whole)
+    assert (folder / "mine.jsonl").read_text() == '{"name": "mine"}\nnot JSON\n'
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl", "resolved.json", "summary.json", "partition.npz"])
+def test_links_in_a_run_folder_are_not_written_through(folder, tmp_path, name):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+    with contextlib.suppress(UserError):
+        resume(folder)
+    assert target.read_text() == "precious"
+
+
+def test_a_link_in_place_of_the_checkpoints_is_refused(folder, tmp_path):
+    shutil.move(folder / "checkpoints", tmp_path / "precious")
+    (folder / "checkpoints").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"checkpoints is a symbolic link"):
+        resume(folder)
+
+
+@pytest.mark.parametrize("name", ["clients", "tensorboard", "wandb", "mlflow.txt", "profile"])
+def test_a_link_in_place_of_a_folder_that_is_written_into_is_refused(folder, tmp_path, name):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "7").mkdir()
+    (folder / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=rf"{name} is a symbolic link, which nothing is written through"):
+        resume(folder)
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["7"]
+
+
+def test_a_killed_start_leaves_a_folder_that_can_be_started_again(tmp_path, whole):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".config.yaml.tmp").write_text("meth")
+    (folder / ".77.config.yaml").write_text("meth")
+    config, method = build(OPTIONS | {"run_dir": folder})
+    run(config, method)
+    assert results(folder) == results(whole)
+    assert read_run(folder)

@@ -1,0 +1,103 @@
+"""A run that is told to end ends its round, saves it, and says how to go on."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from commands import results, resumed, start, undisturbed, wait_for_rounds
+from jax.experimental import multihost_utils
+
+from fedjax_pcdd.training import interrupts
+
+OPTIONS = [
+    "--method=scaffold", "--clients=3", "--rounds=20000", "--local-epochs=1", "--batch-size=16", "--lanes=1", "--quiet",
+    "--train-samples=120", "--test-samples=40", "--min-samples=1", "--checkpoint-every=50", "--beta=0.5",
+]  # fmt: skip
+
+
+def interrupted(folder, number, *options):
+    """Exit code and stderr of a run that had a signal in the midst of its rounds, and how many rounds it recorded."""
+    process = start(*OPTIONS, *options, f"--run-dir={folder}")
+    wait_for_rounds(process, folder, 4)
+    process.send_signal(number)
+    sent = time.time()
+    _, err = process.communicate(timeout=120)
+    assert time.time() - sent < 60  # 30 for the round, and the end of the process
+    return process.returncode, err, (folder / "metrics.jsonl").read_bytes().count(b"\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_round_saves_it_and_says_how_to_go_on(tmp_path, number, code):
+    folder = tmp_path / "run"
+    ended, err, rounds = interrupted(folder, number)
+    assert ended == code, err
+    assert err == f"stopped; round {rounds} is saved: continue with --resume={folder}\n"
+    assert (folder / "checkpoints" / str(rounds)).is_dir()
+    assert not (folder / "lock").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_signal_to_the_same_bits(tmp_path):
+    options = ["--rounds=60"]
+    expected = undisturbed(tmp_path / "whole", *OPTIONS, *options)
+    interrupted(tmp_path / "run", signal.SIGTERM, *options)
+    assert resumed(tmp_path / "run") == expected
+    assert results(tmp_path / "run") == expected
+
+
+def test_a_signal_outside_of_rounds_ends_at_once():
+    with pytest.raises(interrupts.Interrupted) as caught, interrupts.watch(60):
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.code == 143
+    assert interrupts.pending() is None
+
+
+def test_a_signal_within_rounds_is_noted_and_a_second_sigint_ends_at_once():
+    with interrupts.watch(60), interrupts.rounds():
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.pending() == signal.SIGINT
+        with pytest.raises(interrupts.Interrupted):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_of_several_processes_a_signal_counts_when_all_know_of_it(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([0, mine]))
+    with interrupts.watch(60), interrupts.rounds():
+        interrupts.agree()
+        signal.raise_signal(signal.SIGTERM)  # while the round is saved
+        interrupts.end_after(1)
+        assert interrupts.pending() is None
+        interrupts.agree()
+        with pytest.raises(interrupts.Interrupted):
+            interrupts.end_after(2)
+    assert interrupts.pending() is None
+
+
+def test_signals_do_afterwards_what_they_did_before():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with interrupts.watch(60):
+        pass
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+LONG = """
+import threading
+from fedjax_pcdd.training import interrupts
+with interrupts.watch(0.5, lambda: "last words"), interrupts.rounds():
+    print("training", flush=True)
+    while True:
+        threading.Event().wait(1)  # a round without an end
+"""
+
+
+def test_a_round_that_does_not_end_in_time_is_given_up():
+    process = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "training\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=120)[1] == "last words\n"
+    assert process.returncode == 143

@@ -1,0 +1,107 @@
+"""Searches: the space, suggestions that do not change by an interruption, what is not run again."""
+
+import csv
+import math
+import sys
+
+import pytest
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.api import sweep
+from fedjax_pcdd.api.search import Search
+from fedjax_pcdd.cli.search import search_main
+from fedjax_pcdd.errors import UserError
+
+pytest.importorskip("optuna")
+DRAWS_PICTURES = True
+SPACE = {"method": "fedprox", "lr": "0.001:1:log", "mu": "0.1,1,10", "local_epochs": "1:9", "seed": "0:2"}
+SMALL = {
+    "rounds": "1", "fine_tune_epochs": "0", "lanes": "1", "clients": "3", "min_samples": "1", "local_epochs": "1",
+    "validation": "0.2", "select_on": "validation", "lr": "0.01:0.1",
+}  # fmt: skip
+
+
+def tried(count, known=(), **options):
+    """A search whose accuracy is best at lr=0.03 and mu=1, without any training."""
+    results = dict(known)
+    search = Search(SPACE, results, **options)
+    for stage in search.stages(count):
+        for one in stage:
+            accuracy = 0.9 - 0.1 * abs(math.log10(float(one.given["lr"]) / 0.03)) - 0.05 * (one.given["mu"] != "1")
+            results[one.name] = results.get(one.name) or {"ga_best": accuracy + 0.01 * int(one.given["seed"])}
+    return search, results
+
+
+def test_an_interrupted_search_makes_the_same_suggestions():
+    whole, results = tried(16)
+    part = {name: result for name, result in results.items() if name < "trial-009"}
+    assert len(part) == 18
+    assert tried(16, part)[0].trials == whole.trials
+    assert tried(16, seed=1)[0].trials != whole.trials
+
+
+def test_suggestions_stay_within_their_bounds_and_come_nearer_to_the_best():
+    search, _ = tried(40)
+    rates = [float(trial.options["lr"]) for trial in search.trials]
+    assert all(0.001 <= rate <= 1 for rate in rates)
+    assert {trial.options["local_epochs"] for trial in search.trials} <= set("123456789")
+    far = [abs(math.log10(rate / 0.03)) for rate in rates]
+    assert sum(far[-10:]) < sum(far[:10])
+    assert search.best()["mu"] == "1"
+
+
+def test_a_trial_is_a_run_of_every_seed_and_none_is_repeated():
+    search, _ = tried(3)
+    assert [one.name for one in search.trials[0].experiments] == ["trial-000-s0", "trial-000-s1"]
+    finite = Search({"mu": "1,2", "method": "fedprox"}, results := {})
+    for stage in finite.stages(20, together=3):
+        results |= {one.name: {"ga_best": 0.5} for one in stage}
+    assert sorted(trial.options["mu"] for trial in finite.trials) == ["1", "2"]
+
+
+def test_a_failure_counts_as_nothing():
+    search, results = tried(4)
+    best = search.ranking()[0]
+    results[best.experiments[0].name] = results[best.experiments[1].name] = UserError("the loss is not finite")
+    assert search.ranking()[-1] == best
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [("--lr=0.3:0.1", "must rise"), ("--lr=0:1:log", "above 0"), ("--bn=1:2", "bn"), ("--lr=0.1", "nothing to search"),
+     ("--method=fedavg,moon", "--method is one"), ("--mu=1:2", "--mu belongs to"), ("--lr=0.1,-1", "above 0"),
+     ("--run-dir=x", "--sweep-dir"), ("--trials=0", "at least 1")],
+)  # fmt: skip
+def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, words):
+    assert search_main([argument, f"--sweep-dir={tmp_path / 'search'}"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "search").exists()
+
+
+def test_without_the_extra_one_sentence_names_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert search_main(["--lr=0.1:0.2"]) == 2
+    assert capsys.readouterr().err == "optuna is missing: pip install 'fedjax-pcdd[search]'.\n"
+
+
+def test_a_search_is_a_sweep_that_python_reads_and_more_trials_continue(tmp_path, monkeypatch, capsys):
+    folder, words = tmp_path / "search", [f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()]
+    assert search_main([*words, "--trials=2", f"--sweep-dir={folder}"]) == 0
+    said = capsys.readouterr()
+    assert "best: --lr=0.0" in said.out
+    assert said.err == ""  # chosen on validation samples
+    rows = list(csv.DictReader((folder / "summary.csv").read_text().splitlines()))
+    assert {row["experiment"] for row in rows} == {"trial-000", "trial-001"}
+    ran = []
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.run_dir.name) or {"ga_best": 0.0})
+    results = fp.search({**SMALL, "lr": (0.01, 0.1)}, trials=3, folder=folder)
+    assert ran == ["trial-002"]
+    assert results.best == {"lr": rows[0]["lr"]}
+    assert len(results.load(results.table()[0]["experiment"])) == 1
+
+
+def test_a_search_on_test_samples_says_so():
+    with pytest.warns(UserWarning, match="trials are chosen on test samples"), pytest.raises(UserError, match="mu"):
+        fp.search({"lr": (0.1, 0.2), "mu": 3})

@@ -1,0 +1,141 @@
+"""Data sets of other libraries: small ones with their interface, and the libraries themselves where installed."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+import fedjax_pcdd as fp
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (20, 6, 5, 3), dtype=np.uint8)
+LABELS = np.arange(20) % 2
+
+
+class Image:
+    """The type of a column of images."""
+
+
+class ClassLabel:
+    """The type of a column of labels."""
+
+    names = ("cat", "dog")
+
+
+class Split(list):
+    """A split of the library `datasets`: rows by column, and the types of the columns."""
+
+    features: ClassVar = {"pixels": Image(), "kind": ClassLabel(), "writer": object()}
+
+
+def split(rows):
+    return Split(
+        {"pixels": Pillow.fromarray(IMAGES[i]), "kind": int(LABELS[i]), "writer": f"w{i % 3}"} for i in range(*rows)
+    )
+
+
+def test_columns_of_hugging_face_are_known_by_their_types():
+    data = fp.from_huggingface({"train": split((0, 12)), "validation": split((12, 20))}, groups="writer")
+    np.testing.assert_array_equal(data.x_train, IMAGES[:12])
+    np.testing.assert_array_equal(data.y_test, LABELS[12:])
+    assert (data.class_names, data.num_classes) == (("cat", "dog"), 2)
+    assert fp.partition(data, "natural").num_clients == 3
+
+
+def test_a_split_without_tests_gives_a_fifth_of_each_class():
+    data = fp.from_huggingface(split((0, 20)))
+    assert (len(data.y_train), np.bincount(data.y_test).tolist()) == (16, [2, 2])
+    together = np.concatenate([data.x_train, data.x_test])
+    assert sorted(x.tobytes() for x in together) == sorted(x.tobytes() for x in IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"image": "pixel"}, "no column 'pixel': did you mean 'pixels'"),
+        ({"label": "writer"}, "labels must be one integer from 0"),
+        ({"groups": "author"}, "no column 'author'"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(options, sentence):
+    with pytest.raises(fp.UserError, match=sentence):
+        fp.from_huggingface(split((0, 20)), **options)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of that library itself
+def test_the_library_of_hugging_face_itself():
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"img": [Pillow.fromarray(x) for x in IMAGES], "label": LABELS.tolist()}
+    data = fp.from_huggingface(datasets.DatasetDict(train=datasets.Dataset.from_dict(rows, features=features)))
+    assert (data.class_names, data.x_train.shape) == (("cat", "dog"), (16, 6, 5, 3))
+
+
+class Items:
+    """A data set of torchvision: `len`, and pairs by their number."""
+
+    def __init__(self, items, **attributes):
+        self.items = list(items)
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+
+def test_arrays_of_torchvision_and_medmnist_are_taken_whole():
+    nothing = [None] * 20
+    vision = fp.from_torch(Items(nothing, data=IMAGES, targets=LABELS.tolist(), classes=["cat", "dog"], transform=None))
+    medical = fp.from_torch(Items(nothing, imgs=IMAGES[..., 0], labels=LABELS[:, None]))
+    assert (vision.class_names, medical.class_names) == (("cat", "dog"), None)
+    np.testing.assert_array_equal(medical.x_train, vision.x_train[..., :1])
+
+
+def test_what_a_transform_gives_is_kept():
+    pairs = [
+        (x[..., :1].transpose(2, 0, 1) / np.float32(255) - 0.5, int(y)) for x, y in zip(IMAGES, LABELS, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="channels first"):
+        data = fp.from_torch(Items(pairs, data=IMAGES, targets=LABELS, transform=print), Items(pairs[:4]))
+    assert data.x_train.dtype == np.float32
+    np.testing.assert_allclose(data.x_test, IMAGES[:4, ..., :1] / 255 - 0.5, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part, rows in (("train", range(12)), ("val", range(12, 20))):
+        for i in rows:
+            file = tmp_path / "pets" / part / ("cat", "dog")[LABELS[i]] / f"{i:02}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Pillow.fromarray(IMAGES[i]).save(file)
+    return tmp_path / "pets"
+
+
+def test_a_folder_of_images_for_each_class_is_a_data_set(folder):
+    data = fp.from_folder(folder)
+    assert (data.name, data.class_names, data.x_train.shape) == ("pets", ("cat", "dog"), (12, 6, 5, 3))
+    np.testing.assert_array_equal(data.y_test, [0] * 4 + [1] * 4)
+    np.testing.assert_array_equal(data.x_train[1], IMAGES[2])
+    assert len(fp.from_folder(folder / "train").y_test) == 2
+
+
+def test_a_side_stretches_images_of_several_sizes(folder):
+    Pillow.fromarray(np.zeros((9, 9), np.uint8)).save(folder / "train/cat/other.png")
+    with pytest.raises(fp.UserError, match=r"one size, not \(6, 5, 3\), \(9, 9, 3\): resize them"):
+        fp.from_folder(folder)
+    assert fp.from_folder(folder, side=8).x_train.shape == (13, 8, 8, 3)
+
+
+def test_folders_that_do_not_fit_are_named(folder, tmp_path):
+    with pytest.raises(fp.UserError, match="nowhere has no folders"):
+        fp.from_folder(tmp_path / "nowhere")
+    (folder / "val/dogg").mkdir()
+    with pytest.raises(fp.UserError, match=r"class dogg .* did you mean 'dog'"):
+        fp.from_folder(folder)
+    (folder / "val/dogg").rmdir()
+    (folder / "train/cat/notes.txt").write_text("nothing to see")
+    with pytest.raises(fp.UserError, match=r"notes\.txt is no image"):
+        fp.from_folder(folder)

@@ -1,0 +1,93 @@
+"""Clients that are not always there: who is drawn, who is lost, what counts, and files of probabilities."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.availability import Availability, availability
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.models import build
+from fedjax_pcdd.training.config import RunConfig
+
+
+def simulated(known=None, name="scaffold"):
+    parts, method = toy.federation(), METHODS[name]()
+    model = build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+    experiment = Experiment(parts, method, Local(1, 8, "keep", lr=0.05), 0, availability=known)
+    return Simulation(method.build(model), [experiment], pipeline=Pipeline(), cohort=4, rounds=3)
+
+
+def test_nobody_is_drawn_who_is_not_there_and_nobody_counts_who_is_lost():
+    known = Availability(np.array([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]), np.array([0, 0, 0, 1, 0]))
+    one = simulated(known)
+    assert [one.clients_of(r)[0].tolist() for r in (0, 1, 2)] == [[0, 2, 4], [0, 1, 2], [0, 2, 4]]
+    jobs = one.plan(0)[1]
+    assert jobs.steps[3] == jobs.weight[3] == 0
+    assert jobs.weight.sum() == pytest.approx(1)
+
+
+def test_a_round_is_that_of_the_clients_that_stayed():
+    """Which `test_contract` asks of every method: those absent keep their state, weights are of those who trained."""
+    known = Availability(np.array([[1, 0, 1, 1, 1]]), np.array([0, 0, 0, 1, 0]))
+    one, other = simulated(known), simulated()
+    states = [one.step(one.start(), 0), other.step(other.start(), 0, other.plan(0, [np.array([0, 2, 4])]))]
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_round_without_anybody_changes_nothing():
+    one = simulated(Availability(np.zeros((1, 5)), np.zeros(5)))
+    before = jax.tree.map(np.array, one.start())
+    after, _ = one.step(one.start(), 0)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_all_are_tuned_whoever_is_there():
+    tuner = simulated(Availability(np.zeros((1, 5)), np.zeros(5)), "fedavg").tuner(1)
+    assert len(tuner.clients_of(0)[0]) == 5
+
+
+def test_the_model_has_days_and_draws_that_belong_to_the_client():
+    small, large = (availability("model", 0.2, clients, 7) for clients in (50, 2000))
+    assert [len(one.probability) for one in (small, large)] == [24, 24]
+    there = np.stack([large.there(7, r) for r in range(48)])
+    np.testing.assert_array_equal(there[3], large.there(7, 3))
+    assert (there[3] != there[27]).any()
+    np.testing.assert_allclose(large.probability.mean(0), there.mean(0), atol=0.4)
+    assert (np.ptp(large.probability, 0) > 0.2).all()
+    assert 0.3 < there.mean() < 0.5
+    assert large.stay(7, 0).mean() == pytest.approx(0.8, abs=0.03)
+    assert availability(None, 0.0, 50, 7) is None
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        ({"x": np.zeros(5)}, "holds no probability of clients"),
+        ({"probability": np.zeros((24, 4))}, r"probability is \[24, 4\], but there are 5 clients"),
+        ({"probability": np.full(5, 1.5)}, "probability must be numbers from 0 to 1"),
+        ({"probability": np.ones(5), "lost": np.ones((2, 5))}, "lost is"),
+    ],
+)
+def test_a_file_of_something_else_is_a_sentence(tmp_path, arrays, sentence):
+    np.savez(tmp_path / "there.npz", **arrays)
+    with pytest.raises(fp.UserError, match=sentence):
+        availability(str(tmp_path / "there.npz"), 0.0, 5, 0)
+
+
+def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
+    np.savez(tmp_path / "there.npz", probability=[[0, 1], [1, 0]], lost=[0.0, 1.0])
+    known = availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
+    assert [known.there(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
+    assert known.stay(0, 0).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("options", [{"availability": "night"}, {"lost_share": 0.1, "task": "digits_domains"}])
+def test_options_that_make_no_sense_are_a_sentence(options):
+    with pytest.raises(fp.UserError, match="availability"):
+        RunConfig(**options, local_epochs=1)

@@ -1,0 +1,126 @@
+"""Fed-ISIC2019 as its benchmark has it: colour constancy, counts by centre, transforms."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pcdd.data.augment import pipeline, prepare
+from fedjax_pcdd.data.dermoscopy import Dermoscopy, Draws, colour_constancy, drawn_once, window_of
+from fedjax_pcdd.losses.logit_adjustment import class_scales
+from fedjax_pcdd.methods.method import Facts, class_weights
+from fedjax_pcdd.training.presets import PAPERS
+
+NOTHING = Draws(
+    jnp.ones(()), jnp.zeros(()), jnp.zeros(2, bool), jnp.zeros(()), jnp.ones(()), jnp.zeros(()), jnp.zeros(2),
+    jnp.zeros((), int), jnp.zeros((8, 2)),
+)  # fmt: skip
+IMAGE = jnp.asarray(np.random.default_rng(0).integers(0, 255, (28, 28, 3), dtype=np.uint8))
+SMALL = Dermoscopy(window=25)
+CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+
+
+def test_colour_constancy_of_four_pixels():
+    image = np.array([[[10, 20, 0], [20, 20, 0]], [[30, 40, 0], [40, 40, 0]]], np.uint8)
+    red = ((10**6 + 20**6 + 30**6 + 40**6) / 4) ** (1 / 6)  # 32.76
+    green = ((2 * 20**6 + 2 * 40**6) / 4) ** (1 / 6)  # 35.73
+    length = np.hypot(red, green)
+    expected = [[[10, 20], [20, 20]], [[30, 40], [40, 40]]] * np.array([length / red, length / green]) / np.sqrt(3)
+    np.testing.assert_array_equal(colour_constancy(image)[..., :2], expected.astype(np.uint8))
+    assert not colour_constancy(image)[..., 2].any()
+
+
+def test_grey_light_changes_nothing_and_nothing_exceeds_a_byte():
+    grey = np.repeat(np.arange(0, 250, 10, dtype=np.uint8).reshape(5, 5, 1), 3, axis=2)
+    assert np.abs(colour_constancy(grey).astype(int) - grey).max() <= 1
+    blue = np.array([[[250, 10, 10], [10, 10, 10]]], np.uint8)
+    assert colour_constancy(blue).max() == 255 or colour_constancy(blue)[0, 0, 0] < 250
+
+
+def counts(fold):
+    """[6, 8] by centre and class."""
+    result = np.zeros((6, 8), int)
+    with open(PAPERS / "expected/fed_isic2019_counts.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["fold"] == fold:
+                result[int(row["centre"]), CLASSES.index(row["class"])] = int(row["count"])
+    return result
+
+
+def test_centres_and_classes_have_the_benchmarks_counts():
+    assert counts("train").sum(1).tolist() == [9930, 3163, 2691, 1807, 655, 351]
+    assert counts("test").sum(1).tolist() == [2483, 791, 672, 452, 164, 88]
+    assert counts("train")[4].tolist() == [166, 349, 0, 0, 140, 0, 0, 0]
+
+
+def test_class_weights_are_those_of_the_benchmark():
+    train = jnp.asarray(counts("train"), float)
+    facts = Facts(jnp.int32(4), train[4], train[4].sum(), train)
+    pooled = [5.5813, 2.0472, 7.0204, 26.1194, 9.5369, 101.0707, 92.5224, 38.3443]
+    np.testing.assert_allclose(class_weights(facts, "pooled"), pooled, atol=5e-5)
+    np.testing.assert_allclose(class_weights(facts, "local")[:5], [655 / 166, 655 / 349, 0, 0, 655 / 140], rtol=1e-6)
+    assert class_weights(facts, "none") is None
+
+
+def test_phi_of_centre_4_needs_no_images():
+    train = jnp.asarray(counts("train"), float)
+    phi = class_scales(train[4], train, function="identity", gamma="class")
+    np.testing.assert_allclose(phi, [2.0275, 4.2626, 0, 0, 1.7099, 0, 0, 0], atol=5e-5)
+
+
+def test_nothing_drawn_is_a_window_of_the_image():
+    np.testing.assert_array_equal(SMALL.apply(IMAGE, NOTHING), IMAGE[:25, :25])
+    last = SMALL.apply(IMAGE, NOTHING._replace(corner=jnp.full(2, 0.999)))
+    np.testing.assert_array_equal(last, IMAGE[3:, 3:])
+
+
+def test_a_half_turn_is_both_flips():
+    turned = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(rotation=jnp.float32(np.pi)))
+    flipped = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(flip=jnp.ones(2, bool)))
+    np.testing.assert_array_equal(flipped, IMAGE[::-1, ::-1])
+    np.testing.assert_array_equal(turned, flipped)
+
+
+def test_brightness_and_contrast_are_of_the_bytes():
+    bright = SMALL.apply(IMAGE, NOTHING._replace(gain=jnp.float32(1.1), offset=jnp.float32(-20)))
+    wanted = np.clip(np.round(np.float32(1.1) * np.array(IMAGE[:25, :25], np.float32) - 20), 0, 255)
+    assert np.abs(np.array(bright, int) - wanted).max() <= 1
+
+
+def test_holes_are_squares_of_a_fourteenth_of_the_side():
+    holed = Dermoscopy(window=200).apply(
+        jnp.full((224, 224, 3), 7, jnp.uint8), NOTHING._replace(holes=jnp.asarray(1), places=jnp.full((8, 2), 0.5))
+    )
+    assert int((holed == 0).all(-1).sum()) == 16 * 16
+    assert int((holed == 7).all(-1).sum()) == 200 * 200 - 16 * 16
+
+
+def test_each_transform_is_drawn_half_of_the_times():
+    own = jax.vmap(Dermoscopy(holes=5).draw)(jax.random.split(jax.random.key(0), 4000))
+    assert np.mean(own.scale != 1) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(own.rotation != 0) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(own.gain != 1) == np.mean(own.offset != 0) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(own.flip.any(1)) == pytest.approx(0.5, abs=0.03)
+    assert np.mean(own.flip.all(1)) == pytest.approx(1 / 6, abs=0.03)
+    assert np.abs(own.rotation).max() <= np.deg2rad(50.001)
+    assert np.abs(own.scale - 1).max() <= 0.07001
+    assert set(np.unique(own.holes)) == set(range(6))
+
+
+def test_the_largest_number_of_holes_is_drawn_once():
+    assert {drawn_once(200, seed).holes for seed in range(40)} == set(range(1, 9))
+    assert drawn_once(200, 3) == drawn_once(200, 3)
+
+
+def test_tests_see_the_middle_and_training_another_window():
+    made = pipeline("isic2019", True, (28, 28, 3), seed=1)
+    assert made.shape((28, 28, 3)) == (window_of(28), window_of(28), 3) == (25, 25, 3)
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    plain = prepare(made, IMAGE[None], None, train=False)
+    np.testing.assert_allclose(plain[0], (np.array(IMAGE[1:26, 1:26]) / 255 - mean) / std, atol=1e-5)
+    keys = jax.random.key(0), jax.random.key(1)
+    drawn = [np.array(prepare(made, IMAGE[None], key, train=True)) for key in keys]
+    assert drawn[0].shape == plain.shape
+    assert (drawn[0] != drawn[1]).any()

@@ -1,0 +1,114 @@
+"""Federations on disk, client by client: written, mapped, refused where they are not whole, and large ones."""
+
+import json
+import resource
+import time
+
+import numpy as np
+import pytest
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.cli.prepare import prepare_main
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.natural import META
+from fedjax_pcdd.data.partition import partition
+
+
+def made(classes=3, clients=(4, 0, 7)):
+    """Samples of clients, one of which has none for training."""
+    rng = np.random.default_rng(0)
+    for number in clients:
+        x, y = rng.integers(0, 256, (number + 2, 5, 4, 1), dtype=np.uint8), rng.integers(0, classes, number + 2)
+        yield x[2:], y[2:], x[:2], y[:2]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return fp.write_federation(tmp_path / "own", made(), num_classes=3, class_names=["a", "b", "c"])
+
+
+def test_clients_come_back_with_their_samples(folder):
+    data = fp.load_dataset(str(folder))
+    parts = fp.partition(data, "natural").partition
+    assert (data.name, data.num_classes, data.class_names) == ("own", 3, ("a", "b", "c"))
+    assert isinstance(data.x_train, np.memmap)
+    for k, (x, y, x_test, y_test) in enumerate(made()):
+        np.testing.assert_array_equal(data.x_train[parts.train[k]], x)
+        np.testing.assert_array_equal(data.y_train[parts.train[k]], y)
+        np.testing.assert_array_equal(data.x_test[parts.test[k]], x_test)
+        np.testing.assert_array_equal(data.y_test[parts.test[k]], y_test)
+
+
+def test_a_federation_trains_from_disk_to_the_same_numbers(tmp_path):
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3)
+    folder = fp.write_federation(tmp_path / "digits_by_client", federation)
+    again = fp.partition(fp.load_dataset(str(folder)), "natural")
+    options = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
+    losses = [fp.simulate(one, fp.FedAvg(), **options).rows[-1]["loss"] for one in (federation, again)]
+    assert losses[0] == losses[1]
+
+
+def test_the_command_writes_the_writers_of_a_data_set(tmp_path, capsys):
+    x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 3
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, writer=np.arange(12) % 2)
+    assert prepare_main(["mine", f"--data-dir={tmp_path}", f"--federation={tmp_path / 'mine'}"]) == 0
+    assert "Written to" in capsys.readouterr().out
+    assert fp.partition(fp.load_dataset(str(tmp_path / "mine")), "natural").sizes.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", [META, "x_train.npy", "y_train.npy", "offsets_train.npy", "y_test.npy"])
+def test_files_that_are_missing_or_cut_are_one_sentence(folder, name):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) - 3])
+    with pytest.raises(fp.UserError, match=r"own is no whole federation .*: write it anew"):
+        fp.load_dataset(str(folder))
+    (folder / name).unlink()
+    with pytest.raises(fp.UserError, match=r"own"):
+        fp.load_dataset(str(folder))
+
+
+def test_files_that_do_not_fit_together_are_one_sentence(folder):
+    np.save(folder / "offsets_train.npy", np.array([0, 4, 4, 10]))
+    with pytest.raises(fp.UserError, match="x, y and offsets of train do not fit together"):
+        fp.load_dataset(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        ([], "there are no clients with samples"),
+        ([(np.zeros((2, 4, 4)), [0, 1]), (np.zeros((2, 4, 5)), [0, 1])], "samples of client 1 are float32 .4, 5, 1."),
+        ([(np.zeros((2, 4, 4)), [0])], "labels of client 0 must be 2 integers"),
+        ([(np.zeros((2, 4, 4)), [0, 5])], "labels run to 5, but there are 3 classes"),
+    ],
+)
+def test_clients_that_do_not_fit_together_leave_nothing_behind(tmp_path, clients, sentence):
+    with pytest.raises(fp.UserError, match=sentence):
+        fp.write_federation(tmp_path / "own", clients, num_classes=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_not_written_twice(folder):
+    with pytest.raises(fp.UserError, match="exists already"):
+        fp.write_federation(folder, made())
+
+
+def test_a_million_clients_start_within_a_minute_and_two_gigabytes(tmp_path):
+    clients, each = 1_000_000, 20
+    for part, rows in (("train", clients * each), ("test", clients)):
+        with open(tmp_path / f"x_{part}.npy", "wb") as file:  # sparse: 16 GB that take no space
+            header = {"descr": "|u1", "fortran_order": False, "shape": (rows, 28, 28, 1)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + rows * 784)
+        np.save(tmp_path / f"y_{part}.npy", np.arange(rows, dtype=np.int32) % 10)
+        np.save(tmp_path / f"offsets_{part}.npy", np.arange(clients + 1) * (rows // clients))
+    meta = {"format": 1, "name": "million", "num_classes": 10, "class_names": None}
+    (tmp_path / META).write_text(json.dumps(meta))
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = sources.load(str(tmp_path))
+    federation = Federation(data, partition("natural", data.y_train, data.y_test, groups=data.groups))
+    assert federation.class_counts.shape == (clients, 10)
+    assert (federation.sizes == each).all()
+    assert time.process_time() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e6  # kilobytes

@@ -1,0 +1,211 @@
+"""Normalisation layers that stay with their clients (--bn=local-layers, FedBN)."""
+
+import json
+import shutil
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import struct
+from flax.traverse_util import flatten_dict, unflatten_dict
+from golden_vectors import cases
+from trajectories import Problem
+
+from fedjax_pcdd import models
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.engine.program import LAYERS
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.fedprox import FedProx
+from fedjax_pcdd.models.classifier import Classifier, forward
+from fedjax_pcdd.models.layers import BatchNorm
+
+
+class Normed(nn.Module):
+    """a = relu(scale norm(x W1 + b1) + shift), z = a W2 + b2."""
+
+    hidden: int
+    features: int
+
+    @nn.compact
+    def __call__(self, x, *, train, mask=None):
+        x = nn.Dense(self.hidden, param_dtype=x.dtype, name="first")(x.reshape(len(x), -1))
+        x = nn.relu(BatchNorm(dtype=x.dtype, param_dtype=x.dtype, name="norm")(x, train=train, mask=mask))
+        return nn.Dense(self.features, param_dtype=x.dtype, name="second")(x)
+
+
+class NormedProblem(Problem):
+    """A golden file whose parameters have scale and shift between the first layer and the second."""
+
+    def simulation(self, lanes):
+        (lr, decay), momentum = self.g["par_lr_wd"], float(self.g["par_momentum"])
+        model = Classifier(Normed(self.hidden, self.dim), self.classes, param_dtype=jnp.float64)
+        local = Local(self.epochs, self.batch, "keep", "sgd", float(lr), momentum, float(decay))
+        types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+        simulation = Simulation(
+            model, [Experiment(self.federation, METHODS["fedavg"](), local, seed=0)], pipeline=toy.PLAIN,
+            cohort=self.clients, lanes=lanes, local_layers=True, **types,
+        )  # fmt: skip
+        images = jnp.asarray(self.x[:, None, None, :])
+        simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
+        return simulation
+
+    def split(self, flat):
+        """The shared parameters, and scale and shift."""
+        local = self.g["par_local"] > 0
+        return flat[~local], flat[local]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("g", cases("fedbn"))
+def test_training_agrees_with_the_reference(g, lanes):
+    problem = NormedProblem(g)
+    simulation = problem.simulation(lanes)
+    shared, own = problem.split(g["in_p0"])
+    params = problem.unflatten(shared)
+    params["backbone"]["norm"] = dict(zip(("scale", "bias"), np.split(own, 2), strict=True))
+    state = simulation.start(jax.tree.map(lambda x: jnp.asarray(x)[None], {"params": params, **running(problem)}))
+    for r, row in enumerate(problem.selected):
+        plan = problem.plan(simulation, r, np.flatnonzero(row))
+        state, _ = simulation.step(state, r, plan)
+        server = jax.tree.map(lambda x: x[0], state.servers.variables["params"])
+        np.testing.assert_allclose(problem.flatten(server), g["out_fedbn"][r], 1e-9, 1e-12)
+        for kept, expected in ((state.statistics[LAYERS], "__norm"), (state.statistics["batch_stats"], "__stats")):
+            leaves = flatten_dict(kept)
+            names = ("scale", "bias") if expected == "__norm" else ("mean", "var")
+            rows = np.concatenate([leaves[path] for name in names for path in leaves if path[-1] == name], axis=1)
+            np.testing.assert_allclose(rows, g[f"out_fedbn{expected}"][r], 1e-9, 1e-12)
+
+
+def running(problem):
+    zeros = jnp.zeros(problem.hidden)
+    return {"batch_stats": {"backbone": {"norm": {"mean": zeros, "var": zeros + 1}}}}
+
+
+def perceptron(*, norm=True, backbone=None):
+    """With batch norm of the features; or group norm in the backbone."""
+    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
+    return plain.clone(feature_norm=norm, **({} if backbone is None else {"backbone": backbone}))
+
+
+class Grouped(nn.Module):
+    """A layer and group norm."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.relu(nn.GroupNorm(2)(nn.Dense(8)(x.reshape(len(x), -1))))
+
+
+def simulated(name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, **options):
+    method = method or METHODS[name]()
+    experiment = Experiment(toy.federation(), method, Local(1, 8, "drop", "sgd", 0.05), 0)
+    own = {"lanes": lanes, "cohort": cohort, "local_layers": local_layers, "rounds": 3}
+    model = method.build(perceptron() if model is None else model)
+    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **own, **options))
+
+
+def arrays(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_close(one, other):
+    for a, b in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_allclose(a, b, 1e-5, 1e-5)
+
+
+def test_layers_of_clients_that_did_not_train_do_not_move():
+    simulation = simulated()
+    before = arrays(simulation.start().statistics[LAYERS])
+    state, _ = simulation.step(simulation.start(), 0)
+    changed = [(a != b).reshape(5, -1).any(1) for a, b in zip(arrays(state.statistics[LAYERS]), before, strict=True)]
+    np.testing.assert_array_equal(np.flatnonzero(np.any(changed, axis=0)), simulation.clients_of(0)[0])
+
+
+@pytest.mark.parametrize("options", [{"lanes": 3, "block": 2}, {"lanes": 2}, {"client_state": "host"}])
+def test_lanes_blocks_and_where_clients_live_change_nothing(options):
+    results = [toy.train(simulated(**more), (0, 1)) for more in ({}, options)]
+    assert_close(*[(state.servers, state.statistics) for state, _ in results])
+
+
+def test_a_model_without_such_layers_is_trained_as_ever():
+    mlp = perceptron(norm=False)
+    states = [toy.train(simulated(model=mlp, local_layers=own), (0, 1))[0] for own in (True, False)]
+    for a, b in zip(arrays(states[0]), arrays(states[1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert simulated(model=mlp).methods.traits() == METHODS["fedavg"]().traits()
+
+
+def test_scale_and_shift_of_group_norm_stay_with_their_client_too():
+    state, _ = toy.train(simulated(model=perceptron(norm=False, backbone=Grouped())), (0,))
+    assert {path[-1] for path in flatten_dict(state.statistics[LAYERS])} == {"scale", "bias"}
+    assert set(state.statistics) == {LAYERS}
+
+
+def test_accuracies_are_those_of_the_averaged_part_with_the_own_layers():
+    simulation = simulated()
+    state, _ = toy.train(simulation, (0, 1))
+    counts = simulation.evaluate(state, personal=True)
+    data = toy.federation()
+    for k in range(5):
+        own = {name: jax.tree.map(lambda x, k=k: x[k], tree) for name, tree in state.statistics.items()}
+        shared = jax.tree.map(lambda x: x[0], state.servers.variables["params"])
+        flat = flatten_dict(shared) | flatten_dict(own.pop(LAYERS))
+        variables = {"params": unflatten_dict(flat), **own}
+        x = jnp.asarray(data.dataset.x_test, jnp.float32) / 255
+        guess = np.argmax(forward(simulation.program.model, variables, x, train=False)[0].logits, 1)
+        right = guess == data.dataset.y_test
+        assert right.sum() == np.array(counts.local)[k].sum()
+        assert right[data.partition.test[k]].sum() == np.array(counts.personal)[k].sum()
+    assert counts.generic == ()
+
+
+@struct.dataclass
+class OnlyLayers(FedProx):
+    """FedProx that trains the normalisation layer alone."""
+
+    def trainable(self, params, context):
+        return {name: jax.tree.map(lambda _, name=name: name == "feature_norm", part) for name, part in params.items()}
+
+
+def test_a_term_of_the_method_sees_the_shared_parameters_alone():
+    near, free = (toy.train(simulated(method=OnlyLayers(mu=mu)), (0,))[0] for mu in (5.0, 0.0))
+    for a, b in zip(arrays(near.statistics), arrays(free.statistics), strict=True):
+        np.testing.assert_array_equal(a, b)
+    own, _ = toy.train(simulated(method=OnlyLayers(mu=5.0), local_layers=False), (0,))
+    other, _ = toy.train(simulated(method=OnlyLayers(mu=0.0), local_layers=False), (0,))
+    assert any((a != b).any() for a, b in zip(arrays(own.servers), arrays(other.servers), strict=True))
+
+
+@pytest.mark.parametrize("name", ["solo", "fedrep", "ditto", "fedmd"])
+def test_methods_with_models_of_another_kind_are_refused(name):
+    with pytest.raises(UserError, match="bn=local-layers"):
+        simulated(name)
+
+
+def test_a_run_can_be_resumed(tmp_path):
+    folder, module = tmp_path / "run", tmp_path / "own.py"
+    module.write_text(OWN_MODEL)
+    options = [f"--model={module}:Normed", "--bn=local-layers", "--rounds=2", "--clients=3", "--partition=iid"]
+    options += ["--train-samples=60", "--test-samples=20", "--local-epochs=1", "--batch-size=8", "--lanes=1", "--quiet"]
+    assert main(["--method=fedavg", *options, f"--run-dir={folder}"]) == 0
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    shutil.rmtree(folder / "checkpoints" / "2")
+    assert main([f"--resume={folder}", "--quiet"]) == 0
+    again = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [again[name] for name in ("loss", "ga", "pa")] == [last[name] for name in ("loss", "ga", "pa")]
+    assert last["ga"] is not None
+
+
+OWN_MODEL = """
+import flax.linen as nn
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(len(x), -1))))
+"""

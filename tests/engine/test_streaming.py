@@ -1,0 +1,132 @@
+"""Samples that stay on the host: the same bits as with all of them on the device."""
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+import toy
+
+import fedjax_pcdd as fp
+from fedjax_pcdd import models
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training.tracking import Tracker
+
+MEGABYTE = 10**6
+
+
+def simulated(name, *, stream=None, cohort=3, seeds=(0,), parts=None, **options):
+    parts, method = parts or toy.federation(), METHODS[name](**options.pop("hyper", {}))
+    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+    local = Local(1, 8, options.pop("last_batch", "drop"), lr=0.05)
+    experiments = [Experiment(parts, method, local, seed) for seed in seeds]
+    options = {"pipeline": Pipeline(flip=True), "eval_batch": 7, "lanes": 1} | options
+    return Simulation(method.build(plain), experiments, cohort=cohort, rounds=3, stream=stream, **options)
+
+
+def trained(simulation, rounds=3):
+    """States and reports of some rounds, fetched ahead, and what an evaluation counts."""
+    state, plan, seen = simulation.start(), simulation.plan(0), []
+    for r in range(rounds):
+        launched = simulation.launch(state, r, plan)
+        plan = simulation.plan(r + 1)
+        simulation.prefetch(launched, plan)
+        state, report = simulation.settle(launched)
+        seen.append(jax.tree.map(np.array, report))
+    return jax.tree.map(np.array, (state, seen, simulation.evaluate(state, personal=True)))
+
+
+def assert_same(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedavg", {}),
+        ("fedmr", {"hyper": {"prototype_inputs": "augmented"}, "lanes": 2}),
+        ("scaffold", {"client_state": "host", "last_batch": "strict"}),
+        ("fedrep", {"cohort": 2}),
+        ("fedprox", {"seeds": (0, 1), "lanes": 3, "block": 2}),
+    ],
+)
+def test_rounds_and_evaluations_are_those_of_samples_on_the_device(name, options):
+    assert_same(trained(simulated(name, stream=MEGABYTE, **options)), trained(simulated(name, **options)))
+
+
+def test_evaluation_in_chunks_has_the_batches_of_the_whole(tmp_path):
+    """Memory for two of the batches of 7 at a time, and samples in a mapped file."""
+    parts = toy.federation()
+    np.save(tmp_path / "x.npy", parts.dataset.x_train)
+    mapped = dataclasses.replace(parts.dataset, x_train=np.load(tmp_path / "x.npy", mmap_mode="r"))
+    small = simulated("solo", stream=4 * 2 * 7 * 25, parts=Federation(mapped, parts.partition), cohort=1)
+    numbers = [np.array(data.test.numbers) for data in small.streamed.whole_test(7)]
+    assert len(numbers) == 2
+    assert sorted(np.concatenate(numbers)) == list(range(len(parts.dataset.y_test)))
+    assert_same(trained(small), trained(simulated("solo", cohort=1)))
+
+
+def test_a_device_holds_the_samples_of_a_cohort_alone():
+    simulation = simulated("fedavg", stream=MEGABYTE, cohort=1)
+    assert simulation.data.train.images.shape[0] == 0
+    data = simulation.data_of(*simulation.plan(0))
+    assert data.train.images.shape[0] == max(toy.SIZES)
+
+
+def test_fine_tuning_goes_through_the_clients_in_portions():
+    tuners = [simulated("fedavg", stream=stream, cohort=2).tuner(1) for stream in (MEGABYTE, None)]
+    assert tuners[0].cohort_size == 2
+    given = jax.tree.map(np.array, simulated("fedavg").start().servers.variables)
+    cohort = [np.array([1, 4])]
+    losses = [np.array(t.step(t.start(given), 0, t.plan(0, cohort))[1].loss) for t in tuners]
+    assert_same(losses[0], losses[1][~np.isnan(losses[1])])
+
+
+@pytest.mark.parametrize(("name", "options"), [("scaffold", {"lanes": 2}), ("fedmr", {"client_state": "host"})])
+def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, options):
+    """Memory for the samples of little more than the clients in lanes."""
+    options["cohort"] = 5
+    small = simulated(name, stream=2600, **options)
+    plan, jobs = small.plan(0)
+    sizes = [int((chunk.data.train.numbers > 0).sum()) for chunk in small.streamed.chunks(plan, jobs)]
+    assert len(sizes) > 1
+    with pytest.raises(UserError, match="looks at more samples than are on the device"):
+        Tracker(("angles",), small, 0)
+    assert_same(trained(small), trained(simulated(name, **options)))
+
+
+def test_memory_for_less_than_the_clients_in_lanes_is_refused():
+    with pytest.raises(UserError, match="data_memory"):
+        simulated("fedavg", stream=100)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_file_that_changes_under_a_run_is_a_sentence(tmp_path, cut):
+    parts, file = toy.federation(), tmp_path / "x.npy"
+    np.save(file, parts.dataset.x_train)
+    mapped = dataclasses.replace(parts.dataset, x_train=np.load(file, mmap_mode="r"))
+    split = simulated("fedavg", stream=MEGABYTE, parts=Federation(mapped, parts.partition)).streamed.train
+    rows = np.array([1, 2])
+    known = np.array(split.shard(rows).images)
+    np.testing.assert_array_equal(known[: split.lists.sizes[1]], parts.dataset.x_train[parts.partition.train[1]])
+    if cut:
+        os.truncate(file, 200)
+    else:
+        os.utime(file, (0, 0))
+    with pytest.raises(UserError, match=r"x\.npy was changed during the run: put it back"):
+        split.shard(rows)
+
+
+def test_a_run_streams_where_it_is_asked_to():
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=6, beta=0.3)
+    given = {"rounds": 2, "local_epochs": 1, "lanes": 1, "cohort": 2, "fine_tune_epochs": 1}
+    one, other = (fp.simulate(federation, fp.FedMR(), data=name, **given) for name in ("device", "stream"))
+    np.testing.assert_array_equal(one.ga, other.ga)
+    np.testing.assert_array_equal(one.pa_per_client, other.pa_per_client)
+    assert one.summary["pa_best"] == other.summary["pa_best"]

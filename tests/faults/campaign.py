@@ -1,0 +1,284 @@
+"""Faults, counted: runs are killed, their files damaged, disks filled, and what comes of it is compared with no fault.
+
+    python tests/faults/campaign.py kills --count=200 --out=faults.jsonl      goes on where it was stopped
+    python tests/faults/campaign.py files --count=400 --out=faults.jsonl
+    python tests/faults/campaign.py disks --count=40 --out=faults.jsonl
+    python tests/faults/campaign.py counts --out=faults.jsonl
+
+An outcome is `same` (the bits of an undisturbed run), `refused` (one sentence, exit code 2) or `wrong`, anything else:
+other numbers, a traceback, another exit code. What a fault does follows from its number alone.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+SMALL = [
+    "--train-samples=160", "--test-samples=60", "--local-epochs=1", "--batch-size=16", "--lanes=1", "--quiet",
+    "--fine-tune-epochs=1", "--public-batch=16",
+]  # fmt: skip
+SPLIT = ["--clients=4", "--min-samples=1", "--beta=0.5"]
+TASK = ["--task=digits_domains", "--local-epochs=1", "--models=mlp", "--pretrain-epochs=1", "--lanes=1", "--quiet",
+        "--public-samples=64", "--public-batch=32", "--batch-size=64"]  # fmt: skip
+KILLS = 4  # of one run, one after another, before it may end
+
+
+def kinds() -> list[tuple[str, list[str]]]:
+    """What is killed, in turn: one of each kind, then every method with other tasks, sweeps and processes between."""
+    from fedjax_pcdd.methods import METHODS
+
+    first = [
+        ("two processes", ["--method=scaffold", *SPLIT, *SMALL]),
+        ("sweep", ["--method=fedavg,fedrep", "--seed=0:2", *SPLIT, *SMALL]),
+        ("task fccl", ["--method=fccl", *TASK]),
+        ("two sweeps", ["--method=fedavg,feddyn", "--seed=0:2", *SPLIT, *SMALL]),
+    ]
+    tasks = [(f"task {name}", [f"--method={name}", *TASK]) for name in ("fedavg", "fedmd", "fedproto")]
+    held = ("two processes, states on hosts", ["--method=feddyn", "--client-state=host", *SPLIT, *SMALL])
+    of_task = ("sweep of a task", ["--method=fccl,fedmd", "--seed=0:2", *TASK])
+    own = [(f"method {name}", [f"--method={name}", *SPLIT, *SMALL, "--public-samples=64"]) for name in METHODS]
+    rest = [*own, *tasks, held, of_task]
+    random.Random(0).shuffle(rest)
+    return [*first, *rest]
+
+
+def command(kind: str, options: list[str], folder: Path, *, resume: bool) -> list[list[str]]:
+    """The command lines of all processes."""
+    if "sweep" in kind:
+        sweep = [sys.executable, str(ROOT / "experiments/sweep.py"), *options, f"--sweep-dir={folder}"]
+        return [sweep] * (2 if kind == "two sweeps" else 1)
+    where = [f"--resume={folder}"] if resume else [*options, f"--run-dir={folder}"]
+    run = [sys.executable, str(ROOT / "experiments/run.py"), *where]
+    if not kind.startswith("two processes"):
+        return [run]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    several = [f"--coordinator=127.0.0.1:{port}", "--processes=2", "--patience=60"]
+    return [[*run, *several, f"--process={i}"] for i in range(2)]
+
+
+LIMITED = """
+import os, resource, sys
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def start(commands: list[list[str]], limit: int | None = None) -> list[subprocess.Popen]:
+    """Start processes; `limit` is the largest file that they may write."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    if limit is not None:
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # else JAX warns of what it cannot keep there
+        # Set by the new process: a fork of one that has JAX's threads may hang.
+        commands = [[sys.executable, "-c", LIMITED, str(limit), *one] for one in commands]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(one, env=environment, **pipes) for one in commands]
+
+
+def ended(processes: list[subprocess.Popen]) -> tuple[int, str]:
+    """The exit code of the first, and all that was said."""
+    said = [process.communicate(timeout=900)[1] for process in processes]
+    return processes[0].returncode, "".join(said)
+
+
+def results(folder: Path) -> list:
+    """Of a run or a sweep, what does not depend on the clock."""
+    import commands
+
+    return [commands.results(file.parent) for file in sorted(folder.rglob("config.yaml"))]
+
+
+def outcome(code: int, err: str, folder: Path, expected: list) -> str:
+    """See above."""
+    if "Traceback" in err:
+        return "wrong"
+    if code == 2 and err.strip():
+        return "refused"
+    try:
+        return "same" if code == 0 and results(folder) == expected else "wrong"
+    except (OSError, ValueError):
+        return "wrong"
+
+
+def rounds_in(folder: Path) -> int:
+    files = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
+    return sum(file.read_bytes().count(b"\n") for file in files)
+
+
+def strike(processes: list[subprocess.Popen], draw: random.Random) -> bool:
+    """Kill one of the processes, and the others too or let them end by themselves; False where it was over before."""
+    victim, alone = draw.choice(processes), draw.random() < 0.5
+    alive = victim.poll() is None
+    victim.kill()
+    if not alone:
+        time.sleep(0.05)
+        for process in processes:
+            process.kill()
+    ended(processes)
+    return alive
+
+
+def kill(number: int, folder: Path) -> dict:
+    """Kill a run some times, at random moments, and let it end: one outcome for all of them."""
+    draw, all_kinds = random.Random(number), kinds()
+    kind, options = all_kinds[number % len(all_kinds)]
+    rounds = draw.choice([6, 20])
+    options = [*options, f"--rounds={rounds}", *draw.choice([[], ["--checkpoint-every=3"], ["--keep=2"]])]
+    begun = time.monotonic()
+    code, err = ended(start(command(kind, options, folder / "whole", resume=False)[: 1 if "sweep" in kind else None]))
+    lasted = time.monotonic() - begun
+    if code:
+        return {"fault": "kill", "kind": kind, "kills": 0, "outcome": "wrong", "why": f"without a fault: {err[-500:]}"}
+    expected, killed, kills, noted = results(folder / "whole"), folder / "killed", 0, []
+    for _ in range(KILLS):
+        resume = (killed / "config.yaml").exists()
+        processes = start(command(kind, options, killed, resume=resume))
+        wanted, until = rounds_in(killed) + draw.randint(1, rounds), time.monotonic() + lasted
+        if draw.random() < 0.3:
+            until, wanted = time.monotonic() + draw.uniform(0, lasted), 10**9
+        while time.monotonic() < until and rounds_in(killed) < wanted and processes[0].poll() is None:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.1))
+        kills += strike(processes, draw)
+        noted.append(rounds_in(killed))
+        if (killed / "summary.json").exists() or (killed / "summary.csv").exists():
+            break
+    code, err = ended(start(command(kind, options, killed, resume=(killed / "config.yaml").exists())))
+    told = outcome(code, err, killed, expected)
+    why = "" if told == "same" else f"{code} {err[-500:]}"
+    return {"fault": "kill", "kind": kind, "kills": kills, "rounds": noted, "outcome": told, "why": why}
+
+
+def interrupted(folder: Path) -> list:
+    """A run of 6 rounds that ended after the fourth, in this process; the results of the whole."""
+    from fedjax_pcdd.api.runs import run
+    from fedjax_pcdd.cli.options import configure, scan
+    from fedjax_pcdd.training.callbacks import Function
+
+    options = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=6", "--track=angles"]
+
+    def stop(one, _):
+        if one.round == 4:
+            raise KeyboardInterrupt
+
+    run(*configure(scan([*options, f"--run-dir={folder / 'whole'}"])))
+    with suppress(KeyboardInterrupt):
+        run(*configure(scan([*options, f"--run-dir={folder / 'run'}"])), last=[Function(stop)])
+    return results(folder / "whole")
+
+
+def damage(number: int, original: Path, folder: Path, expected: list) -> dict:
+    """Flip a byte of a file, cut it or delete it, and resume in this process."""
+    from fedjax_pcdd.cli.run import main
+
+    draw = random.Random(number)
+    shutil.copytree(original, folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    random.Random(0).shuffle(files)
+    file, how = files[number % len(files)], ("flip", "cut", "delete", "empty")[number // len(files) % 4]
+    content = bytearray(file.read_bytes())
+    if how == "delete":
+        file.unlink()
+    elif how == "flip" and content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    else:
+        file.write_bytes(b"" if how == "empty" or not content else content[: draw.randrange(len(content))])
+    err = io.StringIO()
+    try:
+        with redirect_stderr(err):
+            code = main([f"--resume={folder}"])
+    except Exception as error:
+        code, _ = 1, err.write(f"Traceback {error!r}")
+    told = outcome(code, err.getvalue(), folder, expected)
+    name = str(file.relative_to(folder))
+    why = "" if told == "same" else err.getvalue()[-300:]
+    return {"fault": how, "kind": name, "outcome": told, "why": why}
+
+
+FILLED = ["--method=scaffold", *SPLIT, *SMALL, "--rounds=5"]
+
+
+def undisturbed(folder: Path) -> list:
+    """The results of the run that `fill` disturbs."""
+    code, err = ended(start(command("method", FILLED, folder, resume=False)))
+    assert code == 0, err
+    return results(folder)
+
+
+def fill(number: int, folder: Path, expected: list) -> dict:
+    """No file may become larger than a limit, as on a full disk; then without the limit."""
+    limit = int(10 ** random.Random(number).uniform(2, 5.2))
+    code, err = ended(start(command("method", FILLED, folder, resume=False), limit))
+    told = "same" if code == 0 else "refused" if code == 2 and len(err.strip().splitlines()) == 1 else "wrong"
+    if told != "wrong":
+        code, err = ended(start(command("method", FILLED, folder, resume=(folder / "config.yaml").exists())))
+        told = "same" if outcome(code, err, folder, expected) == "same" else "wrong"
+    if told == "same" and min((folder / name).stat().st_size for name in ("partition.png", "curves.png")) < 1000:
+        told, err = "wrong", "a picture was not drawn"
+    why = "" if told == "same" else f"{limit} {code} {err[-500:]}"
+    return {"fault": "full", "kind": f"{len(str(limit))} digits", "outcome": told, "why": why}
+
+
+def counts(file: Path) -> dict[str, Counter]:
+    """Outcomes by fault, those of kills by what was killed."""
+    table: dict[str, Counter] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        entry = json.loads(line)
+        kind = re.sub("^(method|task) .*", r"\1", entry["kind"])
+        fault = f"kill, {kind}" if entry["fault"] == "kill" else entry["fault"]
+        table.setdefault(fault, Counter()).update({entry["outcome"]: 1, "kills": entry.get("kills", 0)})
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["kills", "files", "disks", "counts"])
+    parser.add_argument("--count", type=int, default=20, help="kills, or damaged files, or full disks")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(argv)
+    faults = {"kills": ("kill",), "disks": ("full",)}.get(given.what, ("flip", "cut", "delete", "empty"))
+    known = given.out.read_text().splitlines() if given.out.exists() else []
+    done = [entry for entry in map(json.loads, known) if entry["fault"] in faults]
+    number = given.first + len(done)
+    amount = sum(e.get("kills", 0) for e in done) if given.what == "kills" else len(done)
+    with tempfile.TemporaryDirectory() as base:
+        whole = Path(base) / "expected"
+        expected = interrupted(whole) if given.what == "files" else undisturbed(whole) if given.what == "disks" else []
+        while given.what != "counts" and amount < given.count:
+            folder = Path(base) / str(number)
+            if given.what == "files":
+                entry = damage(number, whole / "run", folder, expected)
+            else:
+                entry = kill(number, folder) if given.what == "kills" else fill(number, folder, expected)
+            shutil.rmtree(folder, ignore_errors=True)
+            with open(given.out, "a") as out:
+                out.write(json.dumps({"number": number} | entry) + "\n")
+            amount += entry.get("kills", 1)
+            number += 1
+    table = counts(given.out)
+    for fault, told in table.items():
+        print(f"{fault}: " + ", ".join(f"{amount} {word}" for word, amount in told.items() if amount))
+    return int(any(told["wrong"] for told in table.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Flax modules of the user's own, Linen and NNX, as backbones and as whole classifiers."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fedjax_pcdd import models
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.models import forward, initialise, normalises, uses_batch_norm
+from fedjax_pcdd.models.classifier import apply_head
+from fedjax_pcdd.models.convolution_table import Listing, choosing
+
+SHAPE = (8, 8, 1)
+IMAGES = jax.random.uniform(jax.random.key(0), (6, *SHAPE))
+FIRST = jnp.array([1, 1, 1, 1, 0, 0])
+
+
+class Plain(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(nn.Dense(7)(nn.Conv(4, (3, 3))(x).reshape(len(x), -1)))
+
+
+class Normed(nn.Module):
+    rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Conv(4, (3, 3))(x)))
+        return nn.Dropout(self.rate, deterministic=not train)(x.mean((1, 2)))
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic, mask):
+        seen = self.variable("counters", "samples", jnp.zeros, ())
+        if not deterministic:
+            seen.value += mask.sum()
+        return nn.relu(nn.Dense(5)(x.reshape(len(x), -1)))
+
+
+class Whole(nn.Module):
+    num_classes: int
+
+    def setup(self):
+        self.body = Plain()
+        self.last = nn.Dense(self.num_classes, use_bias=False, kernel_init=nn.initializers.zeros)
+
+    def __call__(self, x):
+        return self.last(self.body(x))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(nnx.relu(self.norm(self.conv(x))).mean((1, 2)))
+
+
+class NnxWhole(nnx.Module):
+    def __init__(self, num_classes: int, image_shape, rngs: nnx.Rngs):
+        width = int(np.prod(image_shape))
+        self.layers = nnx.List([nnx.Linear(width, 5, rngs=rngs), nnx.Linear(5, num_classes, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.relu(self.layers[0](x.reshape(len(x), -1))))
+
+
+def built(part, num_classes=3):
+    return models.build(part, num_classes=num_classes, image_shape=SHAPE)
+
+
+def trained(model, variables, mask=None, key=None):
+    return jax.jit(lambda v, k: forward(model, v, IMAGES, train=True, mask=mask, key=k))(variables, key)
+
+
+ALL = [Plain, Normed, Masked, Whole, NnxNet, NnxWhole, NnxNet(nnx.Rngs(0)), Plain()]
+NAMES = [getattr(part, "__name__", f"{type(part).__name__}()") for part in ALL]
+
+
+@pytest.mark.parametrize("part", ALL, ids=NAMES)
+def test_a_module_gives_features_and_logits_of_its_head(part):
+    model = built(part)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    outputs, _ = forward(model, variables, IMAGES, train=False)
+    assert outputs.logits.shape == (6, 3)
+    np.testing.assert_allclose(apply_head(variables["params"]["head"], outputs.features), outputs.logits, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("part", ALL, ids=NAMES)
+def test_gradients_reach_all_parameters_under_vmap(part):
+    model = built(part)
+    keys = jax.random.split(jax.random.key(1))
+    lanes = jax.vmap(lambda key: initialise(model, key, SHAPE))(keys)
+
+    def loss(params, variables, key):
+        outputs, state = forward(model, {**variables, "params": params}, IMAGES, train=True, mask=FIRST, key=key)
+        return jnp.sum(jnp.square(outputs.logits - 1) * FIRST[:, None]), state
+
+    step = jax.jit(jax.vmap(jax.grad(loss, has_aux=True)))
+    gradients, state = step(lanes["params"], lanes, keys)
+    alone = jax.grad(loss, has_aux=True)(*jax.tree.map(lambda x: x[1], (lanes["params"], lanes, keys)))
+    second = jax.tree.map(lambda x: x[1], (gradients, state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-5), second, alone)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients["head"]))
+
+
+def test_a_whole_classifiers_last_layer_is_the_head():
+    linen, other = built(Whole), built(NnxWhole)
+    params = initialise(linen, jax.random.key(0), SHAPE)["params"]
+    assert set(params["backbone"]) == {"body"}
+    assert set(params["head"]) == {"kernel"}
+    assert not np.any(params["head"]["kernel"])  # its own initialisation
+    variables = initialise(other, jax.random.key(0), SHAPE)
+    assert set(variables["params"]["backbone"]["layers"]) == {"0"}
+    assert variables["params"]["head"]["kernel"].shape == (5, 3)
+    assert "head" not in initialise(linen.clone(head=False), jax.random.key(0), SHAPE)["params"]
+    assert initialise(linen.clone(neck=1, neck_width=2), jax.random.key(0), SHAPE)["params"]["head"][
+        "kernel"
+    ].shape == (2, 3)
+
+
+def test_an_nnx_object_brings_its_initial_values():
+    own = NnxWhole(3, SHAPE, nnx.Rngs(5))
+    model = built(own)
+    outputs, _ = forward(model, initialise(model, jax.random.key(9), SHAPE), IMAGES, train=False)
+    np.testing.assert_allclose(outputs.logits, own(IMAGES), 1e-5, 1e-6)
+
+
+def test_a_linen_classifier_computes_what_it_computes_alone():
+    model = built(Whole)
+    variables = initialise(model, jax.random.key(0), SHAPE)
+    kernel = jax.random.normal(jax.random.key(1), (7, 3))
+    variables["params"]["head"]["kernel"] = kernel
+    own = {"params": {**variables["params"]["backbone"], "last": {"kernel": kernel}}}
+    outputs, _ = forward(model, variables, IMAGES, train=False)
+    np.testing.assert_allclose(outputs.logits, Whole(3).apply(own, IMAGES), 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("part", [Normed, NnxNet], ids=["linen", "nnx"])
+def test_masked_samples_stay_out_of_batch_statistics(part):
+    model = built(part)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    masked, state = trained(model, variables, FIRST)
+    alone, own = forward(model, variables, IMAGES[:4], train=True)
+    np.testing.assert_allclose(masked.features[:4], alone.features, 1e-5, 1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), state, own)
+    _, kept = trained(model, variables, jnp.zeros(6))
+    jax.tree.map(np.testing.assert_array_equal, kept["batch_stats"], variables["batch_stats"])
+    assert not np.allclose(*map(np.ravel, (jax.tree.leaves(state)[0], jax.tree.leaves(variables["batch_stats"])[0])))
+
+
+@pytest.mark.parametrize("part", [Normed, NnxNet], ids=["linen", "nnx"])
+def test_dropout_is_on_with_a_key_and_a_function_of_it(part):
+    model = built(part)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    one, same, other = (trained(model, variables, key=jax.random.key(k))[0].features for k in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+    without = trained(model, variables)[0].features
+    np.testing.assert_array_equal(without, trained(model, variables)[0].features)
+    assert np.count_nonzero(np.asarray(one) == 0) > np.count_nonzero(np.asarray(without) == 0)
+
+
+def test_other_collections_are_state_too():
+    model = built(Masked)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    _, state = trained(model, variables, FIRST)
+    assert state["counters"]["backbone"]["samples"] == 4
+
+
+@pytest.mark.parametrize("part", [Plain, NnxNet], ids=["linen", "nnx"])
+def test_convolutions_take_this_engines_forms(part):
+    model, listing = built(part), Listing()
+    with choosing(listing):
+        jax.eval_shape(lambda: model.init(jax.random.key(0), IMAGES, train=False))
+    assert [(asked.inputs, asked.outputs) for asked in listing.asked] == [(1, 4)]
+
+
+def test_normalisation_is_recognised_by_types_and_variables():
+    known = {
+        part: (normalises(built(part), SHAPE), uses_batch_norm(built(part), SHAPE)) for part in (Plain, Normed, NnxNet)
+    }
+    assert known == {Plain: (False, False), Normed: (True, True), NnxNet: (True, True)}
+
+
+class Wide(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x.reshape(len(x), -1))
+
+
+class Picture(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Conv(4, (3, 3))(x)
+
+
+class Broken(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x @ jnp.ones((3, 3))
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        (42, "model int must be a Flax module, or what returns one, not int."),
+        (lambda x: x, "model <lambda> needs 'x': pass a Flax module"),
+        (lambda: 3, "model <lambda> must be a Flax module, or what returns one, not int."),
+        (Wide, "model Wide needs 'width': pass a Flax module"),
+        (Picture, r"model Picture gives \[1, 8, 8, 4\] for one image"),
+        (Broken, "model Broken fails on images of 8x8x1: TypeError"),
+        (nn.Dense, "model Dense needs 'features'"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_one_sentence(part, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        built(part)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dense_layer_of_another_width_belongs_to_the_backbone():
+    params = initialise(built(Wide(5)), jax.random.key(0), SHAPE)["params"]
+    assert params["backbone"]["Dense_0"]["kernel"].shape == (64, 5)
+    assert params["head"]["kernel"].shape == (5, 3)

@@ -1,0 +1,69 @@
+"""Reports of damaged folders: what cannot be read is named and left out, what is nobody's is passed over."""
+
+import pytest
+from made_up_runs import write_run
+
+from fedjax_pcdd.cli.analyse import analyse_main
+from fedjax_pcdd.cli.report import compare_main, report_main
+
+COMMANDS = {
+    "report": lambda folder: report_main([str(folder), f"--output={folder.parent / 'report'}"]),
+    "compare": lambda folder: compare_main([str(folder)]),
+    "analyse": lambda folder: analyse_main(["rounds", str(folder)]),
+}
+DAMAGED = ["resolved.json", "clients.jsonl", "summary.json", "metrics.jsonl", "partition.npz", "config.yaml"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two pairs of runs."""
+    for seed in range(2):
+        write_run(tmp_path / f"runs/a{seed}", 0.5, seed=seed, shift=seed)
+        write_run(tmp_path / f"runs/b{seed}", 0.6, seed=seed, shift=seed, method="fedgela")
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("content", [b"", b"{\n", b"\xff\xfe[\n"])
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_damaged_run_is_left_out_and_named(folder, capsys, command, name, content):
+    if not content and name.endswith("jsonl"):
+        pytest.skip("no line is no damage")
+    write_run(folder / "bad", 0.5, seed=9)
+    (folder / "bad" / name).write_bytes(content)
+    assert COMMANDS[command](folder) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("left out: ")
+    assert str(folder / "bad" / name) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_only_run_that_is_damaged_is_one_sentence(tmp_path, capsys, command, name):
+    write_run(tmp_path / "bad", 0.5)
+    (tmp_path / "bad" / name).write_bytes(b"{\n")
+    assert COMMANDS[command](tmp_path) == 2
+    err = capsys.readouterr().err
+    assert str(tmp_path / "bad" / name) in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_partition_that_looks_whole_and_is_not_is_left_out_too(folder, capsys, command):
+    file = write_run(folder / "bad", 0.5, seed=9) / "partition.npz"
+    content = bytearray(file.read_bytes())
+    content[60:140] = bytes(80)
+    file.write_bytes(content)
+    assert COMMANDS[command](folder) == 0
+    err = capsys.readouterr().err
+    assert (str(file) in err, err.count("\n")) == (True, 1)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_files_of_others_and_of_a_killed_start_are_passed_over(folder, capsys, command):
+    (folder / "a0" / "mine.jsonl").write_text("not JSON\n")
+    (folder / "begun").mkdir()
+    (folder / "begun" / ".config.yaml.tmp").write_text("meth")
+    assert COMMANDS[command](folder) == 0
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,174 @@
+"""What a benchmark's protocol needs: weighted focal loss, steps in place of epochs, weights to start from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from in_memory import trained
+
+from fedjax_pcdd.data.sources import load
+from fedjax_pcdd.engine.schedule import endless_batches
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
+from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.initial_weights import started_from
+from fedjax_pcdd.training.metrics import History
+from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.presets import PAPERS
+from fedjax_pcdd.training.tasks import setup
+
+SMALL = {"lanes": 1, "rounds": 1, "clients": 3, "beta": 1.0, "batch_size": 50, "fine_tune_epochs": 0}
+
+
+# The loss
+
+
+def test_the_worked_example_of_the_focal_loss():
+    value = focal_loss(jnp.zeros((1, 2)), jnp.array([0]), gamma=2.0, weights=jnp.array([2.0, 1.0]))
+    assert float(value) == pytest.approx(0.346574, abs=1e-6)  # p 0.5, alpha 2
+
+
+def test_without_exponent_and_weights_it_is_cross_entropy():
+    logits, labels = jax.random.normal(jax.random.key(0), (6, 4)), jnp.array([0, 1, 2, 3, 0, 1])
+    mask = jnp.array([1, 1, 1, 1, 0, 0])
+    np.testing.assert_allclose(
+        focal_loss(logits, labels, gamma=0.0, mask=mask), cross_entropy(logits, labels, mask=mask), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_a_certain_answer_has_a_finite_gradient(gamma):
+    gradient = jax.grad(lambda x: focal_loss(x, jnp.array([0]), gamma=gamma))(jnp.array([[200.0, 0.0]]))
+    np.testing.assert_allclose(gradient, 0, atol=1e-6)
+
+
+def test_methods_with_another_softmax_say_so():
+    own = {name for name in METHODS if METHODS[name]().traits().own_loss}
+    assert own >= {"fedgela", "fedrs", "fedlc", "fedrod"}
+    through_super = {"fedproc", "fedmatch"}  # a weight times the plain term
+    for name, cls in METHODS.items():
+        assert (cls.classification is Method.classification) or name in own | through_super, name
+
+
+def test_methods_with_another_softmax_refuse_weights():
+    with pytest.raises(UserError, match="has a softmax of its own: use loss=ce and class_weights=none"):
+        trained(method="fedlc", class_weights="local", **SMALL)
+
+
+def test_a_runs_loss_is_the_focal_one():
+    plain, focal = (trained(method="fedprox", loss=loss, local_epochs=1, **SMALL) for loss in ("ce", "focal"))
+    (before,), (after,) = plain.history.rows, focal.history.rows
+    assert 0 < after["loss"] < before["loss"]
+
+
+# Steps
+
+
+def test_the_order_of_samples_goes_on_across_rounds():
+    known = {"seed": 3, "client": 1, "steps": 4, "batch": 2, "rule": "keep"}
+    rounds = [endless_batches(np.arange(5), round=r, **known) for r in range(3)]
+    assert [len(one) for one in rounds] == [4, 4, 4]
+    batches = np.concatenate(rounds).reshape(4, 6)  # three batches use up the five samples
+    np.testing.assert_array_equal(np.sort(batches), [[-1, 0, 1, 2, 3, 4]] * 4)
+    assert len({tuple(row) for row in batches.tolist()}) > 1
+
+
+def test_every_client_makes_so_many_steps():
+    simulated = setup([build({"method": "feddc", "local_steps": 3, **SMALL})]).simulation
+    assert simulated.plan(0)[1].steps.tolist() == [3, 3, 3]
+    assert simulated.program.setting.epochs == 1
+    assert simulated.tuner(2).plan(0)[1].steps.max() > 3  # fine-tuning counts epochs
+
+
+def test_epochs_and_steps_exclude_each_other():
+    assert build({"local_steps": 3})[0].local_epochs is None
+    with pytest.raises(UserError, match="local_steps stands in place of epochs"):
+        build({"local_steps": 3, "local_epochs": 2})
+    with pytest.raises(UserError, match="tells its local epochs apart"):
+        setup([build({"method": "fedrep", "local_steps": 3, **SMALL})])
+    preset = {"preset": "fedgela/isic2019", "split": "benchmark-natural"}
+    assert configure({**preset, "local_epochs": "2"})[0].local_steps is None
+
+
+# The best round
+
+
+def test_the_best_round_may_be_that_of_balanced_accuracy():
+    rows = [{"round": 1, "ga": 0.5, "ga_balanced": 0.2}, {"round": 2, "ga": 0.4, "ga_balanced": 0.3}]
+    assert History(rows).best("ga") == (0.5, 1)
+    assert History(rows, select_on="test, balanced accuracy").best("ga") == (0.4, 2)
+    with pytest.raises(UserError, match="select_by=balanced is measured on tests"):
+        build({"select_by": "balanced", "validation": 0.1, "select_on": "validation"})
+
+
+# Weights to start from
+
+
+def names_of(simulated):
+    """Backbone arrays of a simulation's first model, by the names of a file."""
+    leaves = jax.tree_util.tree_leaves_with_path(simulated.initial(0))
+    keyed = {tuple(key.key for key in path): np.array(leaf) for path, leaf in leaves}
+    return {"/".join([path[0], *path[2:]]): leaf for path, leaf in keyed.items() if path[1] == "backbone"}
+
+
+def test_a_run_starts_from_the_backbone_of_a_file(tmp_path):
+    simulated = toy.simulation()
+    known = {name: leaf + 1 for name, leaf in names_of(simulated).items()}
+    np.savez(tmp_path / "a.npz", **known)
+    state, plain = started_from(simulated, tmp_path / "a.npz"), simulated.start()
+    before, after = (s.servers.variables["params"] for s in (plain, state))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x + 1, atol=1e-6), before["backbone"], after["backbone"])
+    jax.tree.map(np.testing.assert_array_equal, before["head"], after["head"])
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    (lambda w, name: w.pop(name), "lacks .*, of shape .*: add it"),
+    (lambda w, name: w.update({name: np.zeros((1, 1))}), "has the shape"),
+    (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is no part of the backbone"),
+])  # fmt: skip
+def test_a_file_that_does_not_suit_is_refused(tmp_path, change, sentence):
+    simulated = toy.simulation()
+    weights = names_of(simulated)
+    change(weights, min(weights))
+    np.savez(tmp_path / "a.npz", **weights)
+    with pytest.raises(UserError, match=sentence):
+        started_from(simulated, tmp_path / "a.npz")
+
+
+def test_an_option_starts_the_run_so(tmp_path):
+    config, method = build({"method": "fedavg", "initial_weights": tmp_path / "a.npz", **SMALL})
+    with pytest.raises(UserError, match=r"initial_weights=.*a\.npz cannot be read"):
+        setup([(config, method)]).start()
+
+
+# Presets
+
+
+@pytest.mark.parametrize("table", ["fedgela/isic2019", "fedmr/isic2019"])
+def test_the_benchmarks_protocol_is_a_preset_of_its_own(table):
+    method = {"method": "fedavg", "preset": table, "split": "benchmark-natural"}
+    config, _ = configure(method)
+    chosen = (config.local_steps, config.rounds, config.loss, config.class_weights, config.select_by, config.batch_size)
+    assert chosen == (100, 9, "focal", "pooled", "balanced", 64)
+    assert (config.lr, config.momentum, config.weight_decay, config.model) == (0.01, 0, 0, "efficientnet_b0_flamby")
+
+
+@pytest.mark.parametrize("name", ["isic2019", "hyperkvasir", "odir"])
+def test_a_file_that_nobody_has_is_one_sentence(tmp_path, name):
+    with pytest.raises(UserError, match=rf"put {name}.npz there, with x_train, y_train, x_test and y_test"):
+        load(name, tmp_path)
+
+
+def test_fedgelas_presets_have_the_protocols_of_its_tables():
+    for table in ("table2", "table3", "table4", "table5", "table6", "energy"):
+        text = (PAPERS / f"presets/fedgela/{table}.yaml").read_text()
+        assert "pa_protocol: best_epoch  # published code" in text
+    chosen = {
+        name: configure({"preset": "fedgela/table2", "split": "full-iid", "method": name})[0].pa_protocol
+        for name in ("fedavg", "fedbabu", "fedgen", "fedrep", "fedproto", "fedrod", "fedgela")
+    }
+    assert chosen == dict.fromkeys(("fedavg", "fedbabu", "fedgen"), "best_mean") | dict.fromkeys(
+        ("fedrep", "fedproto", "fedrod", "fedgela"), "best_epoch"
+    )

@@ -1,0 +1,49 @@
+"""`calibrate=ccvr`: the head of any method's global model, retrained after the last round."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.class_gaussians import class_moments
+from fedjax_pcdd.methods.ccvr import Calibration
+from fedjax_pcdd.models.classifier import apply_head, forward
+from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
+
+
+@pytest.mark.parametrize(("name", "options"), [("fedprox", {}), ("scaffold", {"client_state": "host", "lanes": 3})])
+def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
+    simulation = toy.simulation(name, cohort=2, **options)
+    state, _ = toy.train(simulation, (0, 1))
+    before = jax.tree.map(np.array, state.servers.variables)
+    (result,) = calibrated(simulation, state)
+    variables = jax.tree.map(lambda x: jnp.asarray(x[0]), before)
+    data, model = toy.federation(), simulation.program.model
+    owned = np.concatenate(data.partition.train)
+    x = prepare(Pipeline(), data.dataset.x_train[owned], None, train=False)
+    features = forward(model, variables, x, train=False)[0].features
+    moments = class_moments(features, jnp.asarray(data.dataset.y_train[owned]), toy.CLASSES, diagonal=False)
+    key = jax.random.fold_in(jax.random.fold_in(simulation.keys[0], 0), data.num_clients)
+    head = Calibration().calibrated(variables["params"]["head"], moments, key)
+    tests = prepare(Pipeline(), data.dataset.x_test, None, train=False)
+    guess = np.argmax(apply_head(head, forward(model, variables, tests, train=False)[0].features), 1)
+    assert result["ga_ccvr"] == pytest.approx(float((guess == data.dataset.y_test).mean()), abs=0.011)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state.servers.variables))
+
+
+def test_a_result_has_it_beside_ga():
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
+    given = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
+    plain, more = (fp.simulate(federation, fp.FedAvg(), calibrate=name, **given).summary for name in ("none", "ccvr"))
+    assert set(more) - set(plain) == {"ga_ccvr"}
+    assert more["ga_last"] == plain["ga_last"] != more["ga_ccvr"]
+
+
+@pytest.mark.parametrize("name", ["solo", "fedetf", "fedgela"])
+def test_what_has_no_trained_global_head_is_refused(name):
+    with pytest.raises(UserError, match="calibrate=ccvr"):
+        check_calibration(toy.simulation(name), 0)

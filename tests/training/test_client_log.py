@@ -1,0 +1,206 @@
+"""Checkpoints of clients' states by what changed: the log itself, and runs whose states live on disk."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.client_log import Changed, ClientLog
+
+
+def states(value=0.0):
+    return {"a": np.full((6, 2), value, np.float32), "b": [np.full(6, int(value))]}
+
+
+def written(folder, rounds=8):
+    """A log of some rounds, and what the states were after each."""
+    log, now, history = ClientLog(folder), states(), {0: states()}
+    rng = np.random.default_rng(0)
+    for r in range(1, rounds + 1):
+        rows = np.sort(rng.choice(6, 3, replace=False))
+        now["a"][rows], now["b"][0][rows] = rng.normal(size=(3, 2)), r
+        log.append(r, rows, [now["a"][rows], now["b"][0][rows]])
+        history[r] = {"a": now["a"].copy(), "b": [now["b"][0].copy()]}
+    return log, history
+
+
+def assert_replays(log, round, expected):
+    fresh = states()
+    log.check(round)
+    log.replay(round, fresh)
+    np.testing.assert_array_equal(fresh["a"], expected["a"])
+    np.testing.assert_array_equal(fresh["b"][0], expected["b"][0])
+
+
+def test_a_replay_gives_the_states_of_any_round(tmp_path):
+    log, history = written(tmp_path)
+    for r in (1, 5, 8):
+        assert_replays(log, r, history[r])
+
+
+def test_entries_that_were_merged_give_the_same_states(tmp_path):
+    log, history = written(tmp_path)
+    log.merge(5, states())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["5-merged", "6", "7", "8"]
+    for r in (5, 6, 8):
+        assert_replays(log, r, history[r])
+    log.merge(7, states())
+    assert_replays(log, 8, history[8])
+
+
+def test_a_kill_while_entries_are_merged_loses_nothing(tmp_path):
+    log, history = written(tmp_path / "log")
+    shutil.copytree(tmp_path / "log", tmp_path / "before")
+    log.merge(5, states())
+    shutil.copytree(tmp_path / "before" / "3", tmp_path / "log" / "3")  # not removed yet
+    (tmp_path / "log" / "7-merged.unfinished").mkdir()
+    assert_replays(log, 8, history[8])
+    log.discard_after(6)
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["5-merged", "6"]
+    assert_replays(log, 6, history[6])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove file", "remove entry", "remove last"])
+def test_damage_is_noticed(tmp_path, damage):
+    log, _ = written(tmp_path)
+    file = tmp_path / "4" / "0.npy"
+    if damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-4])
+    elif damage == "remove file":
+        file.unlink()
+    else:
+        shutil.rmtree(tmp_path / ("4" if damage == "remove entry" else "8"))
+    with pytest.raises((ValueError, FileNotFoundError)):
+        log.check(8)
+    log.check(3)
+
+
+RUN = ["--method=scaffold", "--rounds=4", "--cohort=3", "--clients=8", "--local-epochs=1", "--fine-tune-epochs=0"]
+RUN += ["--lanes=1", "--train-samples=160", "--test-samples=40", "--tune=off", "--quiet"]
+
+
+def rows(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [[line[name] for name in ("round", "loss", "ga", "pa")] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on disk from its start to its end."""
+    folder = tmp_path_factory.mktemp("disk") / "run"
+    assert main([*RUN, "--client-state=disk", f"--run-dir={folder}"]) == 0
+    return folder
+
+
+def test_a_run_on_disk_is_one_on_the_host_and_writes_what_changed(whole, tmp_path):
+    assert main([*RUN, "--client-state=host", f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert rows(tmp_path / "run") == rows(whole)
+    assert [len(np.load(whole / "clients" / str(r) / "rows.npy")) for r in range(1, 5)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_is_resumed_from_its_log_to_the_same_bits(whole, tmp_path, damaged, capsys):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    if damaged:
+        file = tmp_path / "run" / "clients" / "3" / "1.npy"
+        file.write_bytes(file.read_bytes()[:-1])
+    assert main([f"--resume={tmp_path / 'run'}", "--no-quiet"]) == 0
+    assert rows(tmp_path / "run") == rows(whole)
+    assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
+
+
+def test_a_checkpoint_with_all_states_is_resumed_and_logged_from_there_on(tmp_path):
+    """As runs of earlier versions have with their clients on the host."""
+    server, folder = {"w": np.zeros(2)}, tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, server, states(1.0), "{}")
+    with Checkpoints(folder) as checkpoints:
+        now = checkpoints.restore(server, states()).clients
+        now["a"][2] = 5.0
+        checkpoints.save(2, server, lambda: Changed(np.array([2]), now), "{}")
+        checkpoints.wait()
+        now["a"][3] = 6.0
+        checkpoints.save(3, server, lambda: Changed(np.array([3]), now), "{}")
+    assert [len(np.load(tmp_path / "clients" / str(r) / "rows.npy")) for r in (2, 3)] == [6, 1]
+    with Checkpoints(folder) as checkpoints:
+        again = checkpoints.restore(server, states()).clients
+    np.testing.assert_array_equal(again["a"], now["a"])
+    np.testing.assert_array_equal(again["b"][0], now["b"][0])
+
+
+@pytest.mark.slow
+def test_a_run_on_disk_survives_kill_9(whole, tmp_path):
+    folder = tmp_path / "run"
+    code = "import sys; from fedjax_pcdd.cli.run import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *RUN, "--client-state=disk", f"--run-dir={folder}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (folder / "checkpoints" / "1").is_dir() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert main([f"--resume={folder}", "--quiet"]) == 0
+    assert rows(folder) == rows(whole)
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from fedjax_pcdd import models
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training.checkpoint import Checkpoint, Checkpoints
+from fedjax_pcdd.training.loop import loop
+
+def peak():
+    return int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) * 1024
+
+where, folder, clients = sys.argv[1], Path(sys.argv[2]), 10_000
+rng = np.random.default_rng(0)
+x, y = rng.integers(0, 256, (clients, 8, 8, 1), np.uint8), rng.integers(0, 10, clients)
+lists = tuple(np.split(np.arange(clients), clients))
+parts = Federation(Dataset("random", x, y, x[:100], y[:100], 10), Partition(lists, tuple(i[:0] for i in lists)))
+model, method = models.build("mlp", num_classes=10, image_shape=(8, 8, 1)), METHODS["scaffold"]()
+def made(clients, where):
+    local = Local(1, 1, "keep")
+    return Simulation(method.build(model), [Experiment(clients, method, local, 0)], pipeline=Pipeline(), cohort=50,
+                      rounds=3, client_state=where)
+few = Federation(parts.dataset, Partition(parts.partition.train[:100], parts.partition.test[:100]))
+warm = made(few, "host")
+loop(warm, warm.start(), 2, [Checkpoint(Checkpoints(folder / "warm" / "checkpoints"))])
+before = peak()
+simulation = made(parts, where)
+state = simulation.start()
+size = sum(leaf.nbytes for leaf in __import__("jax").tree.leaves((state.clients, state.statistics)))
+loop(simulation, state, 3, [Checkpoint(Checkpoints(folder / "run" / "checkpoints"))])
+print((peak() - before) / size, size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("where", "most"), [("host", 1.3), ("disk", 0.5)])
+def test_ten_thousand_states_need_little_more_memory_than_themselves(where, most, tmp_path):
+    done = subprocess.run([sys.executable, "-c", MEMORY, where, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    share, size = map(float, done.stdout.split())
+    assert size > 2e8
+    assert share <= most

@@ -1,0 +1,168 @@
+"""One process at a time writes to a folder, whoever dies, pauses, or has another clock."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import lock as module
+from fedjax_pcdd.training.lock import InUse, Lock
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from fedjax_pcdd.training.lock import Lock
+Lock.take(Path(sys.argv[1]))
+print("has it", flush=True)
+time.sleep(60)
+"""
+
+RACER = """
+import sys
+from pathlib import Path
+from fedjax_pcdd.training.lock import InUse, Lock
+sys.stdin.readline()
+try:
+    Lock.take(Path(sys.argv[1]), wait=0)
+    print("has it", flush=True)
+except InUse:
+    print("refused", flush=True)
+sys.stdin.readline()
+"""
+
+
+def started(code, path):
+    command = [sys.executable, "-c", code, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "BEAT", 0.02)
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+
+
+def of_another_machine(path, **fields):
+    """A lock as a process of another machine writes it."""
+    own = {"host": "elsewhere", "process": 1, "machine": "elsewhere", "started": "1", "token": "t", "beat": 0} | fields
+    path.write_bytes(json.dumps(own).ljust(module.LENGTH).encode())
+
+
+def test_a_lock_is_gone_when_it_is_given_up(path):
+    with Lock.take(path) as lock:
+        lock.check()
+        assert json.loads(path.read_text())["process"] == os.getpid()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_process_may_take_its_own_lock_again(path):
+    with Lock.take(path):
+        with Lock.take(path) as again:
+            again.check()
+        again.check()
+    assert not path.exists()
+
+
+def test_the_lock_of_a_live_process_is_refused_at_once_and_taken_over_when_it_is_killed(path):
+    owner = started(OWNER, path)
+    assert owner.stdout.readline() == "has it\n"
+    begun = time.monotonic()
+    with pytest.raises(InUse, match=rf"in use by process {owner.pid} on .*: wait for it to end, or end it\."):
+        Lock.take(path)
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    with Lock.take(path):
+        assert time.monotonic() - begun < 2
+
+
+def test_a_number_of_a_process_that_was_given_again_is_no_owner(path):
+    own = {"machine": module._machine(), "process": os.getpid(), "started": "0", "host": "this", "token": "t"}
+    path.write_text(json.dumps(own))
+    with Lock.take(path, wait=0):
+        pass
+
+
+def test_of_many_who_want_it_one_gets_it(path):
+    dead = {"machine": module._machine(), "process": 2**22 + 1, "started": "0", "host": "this", "token": "t"}
+    path.write_text(json.dumps(dead))
+    racers = [started(RACER, path) for _ in range(4)]
+    for one in racers:
+        one.stdin.write("go\n")
+    assert sorted(one.stdout.readline() for one in racers) == ["has it\n", *3 * ["refused\n"]]
+    for one in racers:
+        one.communicate("end\n")
+
+
+def test_an_owner_on_another_machine_whose_number_rises_is_alive(path, quick, monkeypatch):
+    beats = itertools.count()
+    monkeypatch.setattr(module.time, "sleep", lambda _: of_another_machine(path, beat=next(beats)))
+    of_another_machine(path)
+    with pytest.raises(InUse, match="process 1 on elsewhere"):
+        Lock.take(path, wait=0.5)
+
+
+@pytest.mark.parametrize("clock", [-1e9, 1e9])
+def test_an_owner_on_another_machine_whose_number_stands_still_is_dead_whatever_the_clocks_say(path, quick, clock):
+    of_another_machine(path)
+    os.utime(path, (time.time() + clock,) * 2)
+    with Lock.take(path, wait=1):
+        pass
+
+
+def test_one_who_waits_for_none_takes_over_what_stood_still_between_two_calls(path, quick):
+    of_another_machine(path)
+    with pytest.raises(InUse):
+        Lock.take(path, wait=0)
+    time.sleep(0.3)
+    Lock.take(path, wait=0).release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_a_damaged_lock_is_taken_over_when_it_stands_still(path, quick, content):
+    path.write_bytes(content)
+    with Lock.take(path, wait=1) as lock:
+        lock.check()
+
+
+def test_an_owner_that_was_paused_learns_that_another_one_took_over(path):
+    lock = Lock.take(path)
+    path.unlink()
+    of_another_machine(path)
+    with pytest.raises(UserError, match="was taken over by process 1 on elsewhere"):
+        lock.check()
+    lock.release()
+    assert json.loads(path.read_text())["host"] == "elsewhere"
+
+
+def test_the_owner_raises_its_number_and_writes_to_no_file_but_its_own(path, quick):
+    with Lock.take(path):
+        before = json.loads(path.read_text())["beat"]
+        time.sleep(0.3)
+        assert json.loads(path.read_text())["beat"] > before
+        path.unlink()
+        of_another_machine(path)
+        time.sleep(0.1)
+        assert json.loads(path.read_text())["token"] == "t"
+
+
+def test_a_link_is_no_lock(path):
+    path.symlink_to(path.parent / "elsewhere")
+    with pytest.raises(UserError, match="is a symbolic link"):
+        Lock.take(path)
+    assert not (path.parent / "elsewhere").exists()
+
+
+def test_a_folder_that_takes_no_file_is_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="cannot write to"):
+        Lock.take(tmp_path / "missing" / "lock")

@@ -1,0 +1,105 @@
+"""--validation and --select-on: samples that are kept out of training, and the rounds that they choose."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.api.runs import run
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation, hold_out
+from fedjax_pcdd.data.lists import class_counts
+from fedjax_pcdd.data.partition import partition
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.metrics import History, balanced
+
+SHORT = {"rounds": 2, "local_epochs": 1, "batch_size": 20, "lanes": 1, "fine_tune_epochs": 0}
+
+
+def federation(sizes, classes=3, seed=0):
+    y = np.random.default_rng(seed).integers(0, classes, sum(sizes))
+    x = np.zeros((len(y), 1, 1, 1), np.uint8)
+    lists = tuple(np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]))
+    return Federation(Dataset("tiny", x, y, x, y, classes), fp.Partition(lists, lists))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.sampled_from([0.1, 0.25, 0.5]), st.integers(0, 99))
+def test_each_class_of_each_client_gives_its_share_to_within_one_sample(sizes, share, seed):
+    whole = federation(sizes, seed=seed)
+    made = hold_out(whole, share, seed)
+    y = whole.dataset.y_train
+    held, left = (class_counts(y, lists, 3) for lists in (made.validation, made.partition.train))
+    np.testing.assert_array_equal(held + left, whole.class_counts)
+    assert (np.abs(held - share * whole.class_counts) <= 1).all()
+    np.testing.assert_array_equal(held.sum(1), np.floor(share * whole.sizes + 0.5))
+    assert not np.intersect1d(made.validation.flat, made.partition.train.flat).size
+
+
+def test_a_client_without_a_training_sample_left_is_one_sentence():
+    with pytest.raises(UserError, match=r"validation=0\.6 leaves client 1 without a training sample: lower it"):
+        hold_out(federation([5, 1]), 0.6, 0)
+
+
+def test_samples_that_are_dealt_twice_cannot_be_held_out():
+    digits = sources.load("digits")
+    options = {"num_classes": 10, "clients": 5, "seed": 0, "classes_per_client": 2, "doubled": True}
+    with pytest.raises(UserError, match="dealt twice: drop doubled"):
+        hold_out(Federation(digits, partition("pcdd", digits.y_train, digits.y_test, **options)), 0.1, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"select_on": "validation"}, "needs validation samples"),
+        ({"validation": 1.0}, "validation"),
+        ({"validation": 0.1, "task": "digits_domains"}, "clients with one architecture"),
+    ],
+)
+def test_settings_without_a_meaning_are_one_sentence(options, sentence):
+    with pytest.raises(UserError, match=sentence):
+        build(options)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedgela", "fedproto"])
+def test_accuracies_on_validation_samples_are_those_of_the_models(method):
+    whole = fp.partition(sources.load("digits"), "iid", clients=3)
+    history = fp.simulate(whole, method, validation=0.2, **SHORT)
+    row, made = history.rows[-1], hold_out(whole, 0.2, 0)
+    assert 0 <= row["pa_validation"] <= 1
+    if method == "fedavg":
+        outputs = history.outputs(made.dataset.x_train[made.validation.flat])
+        predicted = np.argmax(np.asarray(outputs.logits), -1)
+        labels = made.dataset.y_train[made.validation.flat]
+        assert row["ga_validation"] == pytest.approx(np.mean(predicted == labels))
+        tests = np.argmax(np.asarray(history.outputs(made.dataset.x_test).logits), -1)
+        assert row["ga"] == pytest.approx(np.mean(tests == made.dataset.y_test))
+
+
+def test_a_run_records_them_and_its_best_round_is_that_of_the_samples_asked_for(tmp_path):
+    given = {"rounds": 4, "validation": 0.2, "select_on": "validation", "clients": 3, "lr": 0.1, "quiet": True}
+    run(*build(SHORT | given | {"run_dir": tmp_path / "run"}))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    chosen = max(rows, key=lambda row: row["ga_validation"])
+    assert summary["selected_on"] == "validation"
+    assert (summary["ga_best"], summary["ga_best_round"]) == (chosen["ga"], chosen["round"])
+    assert summary["ga_validation_best"] == chosen["ga_validation"]
+    assert {"validation", "train"} <= set(np.load(tmp_path / "run/partition.npz"))
+
+
+def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
+    rows = [
+        {"round": i + 1, "ga": g, "ga_validation": v} for i, (g, v) in enumerate([(0.5, 0.4), (0.3, 0.6), (0.9, 0.6)])
+    ]
+    assert History(rows, select_on="validation").best("ga") == (0.3, 2)
+    assert History(rows).best("ga") == (0.9, 3)
+
+
+def test_balanced_accuracy_is_the_mean_recall_of_the_classes_that_occur():
+    assert balanced(np.array([8, 1, 0]), np.array([10, 2, 0])) == pytest.approx(0.65)
