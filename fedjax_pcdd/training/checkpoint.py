@@ -257,8 +257,8 @@ class Checkpoints:
             self._full.discard(round)
             raise
         checkpoint = self._folder / str(round)
-        sizes = {str(f.relative_to(checkpoint)): f.stat().st_size for f in checkpoint.rglob("*") if f.is_file()}
-        (checkpoint / _FILES).write_text(json.dumps(sizes))
+        files = {str(f.relative_to(checkpoint)): _crc(f) for f in checkpoint.rglob("*") if f.is_file()}
+        (checkpoint / _FILES).write_text(json.dumps(files))
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
     def _newest(self, like: dict[str, Any]) -> Restored | None:
@@ -536,18 +536,29 @@ def _open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMa
 
 
 def _check_files(checkpoint: Path) -> None:
-    """ValueError where a file is missing or has another size.
+    """ValueError where a file is missing or has other bytes than were written.
 
     TensorStore would notice too, but leaves reads behind that print tracebacks when they fail one by one. A process
     killed before the list was written leaves a checkpoint without one, which is then only checked by its contents.
     """
     try:
-        sizes = json.loads((checkpoint / _FILES).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        files = json.loads((checkpoint / _FILES).read_text())
+    except (FileNotFoundError, ValueError):
         return
-    for name, size in sizes.items():
-        if not (checkpoint / name).is_file() or (checkpoint / name).stat().st_size != size:
-            raise ValueError(f"the file {name} is missing or cut short")
+    for name, crc in files.items():
+        if not (checkpoint / name).is_file():
+            raise ValueError(f"the file {name} is missing")
+        if _crc(checkpoint / name) != crc:
+            raise ValueError(f"the file {name} has other bytes than were written")
+
+
+def _crc(file: Path) -> int:
+    """CRC-32 of a file of any size."""
+    crc = 0
+    with open(file, "rb") as content:
+        while block := content.read(2**20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _reason(error: Exception) -> str:
