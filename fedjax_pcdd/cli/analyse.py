@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pcdd.analysis.burden import Burden, draw_burdens
-from fedjax_pcdd.analysis.pictures import bilateral, draw, draw_bilateral, draw_columns
+from fedjax_pcdd.analysis.pictures import Bilateral, bilateral, draw, draw_bilateral, draw_columns
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.traffic import COLUMNS, Traffic, as_printed, in_words, traffic, upload
 from fedjax_pcdd.cli.messages import flag, guarded
@@ -55,6 +55,7 @@ from fedjax_pcdd.training.build import build_model, default_model
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.presets import PAPERS
+from fedjax_pcdd.training.progress import with_pa_named
 
 Options = dict[str, str]
 TABLE3 = "fedmr/table3"
@@ -278,11 +279,14 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
 def _bilateral(records: list[RunRecord], given: Options, papers: Path) -> str:
     groups: dict[str, list[tuple[float, float, float]]] = {}
     fedavg: dict[str, list[tuple[float, float]]] = {}
+    summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}  # of runs with an E_W, and of FedAvg's
     for record in records:
         summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
         ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
         if ga is None or pa is None:
             continue
+        if ew is not None or record.method == REFERENCE:
+            summaries[ew is not None].append(summary)
         if ew is not None:
             label = _partition_of(record) + (" (linear)" if hyper.get("scale") == "linear" else "")
             groups.setdefault(label, []).append((ew, ga, pa))
@@ -293,18 +297,26 @@ def _bilateral(records: list[RunRecord], given: Options, papers: Path) -> str:
     curves = {label: bilateral(points) for label, points in groups.items()}
     means = {label: np.mean(points, axis=0) for label, points in fedavg.items()}
     references = {label: tuple(means[name]) for label in curves if (name := label.removesuffix(" (linear)")) in means}
+    pa, reference = (with_pa_named("PA", summaries[own]) for own in (True, False))
+    fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
-        draw_bilateral(curves, references, given["output"])
+        draw_bilateral(curves, references, given["output"], pa=pa, reference=fedavg_pa)
+    lines = _energies(curves)
+    for name, (ga, own) in means.items():
+        lines.append([name, fedavg_pa, f"{100 * ga:.2f}", f"{100 * own:.2f}", str(len(fedavg[name]))])
+    by = _chosen_on(records)
+    return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
+
+
+def _energies(curves: dict[str, Bilateral]) -> list[list[str]]:
+    """A line for each E_W of each curve, in percent."""
     lines = []
     for label, one in curves.items():
-        for ew, ga, ga_std, pa, pa_std, seeds in zip(*one, strict=True):
+        for ew, ga, ga_std, own, own_std, seeds in zip(*one, strict=True):
             percent = [f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if seeds > 1 else "") for mean, std in
-                       ((ga, ga_std), (pa, pa_std))]  # fmt: skip
+                       ((ga, ga_std), (own, own_std))]  # fmt: skip
             lines.append([label, f"{ew:g}", *percent, str(seeds)])
-    for name, (ga, pa) in means.items():
-        lines.append([name, "FedAvg", f"{100 * ga:.2f}", f"{100 * pa:.2f}", str(len(fedavg[name]))])
-    by = _chosen_on(records)
-    return table(["", "E_W", f"GA best on {by} (%)", f"PA best on {by} (%)", "seeds"], lines)
+    return lines
 
 
 def _chosen_on(records: list[RunRecord]) -> str:
