@@ -206,6 +206,16 @@ def test_pa_after_the_last_epoch_has_a_column_of_its_own_where_pa_is_chosen_on_t
         assert cells.get("PA last") == ("83.50" if known else None)
 
 
+def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
+    command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
+    own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/one.json").write_text(json.dumps({**made_up("fccl", 50.0), **own}))
+    text = write_pages(tmp_path / "results", EXPERIMENTS, tmp_path / "docs")[1].read_text(encoding="utf-8")
+    assert text.partition("the last ten rounds")[0].count("Scale") == 0
+    assert "- Not measured yet.\n" in text
+
+
 def test_pages_are_written_where_they_are_wanted(tmp_path):
     written = write_pages(tmp_path / "none", EXPERIMENTS, tmp_path / "docs")
     assert [path.name for path in written] == ["reproduction.md", "ambiguities.md", "coverage.md"]
