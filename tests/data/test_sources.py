@@ -505,7 +505,7 @@ def test_cifar10_mean_is_the_normalisation_constant():
 
 
 def test_a_data_set_without_groups_says_which_arrays_would_name_them():
-    with pytest.raises(UserError, match="'digits' names no writers .* add domain_train and domain_test to its npz"):
+    with pytest.raises(UserError, match=r"'digits' names no writers .* add domain_train and domain_test to its npz"):
         largest_groups(sources.load("digits"), 3)
 
 
