@@ -152,11 +152,12 @@ def clone(tmp_path_factory):
     }  # fmt: skip
     for name, arrays in made.items():
         np.savez(folder / "data" / f"{name}.npz", **arrays)
-    text = random.integers(97, 122, 60 * 400).astype(np.uint8)
-    start = np.arange(0, len(text), 200, dtype=np.int32)
+    length = 110  # of a speech; two a speaker make 46 samples for training
+    text = random.integers(97, 122, 60 * 2 * length).astype(np.uint8)
+    start = np.arange(0, len(text), length, dtype=np.int32)
     numbers = (np.arange(len(start)) // 2).astype(np.int16)
     speakers = {"speech_speaker": numbers, "speakers": np.array([f"s{i}" for i in range(60)])}
-    np.savez(folder / "data/shakespeare.npz", text=text, speech_start=start, speech_end=start + 200, **speakers)
+    np.savez(folder / "data/shakespeare.npz", text=text, speech_start=start, speech_end=start + length, **speakers)
     side = images(random, 65 * 80, 32, classes=65)
     names = np.array(["Art", "Clipart", "Product", "Real World"])
     domains = {"domain": (np.arange(65 * 80) // 65 % 4).astype(np.uint8), "domains": names}
@@ -176,7 +177,7 @@ def small(words):
     if "fml" in method.split(","):
         smaller.append(f"--meme={MEME}")
     if options.get("dataset") == "shakespeare" or "shakespeare" in options["preset"]:
-        smaller = [one for one in smaller if "model" not in one]
+        smaller = [one for one in smaller if "model" not in one and "batch" not in one] + ["--batch-size=64"]
     return [*words, *smaller]
 
 
