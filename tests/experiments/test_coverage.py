@@ -177,7 +177,8 @@ def small(words):
     if "fml" in method.split(","):
         smaller.append(f"--meme={MEME}")
     if options.get("dataset") == "shakespeare" or "shakespeare" in options["preset"]:
-        smaller = [one for one in smaller if "model" not in one and "batch" not in one] + ["--batch-size=64"]
+        smaller = [one for one in smaller if "model" not in one and "batch" not in one]
+        smaller += ["--batch-size=64", "--clients=10", "--cohort=2"]
     return [*words, *smaller]
 
 
