@@ -1,11 +1,11 @@
 """An extension of Griffe, which reads docstrings for the reference: doctests are examples, as code."""
 
+import contextlib
 from typing import Any
 
-try:
+Extension: Any = object  # without the extra docs only the function below is of use
+with contextlib.suppress(ImportError):
     from griffe import Extension  # pyright: ignore[reportMissingImports]
-except ImportError:  # without the extra docs only the function below is of use
-    Extension = object
 
 
 class Doctests(Extension):
