@@ -68,6 +68,11 @@ def mean_of_models(clients: Tree) -> Tree:
     return jax.vmap(with_model)(clients, mean)
 
 
+def of_group(state: State, g: int) -> State:
+    """A group's part of a state."""
+    return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+
+
 class Groups:
     """Compiled rounds of participants with models of their own; states that are passed in are donated."""
 
@@ -276,7 +281,7 @@ class Groups:
         when = self.traits.exchange
         state = self.exchange(state, round) if when == "before" else state
         state = self._averaged(state, "exchanged")
-        parts = [group.step(self._of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
+        parts = [group.step(of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
         after, reports = zip(*parts, strict=True)
         servers, clients, statistics = zip(*after, strict=True)
         servers = self._told(servers, jobs, round) if self.shares_server else servers
@@ -330,14 +335,14 @@ class Groups:
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions of the groups, as `Simulation.evaluate`; participants in the federation's order."""
-        counts = [group.evaluate(self._of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
+        counts = [group.evaluate(of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
         generic, own, local, further = (list(field) for field in zip(*counts, strict=True))
         local = () if isinstance(local[0], tuple) else self._in_order(local)
         return Evaluation(generic[0], self._in_order(own) if personal else (), local, further[0])
 
     def general(self, state: State):
         """Correct predictions of the server's models alone, as `Simulation.general`; all groups have the same ones."""
-        return self.groups[0].general(self._of_group(state, 0))
+        return self.groups[0].general(of_group(state, 0))
 
     def domain_correct(self, state: State) -> np.ndarray:
         """Correct predictions of every participant's model on every domain's tests, top-1 and top-5 [K, D, 2, C]."""
@@ -351,7 +356,4 @@ class Groups:
     def _of_all(self, functions: Sequence[Any], state: State, more: Any) -> np.ndarray:
         """What each group's function returns for its participants [K, ...]."""
         pairs = enumerate(zip(self.groups, functions, strict=True))
-        return self._in_order([one(g.methods, self._of_group(state, i), g.data, more) for i, (g, one) in pairs])
-
-    def _of_group(self, state: State, g: int) -> State:
-        return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+        return self._in_order([one(g.methods, of_group(state, i), g.data, more) for i, (g, one) in pairs])
