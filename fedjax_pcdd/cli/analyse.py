@@ -43,42 +43,40 @@ from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
 from fedjax_pcdd.errors import UserError, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
-from fedjax_pcdd.training.presets import PAPERS
 
 
 class Command(NamedTuple):
     """What a word of the command line does with runs and options; it returns what is to be printed."""
 
-    work: Callable[[list[RunRecord], Options, Path], str]
+    work: Callable[[list[RunRecord], Options], str]
     options: tuple[str, ...] = ()
     alone: bool = False  # whether it works without any run
 
 
-def analyse_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:
+def analyse_main(argv: Sequence[str] | None = None) -> int:
     """Print a table and draw a picture.
 
     Args:
       argv: arguments without the program's name; None for those of the process.
-      papers: folder with `presets` and `expected`.
 
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv), papers))
+    return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
-def _main(arguments: list[str], papers: Path) -> None:
+def _main(arguments: list[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         flags = [flag(option.name) for option in RUN.values() if option.group == "data"]
         print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
         return
     try:
-        print(_run(arguments[0], arguments[1:], papers))
+        print(_run(arguments[0], arguments[1:]))
     except OSError as error:
         raise failed_write(error, Path(error.filename or ".")) from error
 
 
-def _run(name: str, arguments: list[str], papers: Path) -> str:
+def _run(name: str, arguments: list[str]) -> str:
     if name == "partition":
         return _partition(scan(arguments))
     if name not in COMMANDS:
@@ -92,7 +90,7 @@ def _run(name: str, arguments: list[str], papers: Path) -> str:
     paths = [word for word in arguments if not word.startswith("--")]
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
-    return command.work(_finished(collect(paths)) if paths else [], given, papers)
+    return command.work(_finished(collect(paths)) if paths else [], given)
 
 
 def _finished(records: list[RunRecord]) -> list[RunRecord]:
@@ -105,13 +103,13 @@ def _finished(records: list[RunRecord]) -> list[RunRecord]:
 def _of_task(analysis: Callable[..., Lines]) -> Command:
     """The table and picture of an analysis of tasks."""
 
-    def work(records: list[RunRecord], given: Options, papers: Path) -> str:
+    def work(records: list[RunRecord], given: Options) -> str:
         return table(*analysis(records, labels_of(records), given.get("output")))
 
     return Command(work, ("output",))
 
 
-def _correlation(records: list[RunRecord], given: Options, papers: Path) -> str:
+def _correlation(records: list[RunRecord], given: Options) -> str:
     if "output" in given and len(records) > 1:
         raise UserError("one picture is of one run: name one, or leave `output` out.")
     return table(*correlation(records, labels_of(records), given.get("output"), given.get("clip_colours") == "true"))

@@ -1,7 +1,6 @@
 """Analyses of runs on a data set: tables and pictures from run folders (`fedjax-pcdd analyse`)."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.report.expected import EIGENVALUES, read_expected
+from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model
@@ -36,10 +35,10 @@ COLUMNS_OF = {
 PRINTED = {"spectrum": EIGENVALUES}  # and the metric under which a paper prints a number of theirs
 
 
-def tracked(name: str) -> Callable[[list[RunRecord], Options, Path], str]:
+def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
     """What makes the table and the picture of a quantity."""
 
-    def work(records: list[RunRecord], given: Options, papers: Path) -> str:
+    def work(records: list[RunRecord], given: Options) -> str:
         rows = {label: _rows_of(record, name) for label, record in zip(labels_of(records), records, strict=True)}
         if "output" in given and given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
@@ -56,7 +55,7 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options, Path], str]:
         if name in PRINTED:
             heads.append("paper")
             for line, record in zip(lines, records, strict=True):
-                line.append(_number(_paper(record, PRINTED[name], papers)))
+                line.append(_number(_paper(record, PRINTED[name])))
         return table(heads, lines)
 
     return work
@@ -101,12 +100,12 @@ def labels_of(records: list[RunRecord]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(record.path) for record in records]
 
 
-def traffic(records: list[RunRecord], given: Options, papers: Path) -> str:
+def traffic(records: list[RunRecord], given: Options) -> str:
     """What a client sends in a round and in all, or what the papers print of it (FedMR, Table 3)."""
     if given.get("preset", TABLE3) != TABLE3:
         raise UserError(f"uploads are printed in {TABLE3} alone: leave `preset` out, or name runs.")
     if not records:
-        return _table3(papers)
+        return _table3()
     lines = []
     for label, record in zip(labels_of(records), records, strict=True):
         counts, words, cohort = _counted(record)
@@ -115,8 +114,8 @@ def traffic(records: list[RunRecord], given: Options, papers: Path) -> str:
     return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
 
 
-def _table3(papers: Path) -> str:
-    cells = read_expected(papers / "expected", TABLE3)
+def _table3() -> str:
+    cells = read_expected(EXPECTED, TABLE3)
     expected = {(one.split, one.method, one.metric): one.value for one in cells}
     names = dict.fromkeys((one.method, one.metric) for one in cells)
     lines = []
@@ -131,7 +130,7 @@ def _table3(papers: Path) -> str:
     return table(heads, lines)
 
 
-def rounds(records: list[RunRecord], given: Options, papers: Path) -> str:
+def rounds(records: list[RunRecord], given: Options) -> str:
     """Rounds to FedAvg's accuracy and the speed-up (FedMR, Table 4; FedRL, Table 2)."""
     wanted = given.get("target", "best")
     if wanted not in ("best", "last"):
@@ -144,13 +143,13 @@ def rounds(records: list[RunRecord], given: Options, papers: Path) -> str:
     for label, record in zip(labels_of(records), records, strict=True):
         result = reached(record, references, rule)
         texts = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
-        paper = [_number(_paper(record, metric, papers)) for metric in ("rounds_to_target", "speedup")]
+        paper = [_number(_paper(record, metric)) for metric in ("rounds_to_target", "speedup")]
         lines.append([label, *texts, *paper])
     text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)
     return f"{text}\n{rule.sentence}"
 
 
-def burden(records: list[RunRecord], given: Options, papers: Path) -> str:
+def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
     lines, ratios = [], {}
     for label, record in zip(labels_of(records), records, strict=True):
@@ -161,7 +160,7 @@ def burden(records: list[RunRecord], given: Options, papers: Path) -> str:
         ratio = seconds / (base.get("seconds_local") or base["seconds_per_round"]) if base else None
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
         cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
-        paper = [_paper(record, "seconds_per_round", papers, method) for method in (record.method, REFERENCE)]
+        paper = [_paper(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
         lines.append([label, words["held"], *cells, _ratio(*paper), _number(memory)])
         name = f"{record.method} {record.resolved.get('variant') or ''}".rstrip()
         ratios.setdefault(name, []).append((record.partition, counts.held, ratio, summary["ga_best"]))
@@ -189,7 +188,7 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     return next(fitting, None)
 
 
-def bilateral(records: list[RunRecord], given: Options, papers: Path) -> str:
+def bilateral(records: list[RunRecord], given: Options) -> str:
     """GA and PA against E_W (FedGELA, Figure 4)."""
     groups, fedavg = _by_ew(records)
     if not groups:
@@ -243,7 +242,7 @@ def _partition_of(record: RunRecord) -> str:
     return f"{name}, {config['clients']} clients" if config["clients"] else name
 
 
-def grid(records: list[RunRecord], given: Options, papers: Path) -> str:
+def grid(records: list[RunRecord], given: Options) -> str:
     """The best weights of a search beside the printed ones (FedMR, Tables 9 and 10)."""
     cells: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
@@ -257,7 +256,7 @@ def grid(records: list[RunRecord], given: Options, papers: Path) -> str:
             means = _means_by(searched, name, "ga_best")
             scores = _means_by(searched, name, "ga_validation_best") if held_out else means
             best = max(scores, key=lambda value: scores[value])
-            paper = _paper(own[0], name, papers)
+            paper = _paper(own[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
             numbers = [f"{best:g}", "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
             lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
@@ -281,12 +280,12 @@ def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:
     return max(groups.values(), key=len)
 
 
-def _paper(record: RunRecord, metric: str, papers: Path, method: str | None = None) -> float | None:
+def _paper(record: RunRecord, metric: str, method: str | None = None) -> float | None:
     """The printed number of the cell that a run stands for, None where it stands for none."""
     if record.preset is None:
         return None
     cell = (record.resolved.get("split") or "", method or record.method, record.resolved.get("variant") or "", metric)
-    numbers = read_expected(papers / "expected", record.preset)
+    numbers = read_expected(EXPECTED, record.preset)
     return next((one.value for one in numbers if (one.split, one.method, one.variant, one.metric) == cell), None)
 
 
