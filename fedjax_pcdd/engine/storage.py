@@ -149,7 +149,9 @@ class OnHost(OnDevice):
                     whole = jax.tree.map(lambda x: self._array((self.rows, *x.shape[1:]), x.dtype), part)
 
                 def write(old, new, own=own):
-                    old[own] = np.asarray(new)[: len(own)]
+                    values = np.ascontiguousarray(np.asarray(new)[: len(own)])
+                    if values.view(np.uint8).any():  # the room has zeros, for which neither memory nor time is spent
+                        self._put(old, own, values)
 
                 jax.tree.map(write, whole, part)
                 self._release()
@@ -158,6 +160,14 @@ class OnHost(OnDevice):
     def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Room for rows."""
         return np.zeros(shape, dtype)
+
+    def _get(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Some rows of what `_array` made, in memory of their own."""
+        return array[rows]
+
+    def _put(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write them."""
+        array[rows] = values
 
     def _release(self) -> None:
         """What was read and written need not stay in memory."""
@@ -197,9 +207,10 @@ class OnHost(OnDevice):
         def of_devices(x: np.ndarray) -> jax.Array:
             shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, self.spec)
             assert target is not None
-            return jax.make_array_from_callback(shape, target, lambda index: x[rows[(index or (slice(None),))[0]]])
+            own = lambda index: self._get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
+            return jax.make_array_from_callback(shape, target, own)
 
-        gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(x[rows])
+        gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(self._get(x, rows))
         held = jax.tree.map(gather, (state.clients, state.statistics))
         self._release()
         return held
@@ -215,7 +226,7 @@ class OnHost(OnDevice):
             def write(old, value):
                 for part, own in _parts(value):
                     kept = trained[part]
-                    old[rows[part][kept]] = own[kept]
+                    self._put(old, rows[part][kept], own[kept])
                 return old
 
             return jax.tree.map(write, tree, new)
@@ -243,10 +254,12 @@ class OnHost(OnDevice):
 class OnDisk(OnHost):
     """All rows in files that are mapped into memory, and gone with the process: what lasts is in checkpoints.
 
-    They are where Python has temporary files (`TMPDIR`).
+    They are where Python has temporary files (`TMPDIR`). A cohort's rows are read and written as a file's, which costs
+    less than the page faults of the mapping.
     """
 
-    _maps: ClassVar[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()  # of any simulation, as these take over states
+    _files: ClassVar[weakref.WeakKeyDictionary[mmap.mmap, int]] = weakref.WeakKeyDictionary()  # of any simulation, as
+    # these take over states
 
     def _array(self, shape, dtype):
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -263,10 +276,40 @@ class OnDisk(OnHost):
                     f"{tempfile.gettempdir()} has no room for {size / 1e6:.0f} MB of clients' state "
                     f"({error.strerror}): set TMPDIR to a folder on a larger disk."
                 ) from None
-            memory = mmap.mmap(file.fileno(), size)
-        self._maps.add(memory)
+            memory, descriptor = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
+        memory.madvise(mmap.MADV_RANDOM)  # else rows that nobody asked for are read around each one
+        self._files[memory] = descriptor
+        weakref.finalize(memory, os.close, descriptor)
         return np.frombuffer(memory, dtype).reshape(shape)
 
+    def _get(self, array, rows):
+        values = np.empty((len(rows), *array.shape[1:]), array.dtype)
+        for row, value in self._pieces(array, rows, values):
+            while value:
+                got = os.preadv(self._file(array), [value], row)
+                value, row = value[got:], row + got
+        return values
+
+    def _put(self, array, rows, values):
+        for row, value in self._pieces(array, rows, np.ascontiguousarray(values)):
+            while value:
+                put = os.pwrite(self._file(array), value, row)
+                value, row = value[put:], row + put
+
+    def _file(self, array: np.ndarray) -> int:
+        memory: Any = array
+        while not isinstance(memory, mmap.mmap):
+            memory = memory.obj if isinstance(memory, memoryview) else memory.base
+        return self._files[memory]
+
+    def _pieces(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, memoryview]]:
+        """Of each row where it begins in the file, and its bytes; rows that lie one after another are one."""
+        if not array.size or not len(rows):
+            return
+        width = array.nbytes // len(array)
+        for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
+            yield int(rows[part[0]]) * width, values[part[0] : part[-1] + 1].reshape(-1).view(np.uint8).data
+
     def _release(self):
-        for one in self._maps:
+        for one in self._files:
             one.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

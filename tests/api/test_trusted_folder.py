@@ -19,6 +19,8 @@ from fedjax_pcdd.api import records
 from fedjax_pcdd.api.runs import load_run, resume, run
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedavg import FedAvg
+from fedjax_pcdd.methods.fedmd import FedMD
+from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.training import inputs
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.loop import Callback
@@ -208,6 +210,48 @@ def test_a_server_that_is_not_finite_ends_the_run_and_is_never_the_newest_checkp
     with pytest.raises(UserError, match=r"the server's .* is not finite in round 3.*the checkpoint of round 2 is good"):
         run(config, Overflowing())
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [1, 2]
+
+
+@struct.dataclass
+class Spoilt(FedRep):
+    """The heads that clients keep are not finite from the second round on, and no part of them is sent."""
+
+    def upload(self, variables, summary, context):
+        kept, message = super().upload(variables, summary, context)
+        return jax.tree.map(lambda x: jnp.where(context.round >= 1, x.at[0].set(jnp.nan), x), kept), message
+
+
+@struct.dataclass
+class Disagreeing(FedMD):
+    """What participants are to imitate is no number."""
+
+    def agree(self, public, spoken, counts):
+        public, target = super().agree(public, spoken, counts)
+        return public, target * jnp.nan
+
+
+DIVERGING = {
+    "kept by a client": ("fedrep", {}, Spoilt(), r"client [012]'s .* is not finite in round 2.*round 1 is good"),
+    "distillation": ("feddf", {"server_lr": 1e38, "server_steps": 3}, None, r"the server's .* round 1.*no checkpoint"),
+    "generator": ("fedgen", {"generator_lr": 1e38, "generator_steps": 3}, None, r"the server's .* round 1.*no checkp"),
+}
+
+
+@pytest.mark.parametrize(("name", "own", "method", "sentence"), DIVERGING.values(), ids=DIVERGING.keys())
+def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path, name, own, method, sentence):
+    config, chosen = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run", "public_samples": 32} | own)
+    with pytest.raises(UserError, match=sentence):
+        run(config, method or chosen)
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in sentence)
+
+
+def test_an_exchange_that_is_not_finite_is_named_and_never_saved(tmp_path):
+    task = {"task": "digits_domains", "models": "mlp", "pretrain_epochs": 0, "public_samples": 64, "public_batch": 32}
+    small = {"local_epochs": 1, "batch_size": 64, "lanes": 1, "quiet": True, "rounds": 2}
+    config, _ = build(task | small | {"method": "fedmd", "run_dir": tmp_path / "run"})
+    with pytest.raises(UserError, match=r"loss of client 0, .* is not finite .*round 1.*no checkpoint"):
+        run(config, Disagreeing(distance="squared"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def test_a_loss_that_is_not_finite_says_which_checkpoint_is_good_if_any(tmp_path):

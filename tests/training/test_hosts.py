@@ -30,19 +30,20 @@ class Ended(NamedTuple):
     err: str
 
 
-def start(*options, temporary, **variables):
+def start(*options, temporary, script=RUN, **variables):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     temporary.mkdir(exist_ok=True)
     variables = os.environ | CACHE | {"TMPDIR": str(temporary)} | variables
-    return subprocess.Popen([*RUN, *options], env=variables, **pipes)
+    return subprocess.Popen([*script, *options], env=variables, **pipes)
 
 
-def start_two(*options, temporary, patience=20, number=2):
+def start_two(*options, temporary, patience=20, number=2, script=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = [f"--coordinator=127.0.0.1:{port}", f"--processes={number}", f"--patience={patience}"]
-    return [start(*common, f"--process={i}", *options, temporary=temporary) for i in range(number)]
+    scripts = script or [RUN] * number
+    return [start(*common, f"--process={i}", *options, temporary=temporary, script=scripts[i]) for i in range(number)]
 
 
 def end(process, seconds=300):
@@ -202,6 +203,29 @@ def test_processes_with_clients_of_their_own_give_the_numbers_of_one_and_continu
             assert ended.code == 0, ended.err
         np.testing.assert_allclose(metrics(folders[str(number)]), metrics(folders["1"]), 1e-5)
     np.testing.assert_array_equal(metrics(folders["2"]), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["host", "disk"])
+def test_each_of_two_processes_reads_and_holds_about_half_of_samples_and_state(tmp_path, state):
+    """Every client takes part in every round, so each process looks at all that is its own; memory has large pages."""
+    script = [sys.executable, str(ROOT / "tests" / "shares.py")]
+    options = [
+        "--method=scaffold", "--momentum=0", "--data=stream", f"--client-state={state}", "--clients=160", "--beta=100",
+        "--rounds=2", "--fine-tune-epochs=0", "--min-samples=1", "--model=mcmahan_cnn", *SMALL, "--batch-size=8",
+    ]  # fmt: skip
+    processes = start_two(*options, f"--run-dir={tmp_path / 'run'}", "--quiet", temporary=tmp_path / "tmp", script=[
+        [*script, str(tmp_path / f"{i}.json"), "--device=cpu"] for i in range(2)
+    ])  # fmt: skip
+    for process in processes:
+        ended = end(process)
+        assert ended.code == 0, ended.err
+    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
+    print(found)
+    assert sum(one["samples"] for one in found) == found[0]["of_samples"]
+    for one in found:
+        assert 0.45 < one["samples"] / one["of_samples"] <= 0.55
+        assert 0.45 < one["state"] / one["of_state"] <= 0.55
 
 
 @pytest.mark.slow

@@ -1,0 +1,65 @@
+"""A run of the command line in one of several processes, which then says which share of the whole it has looked at.
+
+    python tests/shares.py FILE OPTIONS
+
+writes JSON to the file: `samples` (training samples that were read), `of_samples` (all there are), `state` (bytes of
+clients' states that are in memory or on disk) and `of_state` (those of all clients).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.data.mapped import Rows
+from fedjax_pcdd.engine.storage import OnDisk, OnHost
+
+read, made = {}, []
+
+
+def reading(self, numbers, into, original=Rows.read):
+    read.setdefault(id(self), (self, set()))[1].update(numbers.tolist())
+    original(self, numbers, into)
+
+
+def remember(cls):
+    original = cls._array
+
+    def _array(self, shape, dtype):
+        made.append((self, original(self, shape, dtype)))
+        return made[-1][1]
+
+    cls._array = _array
+
+
+def held(storage, array):
+    """Bytes that the system has given to an array in host memory, or to its file."""
+    if not array.nbytes:
+        return 0
+    if isinstance(storage, OnDisk):
+        return os.fstat(storage._file(array)).st_blocks * 512
+    first, last, inside, resident = array.ctypes.data, array.ctypes.data + array.nbytes, False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, value, *_ = line.split()
+        if not name.endswith(":"):  # a range of addresses, of which the next lines tell
+            start, stop = (int(x, 16) for x in name.split("-"))
+            inside = start < last and first < stop
+        elif inside and name == "Rss:":  # without pages of zeros that were only read
+            resident += int(value) * 1024
+    return min(resident, array.nbytes)
+
+
+Rows.read = reading
+remember(OnDisk)
+remember(OnHost)
+code = main(sys.argv[2:])
+biggest, numbers = max(read.values(), key=lambda entry: len(entry[0].array))
+found = {
+    "samples": len(numbers), "of_samples": len(biggest.array),
+    "state": sum(held(*one) for one in made), "of_state": int(np.sum([array.nbytes for _, array in made])),
+}  # fmt: skip
+Path(sys.argv[1]).write_text(json.dumps(found))
+sys.exit(code)
