@@ -160,9 +160,10 @@ def _entry(one: Ambiguity, columns: Sequence[Column]) -> list[str]:
 def _selection(results: Sequence[Result]) -> list[str]:
     """How much choosing the best round adds."""
     lines = ["## Best or last round", "", SELECTION, ""]
-    known = [r for r in results if "same_run_as" not in r and {"ga_best", "ga_last", "ga_mean_last10"} <= r.keys()]
+    needed = {"ga_best", "ga_best_round", "ga_last", "ga_mean_last10"}
+    known = [r for r in results if "same_run_as" not in r and all(r.get(name) is not None for name in needed)]
     for scale in dict.fromkeys(r["scale"] for r in known):
-        own = [r for r in known if r["scale"] == scale and r.get("ga_best_round") is not None]
+        own = [r for r in known if r["scale"] == scale]
         last, ten = (100 * np.mean([r["ga_best"] - r[name] for r in own]) for name in ("ga_last", "ga_mean_last10"))
         lines.append(f"- Scale {scale}, {len(own)} runs: {last:.2f} points over the last, {ten:.2f} over the last ten.")
     return [*lines, *([] if known else ["- Not measured yet."]), ""]

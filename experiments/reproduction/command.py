@@ -112,7 +112,8 @@ def _listed(options: Options, experiments: Path, papers: Path) -> str:
 
 
 def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
-    chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(only or "")]
+    start = f"{only}/" if only in {cell.table for cell in cells} else only or ""  # of Table 1, nothing of Table 11
+    chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(start)]
     if not chosen:
         tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
         raise UserError(f"--only={only} leaves no cell: the plan has {tables}.")

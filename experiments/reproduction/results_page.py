@@ -37,7 +37,7 @@ How to read it:
   says; without the tag they are as settled. Where a number is older than a preset or a default, its command carries the
   options with which it was run.
 - PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
-  does; the column "PA `last`" has the model after the last epoch. A claim about PA is judged by both; where they
+  does; the column "PA last" has the model after the last epoch. A claim about PA is judged by both; where they
   disagree it is not distinguishable.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
@@ -159,7 +159,7 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
     over = family([column.over_baseline(row, metric) for row in rows])
     last = metric == PA and any(row.values(PA_LAST) for row in rows)
     heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
-    heads += [("PA `last`",)] * last
+    heads += [("PA last",)] * last
     columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
     heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
     lines = tuple(

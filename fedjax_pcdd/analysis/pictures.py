@@ -25,12 +25,15 @@ PANELS = {
     "features": [("classes that a client has", "angle (degrees)", "existing"), ("all classes", "", "all")],
     "spectrum": [("over the rounds", "variance of top-50 eigenvalues", "variance")],
     "intra": [("", "intra-class loss", "loss")],
-}
+    "gradients": [("gradients before clipping", "norm", "norm"), ("clipped steps", "share", "clipped"),
+                  ("weights of the backbone", "norm", "weights")],
+}  # fmt: skip
 TITLES = {
     "angles": "angles between class vectors of the classifier",
     "features": "angles between mean features of classes",
     "spectrum": "spectrum of the features",
     "intra": "FedMR's intra-class loss",
+    "gradients": "local training",
 }
 
 
@@ -59,7 +62,7 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
     """Draw one quantity of one or several runs; nothing where it has no numbers.
 
     Args:
-      name: angles, features, spectrum or intra, or one from outside.
+      name: of `PANELS`, or one from outside.
       runs: lines of track.jsonl by the run's label; "" for a single run.
       path: of the PNG.
     """

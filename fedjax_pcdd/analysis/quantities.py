@@ -1,4 +1,4 @@
-"""What a run can track beside accuracy, round by round: angles, spectra, the intra-class loss.
+"""What a run can track beside accuracy, round by round: angles, spectra, the intra-class loss, norms of gradients.
 
 Each quantity is computed of one client's model right after local training, and of the global model. The compiled half
 sees a `View` and returns arrays; the host's half makes numbers of them. Letters: C classes, D features, S clients of
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from fedjax_pcdd.analysis.angles import Angles, class_angles
 from fedjax_pcdd.analysis.spectrum import class_eigenvalue_variance, class_spectra, eigenvalue_variance, mean_spectrum
 from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.models.pair import Pair, part
 from fedjax_pcdd.registry import Registry
 
 Numbers = dict[str, np.ndarray]
@@ -31,6 +33,7 @@ class Quantity(NamedTuple):
       of_server: of the global model's view, and test samples [n, B]; compiled.
       per_client: what the first returns, stacked over clients, as numbers of each client [S], nan where undefined.
       overall: what the second returns, the clients that count [S], and the labels [n, B], as a small mapping.
+      of_steps: whether the first reads `View.steps`.
     """
 
     help: str
@@ -38,6 +41,7 @@ class Quantity(NamedTuple):
     of_server: Callable[[View, jax.Array], Tree]
     per_client: Callable[[Tree], Numbers]
     overall: Callable[[Tree, np.ndarray, np.ndarray, int], dict[str, Any]]
+    of_steps: bool = False
 
 
 def _classifier_angles(view: View) -> Angles:
@@ -117,6 +121,16 @@ def _test_intra(view: View, probe: jax.Array) -> jax.Array:
     return one.mean()
 
 
+def _backbone_norm(view: View) -> jax.Array:
+    variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
+    return optax.tree.norm(variables["params"]["backbone"])
+
+
+def _client_steps(view: View) -> dict[str, jax.Array]:
+    count, norm, clipped = view.steps or jnp.full(3, jnp.nan)
+    return {"norm": norm / count, "clipped": clipped / count, "weights": _backbone_norm(view)}
+
+
 _OWN = {
     "angles": Quantity(
         "angles between the classifier's class vectors (FedGELA, Figure 2)",
@@ -135,6 +149,12 @@ _OWN = {
         "FedMR's intra-class loss, whatever the method trains (FedMR, Figure 7)",
         _client_intra, _test_intra, lambda found: {"loss": np.asarray(found, float)},
         lambda found, counts, labels, classes: {"loss": float(found)},
+    ),
+    "gradients": Quantity(
+        "norm of the gradients before clipping, share of clipped steps, norm of the backbone's weights",
+        _client_steps, lambda view, probe: _backbone_norm(view),
+        lambda found: {name: np.asarray(value, float) for name, value in found.items()},
+        lambda found, counts, labels, classes: {"weights": float(found)}, of_steps=True,
     ),
 }  # fmt: skip
 

@@ -7,32 +7,69 @@ is, and memory is that of the lanes, but the local training costs its time once 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import by_client
-from fedjax_pcdd.engine.jobs import Inputs
+from fedjax_pcdd.engine.jobs import Inputs, only
 from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
-from fedjax_pcdd.methods.method import Local, Message, Method
+from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.trees import select
 
 # Of (data, server, variables, row) of one client: anything small.
 Look = Callable[[Data, Tree, Tree, jax.Array], Tree]
 
+STEPS = "steps"  # collection of a watched client's variables
+
+
+class Steps(NamedTuple):
+    """What the steps of a client's local training have shown so far."""
+
+    count: jax.Array  # of them
+    norm: jax.Array  # sum of the gradients' norms before clipping
+    clipped: jax.Array  # how many were clipped
+
+    @classmethod
+    def none(cls) -> "Steps":
+        """Before the first one."""
+        return cls(*jnp.zeros((3,), jnp.result_type(float)))
+
+    def after(self, gradients: Tree, limit: jax.Array, apart: tuple[str, ...]) -> "Steps":
+        """With one more.
+
+        Args:
+          gradients: as the optimiser gets them.
+          limit: their largest norm, inf for any.
+          apart: parts of the parameters that are clipped each by itself; one of them is enough to be counted.
+        """
+        together = {name: tree for name, tree in gradients.items() if name not in apart}
+        norms = jnp.stack([optax.tree.norm(tree) for tree in (together, *(gradients[name] for name in apart))])
+        return Steps(self.count + 1, self.norm + jnp.sqrt((norms**2).sum()), self.clipped + (norms > limit).any())
+
+
+def without_steps(variables: Tree) -> Tree:
+    """The variables as the method knows them."""
+    return {name: tree for name, tree in variables.items() if name != STEPS}
+
 
 @struct.dataclass
 class Watched(Method):
-    """The local training of another method; what it uploads is what `look` finds, which may read the data."""
+    """The local training of another method; what it uploads is what `look` finds, which may read the data.
+
+    With `of_steps` the variables that `look` gets have a collection `STEPS`, which the other method never sees.
+    """
 
     inner: Any
     data: Any
     look: Look = struct.field(pytree_node=False)
+    of_steps: bool = struct.field(pytree_node=False, default=False)
 
     def traits(self):
         """The other method's, without its pass over the data."""
@@ -40,23 +77,34 @@ class Watched(Method):
 
     def download(self, server, client):
         """The other method's."""
-        return self.inner.download(server, client)
+        variables = self.inner.download(server, client)
+        return {**variables, STEPS: Steps.none()} if self.of_steps else variables
 
     def loss(self, variables, batch, context):
         """The other method's."""
-        return self.inner.loss(variables, batch, context)
+        return self.inner.loss(without_steps(variables), batch, _known(context))
 
     def regulariser(self, params, context):
         """The other method's."""
-        return self.inner.regulariser(params, context)
+        return self.inner.regulariser(params, _known(context))
 
     def trainable(self, params, context):
         """The other method's."""
-        return self.inner.trainable(params, context)
+        return self.inner.trainable(params, _known(context))
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """The other method's."""
-        return self.inner.local_update(evaluate, step, variables, batch, context)
+        """The other method's; of several steps that it asks for, the last one counts."""
+        gradients = []
+
+        def noted(given):
+            gradients.append(given)
+            return step(given)
+
+        loss, state, taken = self.inner.local_update(evaluate, noted, without_steps(variables), batch, _known(context))
+        if self.of_steps and gradients:
+            moved = only(self.trainable(variables["params"], context), gradients[-1])
+            state = {**state, STEPS: variables[STEPS].after(moved, context.hyper.clip, self.traits().apart)}
+        return loss, state, taken
 
     def upload(self, variables, summary, context):
         """The client's state as it was, and what is found."""
@@ -65,6 +113,11 @@ class Watched(Method):
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Nothing is tested."""
         return jnp.zeros((images.shape[0], model.num_classes))
+
+
+def _known(context: Context) -> Context:
+    """The context of the other method."""
+    return context._replace(start=without_steps(context.start))
 
 
 @full_precision
@@ -79,6 +132,8 @@ def look_after_training(
     plan: Plan | Shares,
     jobs: Jobs,
     round: jax.Array,
+    *,
+    of_steps: bool = False,
 ) -> Tree:
     """What is found in each job's model after the local training of a round, leaves [J, ...]; to be compiled.
 
@@ -87,9 +142,10 @@ def look_after_training(
       look: what is looked for.
       methods, hyper, data, keys, plan, jobs, round: as a `Simulation` hands them to its round.
       state: before the round, as fetched for these jobs.
+      of_steps: whether `look` is to know of the steps, too, see `Watched`.
     """
     program = replace(program, in_place=False)  # the state stays as it is
-    watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look)
+    watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
     one = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(keys[0], round), number))
     inputs = Inputs(watched, hyper, state.servers, data, jobs, one(jobs.number), round)
     return run_lanes(program, inputs, state, plan).message.each

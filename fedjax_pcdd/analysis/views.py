@@ -33,6 +33,7 @@ class View(NamedTuple):
     row: Any  # whose samples; None for those of all clients, each once
     present: jax.Array  # [C] bool, classes that the client has in training; [S, C] for a global model, of S clients
     tests: Samples | None = None  # all of them, where a client's model is looked at
+    steps: Any = None  # `Steps` of its local training, for quantities that are `of_steps`; None between rounds
 
 
 def class_vectors(view: View) -> jax.Array | None:

@@ -4,6 +4,7 @@
     fedjax-pcdd analyse features RUN...   feature angles (FedGELA, Figures 3 and 5); --output=PICTURE.png
     fedjax-pcdd analyse spectrum RUN...   eigenvalues of the features (FedMR, Table 7); --output=PICTURE.png
     fedjax-pcdd analyse intra RUN...      intra-class loss (FedMR, Figure 7); --output=PICTURE.png
+    fedjax-pcdd analyse gradients RUN...  norms of gradients, clipped steps, weights; --output=PICTURE.png
     fedjax-pcdd analyse traffic           uploads with and without prototypes (FedMR, Table 3), as with
                                                     --preset=fedmr/table3
     fedjax-pcdd analyse traffic RUN...    what runs sent

@@ -31,6 +31,8 @@ COLUMNS_OF = {
     "spectrum": [("variance", "global", "variance"), ("live dimensions", "global", "dimensions"),
                  ("within classes", "global", "class_variance"), ("clients' models", "local", "variance")],
     "intra": [("global", "global", "loss"), ("local", "local", "loss")],
+    "gradients": [("norm of gradients", "local", "norm"), ("clipped steps", "local", "clipped"),
+                  ("weights, local", "local", "weights"), ("weights, global", "global", "weights")],
 }  # fmt: skip
 PRINTED = {"spectrum": EIGENVALUES}  # and the metric under which a paper prints a number of theirs
 

@@ -135,7 +135,10 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
       UserError: there are no groups, or fewer.
     """
     if dataset.groups_train is None or dataset.groups_test is None:
-        raise UserError(f"data set '{dataset.name}' names no writers or domains: choose another `partition`.")
+        raise UserError(
+            f"data set '{dataset.name}' names no writers or domains: add domain_train and domain_test to its npz "
+            "(docs/data.md), or choose another `partition`."
+        )
     values, sizes = np.unique(dataset.groups_train, return_counts=True)
     if count > len(values):
         raise UserError(f"'{dataset.name}' has {len(values)} groups, not `clients={count}`: lower it or leave it out.")

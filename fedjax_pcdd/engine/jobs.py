@@ -131,15 +131,15 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
     def step_on(gradients):
         alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
         update = _optimiser(program, inputs, lane.job).update
-        return Step(*update(_only(moving, gradients), lane.optimiser, _only(moving, params), moving=moving))
+        return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), moving=moving))
 
     value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)
     alike(method, "local_update", "updates", updates, params, "the parameters are")
-    after = {**variables, **state, "params": optax.apply_updates(params, _only(moving, updates))}
+    after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
     alike(method, "local_update", "variables", after, variables, "download gave them")
     return lane._replace(variables=after, optimiser=optimiser, loss=lane.loss + scalar(method, "local_update", value))
 
 
-def _only(moving: Tree | None, tree: Tree) -> Tree:
+def only(moving: Tree | None, tree: Tree) -> Tree:
     """The tree with zeros where nothing is to move."""
     return tree if moving is None else jax.tree.map(lambda m, x: jnp.where(m, x, jnp.zeros_like(x)), moving, tree)

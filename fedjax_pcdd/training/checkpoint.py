@@ -7,7 +7,7 @@ It is *full* when it holds the clients; the others are server-only: good for eva
 Orbax writes synchronously in one worker thread of ours. Its own asynchronous mode holds the caller up for 12 to 30 ms
 (2-core CPU, small model), since it prepares folders and files before it returns; here that is 1 ms, the copy of the
 arrays. Its checksums do not cover the arrays' bytes: hence the CRCs. One run at a time may open a folder. Of a run in
-several processes the first writes, clients' states that others have included, and each reads those of its clients.
+several processes the first writes, and where each has the states of its clients alone, each writes and reads these.
 """
 
 import asyncio
@@ -32,13 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.mesh import distribute, own_copy
 from fedjax_pcdd.engine.storage import OnHost
 from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training import interrupts
-from fedjax_pcdd.training.client_log import Changed, ClientLog
-from fedjax_pcdd.training.hosts import in_turn
+from fedjax_pcdd.training.client_log import Changed, ClientLog, Part
+from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.loop import Callback, Progress, RoundReport, Run
 from fedjax_pcdd.training.metrics import History
 
@@ -57,6 +58,15 @@ class Restored(NamedTuple):
     server: Any
     clients: Any
     history: dict[str, Any]
+
+
+class _Taken(NamedTuple):
+    """What a checkpoint writes of clients' states that changed."""
+
+    rows: np.ndarray
+    values: list[np.ndarray]  # [n, ...] of those rows
+    states: Any  # of all clients
+    parts: list[Part]  # what other processes have written
 
 
 class Checkpoints:
@@ -93,6 +103,7 @@ class Checkpoints:
         self._worker = ThreadPoolExecutor(1, "checkpoint")
         self._writes = jax.process_index() == 0 and not read_only
         self._log, self._logs_all = ClientLog(self._folder.parent / "clients"), False
+        self._shared = False  # whether all processes know the log's folder
         self._manager: Any = None
         self._alias: tempfile.TemporaryDirectory | None = None  # another path, of plain characters
         if self._writes or read_only:
@@ -148,7 +159,7 @@ class Checkpoints:
         if not (self.is_due(round) or force):
             return False
         full = force or round // self._every % self._clients_every == 0
-        changed = self._taken(clients) if full and callable(clients) else None
+        changed = self._taken(round, clients) if full and callable(clients) else None
         if not self._writes:
             return False
         self.wait()
@@ -160,13 +171,25 @@ class Checkpoints:
         self._pending = self._worker.submit(self._write, round, parts, history, changed)
         return True
 
-    def _taken(self, clients: Callable) -> tuple[np.ndarray, list[np.ndarray], Any]:
-        """Rows that changed, their values, and the states of all clients; in several processes all take part."""
+    def _taken(self, round: int, clients: Callable) -> "_Taken":
+        """What changed of the states of this process's clients; in several processes the others write theirs now."""
         changed = cast(Changed, clients())
         if self._logs_all:  # as the log has nothing of the checkpoint that was resumed
             rows, self._logs_all = np.arange(len(jax.tree.leaves(changed.states)[0])), False
             changed = changed._replace(rows=rows)
-        return changed.rows, changed.values(), changed.states
+        own, me = changed.own(), jax.process_index()
+        values = own.values()
+        if changed.owners is None:
+            return _Taken(own.rows, values, changed.states, [])
+        if not self._shared:  # the others have a folder of their own, where they would write
+            self._log, self._shared = ClientLog(Path(told_by_first(str(self._log.folder)))), True
+        try:
+            part = Part(0, [0] * (1 + len(values))) if me == 0 else self._log.append_part(round, me, own.rows, values)
+        except OSError as error:
+            raise failed_write(error, self._log.folder) from error
+        told = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
+        parts = [Part(p, files.tolist()) for p, files in enumerate(told)][1:]
+        return _Taken(own.rows, values, changed.states, parts)
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
@@ -234,11 +257,10 @@ class Checkpoints:
             if self._alias is not None:
                 self._alias.cleanup()
 
-    def _write(self, round: int, parts: dict[str, Arrays], history: str, changed: Any) -> None:
+    def _write(self, round: int, parts: dict[str, Arrays], history: str, changed: "_Taken | None") -> None:
         if changed:
-            rows, values, states = changed
-            self._log.append(round, rows, values)
-            self._log.merge(min(self._manager.all_steps(), default=0), states)
+            self._log.append(round, changed.rows, changed.values, changed.parts)
+            self._log.merge(min(self._manager.all_steps(), default=0), changed.states)
         host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
         inventory = {part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()}
         logged = ', "logged": true' if changed else ""

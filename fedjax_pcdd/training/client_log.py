@@ -4,27 +4,30 @@ Before the first round states are functions of the seed, so they are made anew a
 folder named after its round, with the rows that changed since the entry before (`rows.npy`) and their values, a file
 for each array of a client's state; `entry.json` has their checksums and the round of the entry before. Entries that no
 checkpoint needs one by one are merged, so that the log holds no more than a few times the states.
+
+Of several processes each writes the rows of its own clients: the first those of the entry, another one a *part*, a
+folder `<round>.parts/<process>` that counts once the entry has its checksums.
 """
 
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.mesh import owners_of
 from fedjax_pcdd.engine.program import Tree
 
 SLACK = 2  # times the states' size that the entries may have before they are merged
+NOTHING: Mapping[str, int] = {}
 CHUNK = 2**24  # bytes of a file that are read at once
-NOTED, MERGED = "entry.json", "-merged"
+NOTED, MERGED, PARTS = "entry.json", "-merged", ".parts"
 
 
 class Changed(NamedTuple):
@@ -34,13 +37,22 @@ class Changed(NamedTuple):
     states: Tree  # of all clients, numpy arrays
     owners: np.ndarray | None = None  # of several processes the one that has each client's
 
-    def values(self) -> list[np.ndarray]:
-        """The states of the rows, in every process those of all; all take part."""
-        leaves = [leaf[self.rows] for leaf in jax.tree.leaves(self.states)]
+    def own(self) -> "Changed":
+        """Those of this process."""
         if self.owners is None:
-            return leaves
-        first = self.owners[self.rows], np.arange(len(self.rows))
-        return [np.asarray(multihost_utils.process_allgather(leaf))[first] for leaf in leaves]
+            return self
+        return self._replace(rows=self.rows[self.owners[self.rows] == jax.process_index()])
+
+    def values(self) -> list[np.ndarray]:
+        """The states of the rows, copied."""
+        return [leaf[self.rows] for leaf in jax.tree.leaves(self.states)]
+
+
+class Part(NamedTuple):
+    """What another process has written of an entry."""
+
+    process: int
+    files: list[int]  # their checksums
 
 
 class ClientLog:
@@ -50,18 +62,33 @@ class ClientLog:
         """Args: folder: made with the first entry."""
         self.folder = folder
 
-    def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
-        """Write the entry of a round."""
+    def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Part] = ()) -> None:
+        """Write the entry of a round, to which parts of other processes belong that are written already."""
         before = [r for r in self._entries() if r < round]
-        with self._writing(str(round), max(before, default=0)) as entry:
-            for name, array in zip(_names(len(values)), [rows, *values], strict=True):
-                np.save(entry / name, array)
+        names = _names(len(values))
+        theirs = {
+            f"../{round}{PARTS}/{p}/{name}": crc for p, crcs in parts for name, crc in zip(names, crcs, strict=True)
+        }
+        with self._writing(str(round), max(before, default=0), theirs) as entry:
+            _save(entry, rows, values)
+
+    def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> Part:
+        """Write this process's part of the entry of a round, and return when it is there."""
+        folder = self.folder / f"{round}{PARTS}" / str(process)
+        unfinished = folder.with_name(f"{process}.unfinished")
+        for old in (folder, unfinished):
+            shutil.rmtree(old, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _save(unfinished, rows, values)
+        _flush(unfinished)
+        unfinished.rename(folder)
+        return Part(process, [_checksum(folder / name) for name in _names(len(values))])
 
     def replay(self, round: int, states: Tree) -> None:
         """Bring initial states to what they were after a round, in place; those of this process's clients."""
         leaves = jax.tree.leaves(states)
-        for entry in self._needed(round):
-            rows, *values = (np.load(entry / name, mmap_mode="r") for name in _names(len(leaves)))
+        for folder in [part for entry in self._needed(round) for part in _parts(entry)]:
+            rows, *values = (np.load(folder / name, mmap_mode="r") for name in _names(len(leaves)))
             own = owners_of(rows, len(leaves[0])) == jax.process_index()
             for leaf, new in zip(leaves, values, strict=True):
                 leaf[rows[own]] = new[own]
@@ -81,7 +108,7 @@ class ClientLog:
 
     def discard_after(self, round: int) -> None:
         """Remove the entries of later rounds, and what a killed process left behind."""
-        kept = set(self._needed(round))
+        kept = {folder for entry in self._needed(round) for folder in (entry, _parts_of(entry))}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in kept:
                 shutil.rmtree(path)
@@ -89,21 +116,23 @@ class ClientLog:
     def merge(self, until: int, states: Tree) -> None:
         """Join the entries up to a round where they are much larger than the states of all clients."""
         entries, leaves = self._needed(until), jax.tree.leaves(states)
-        size = sum(file.stat().st_size for entry in entries for file in entry.iterdir())
+        parts = [part for entry in entries for part in _parts(entry)]
+        size = sum(file.stat().st_size for part in parts for file in part.iterdir())
         if len(entries) < 2 or size <= SLACK * sum(leaf.nbytes for leaf in leaves):
             return
-        changed = [np.load(entry / "rows.npy") for entry in entries]
+        changed = [np.load(part / "rows.npy") for part in parts]
         rows = np.unique(np.concatenate(changed))
         with self._writing(f"{_round(entries[-1])}{MERGED}", 0) as merged:
             np.save(merged / "rows.npy", rows)
             for name, leaf in zip(_names(len(leaves))[1:], leaves, strict=True):
                 shape = (len(rows), *leaf.shape[1:])
                 array = np.lib.format.open_memmap(merged / name, "w+", leaf.dtype, shape)
-                for entry, own in zip(entries, changed, strict=True):
-                    array[np.searchsorted(rows, own)] = np.load(entry / name, mmap_mode="r")
+                for part, own in zip(parts, changed, strict=True):
+                    array[np.searchsorted(rows, own)] = np.load(part / name, mmap_mode="r")
                 array.flush()
         for entry in entries:
             shutil.rmtree(entry)
+            shutil.rmtree(_parts_of(entry), ignore_errors=True)
 
     def _entries(self) -> dict[int, Path]:
         """By round; of what a merged entry holds, that alone."""
@@ -118,20 +147,40 @@ class ClientLog:
         return [path for r, path in self._entries().items() if r <= round]
 
     @contextmanager
-    def _writing(self, name: str, before: int) -> Iterator[Path]:
-        """A folder that becomes an entry, whole or not at all."""
+    def _writing(self, name: str, before: int, theirs: Mapping[str, int] = NOTHING) -> Iterator[Path]:
+        """A folder that becomes an entry, whole or not at all; checksums of files of other processes belong to it."""
         unfinished, path = self.folder / f"{name}.unfinished", self.folder / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
-        noted = {"before": before, "files": {file.name: _checksum(file) for file in sorted(unfinished.iterdir())}}
-        (unfinished / NOTED).write_text(json.dumps(noted))
-        for file in unfinished.iterdir():
-            with file.open("rb+") as opened:
-                os.fsync(opened.fileno())
+        files = {file.name: _checksum(file) for file in sorted(unfinished.iterdir())} | dict(theirs)
+        (unfinished / NOTED).write_text(json.dumps({"before": before, "files": files}))
+        _flush(unfinished)
         if path.exists():
             shutil.rmtree(path)
         unfinished.rename(path)
+
+
+def _parts_of(entry: Path) -> Path:
+    """Where other processes have written what belongs to an entry."""
+    return entry.with_name(f"{entry.name}{PARTS}")
+
+
+def _parts(entry: Path) -> list[Path]:
+    """The folders of an entry with rows: its own, and those of other processes."""
+    files = json.loads((entry / NOTED).read_text())["files"]
+    return [(entry / name).parent for name in files if name.endswith("rows.npy")]
+
+
+def _save(folder: Path, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:
+    for name, array in zip(_names(len(values)), [rows, *values], strict=True):
+        np.save(folder / name, array)
+
+
+def _flush(folder: Path) -> None:
+    for file in folder.iterdir():
+        with file.open("rb+") as opened:
+            os.fsync(opened.fileno())
 
 
 def _names(leaves: int) -> list[str]:

@@ -96,6 +96,11 @@ class SweepBar:
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("sweep", total=sum(rounds.values()))
 
+    @property
+    def completed(self) -> int:
+        """Rounds of all runs."""
+        return sum(self._done.values())
+
     def __enter__(self):
         self._progress.start()
         return self

@@ -15,7 +15,7 @@ import numpy as np
 from fedjax_pcdd.analysis.angles import etf_angle
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
-from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
+from fedjax_pcdd.analysis.trained import STEPS, look_after_training, look_between_rounds, without_steps
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.groups import Groups
@@ -72,7 +72,8 @@ class Tracker:
             )
         programs = [part.simulation.program for part in self.parts]
         pairs = [(program, partial(_look, program, self.names)) for program in programs]
-        self._after = [jax.jit(partial(look_after_training, *pair)) for pair in pairs]
+        of_steps = any(QUANTITIES.find(name).of_steps for name in self.names)
+        self._after = [jax.jit(partial(look_after_training, *pair, of_steps=of_steps)) for pair in pairs]
         self._between = [jax.jit(partial(look_between_rounds, *pair)) for pair in pairs]
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
@@ -170,7 +171,8 @@ def _with_tests(simulation: Any, data: Data) -> Data:
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
     """What one client's model shows."""
-    view = View(program, server, variables, data.train, row, data.class_counts[row] > 0, data.test)
+    model, present, steps = without_steps(variables), data.class_counts[row] > 0, variables.get(STEPS)
+    view = View(program, server, model, data.train, row, present, data.test, steps)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 

@@ -1,13 +1,16 @@
 """What is tracked of the models of a simulation: the global one, and the clients' right after local training."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 
 from fedjax_pcdd.analysis.angles import class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
+from fedjax_pcdd.analysis.trained import Steps
 from fedjax_pcdd.analysis.views import random_probe
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.losses.decorrelation import intra_class
@@ -140,3 +143,44 @@ def test_the_random_probe_holds_every_sample_once():
     assert np.unique(random_probe(1000, 3)).size == 7 * 128
     assert random_probe(5000, 3).shape == (10, 128)
     assert sorted(random_probe(60, 3)[0]) == list(range(60))
+
+
+def test_of_one_step_the_gradient_is_what_moved_the_weights():
+    known = {"cohort": 1, "lanes": 1, "epochs": 1, "batch_size": 64, "last_batch": "keep"}
+    for clip, share in ((None, 0.0), (0.01, 1.0)):
+        entry, *_ = tracked(toy.simulation(**known, clip=clip), ("gradients",), rounds=1)
+        _, _, after = tracked(toy.simulation(**known), ("gradients",), rounds=1)
+        before = toy.simulation(**known).start().servers.variables["params"]
+        moved = jax.tree.map(lambda w, v: (w - v) / 0.05 - 1e-4 * w, before, after.servers.variables["params"])
+        assert entry["gradients"]["local"]["norm"] == pytest.approx(float(optax.tree.norm(moved)), rel=1e-4)
+        assert entry["gradients"]["local"]["clipped"] == share
+
+
+def test_the_backbones_weights_are_measured_without_the_head():
+    entry, seen, state = tracked(toy.simulation(cohort=1, lanes=1), ("gradients",), rounds=1)
+    norm = float(optax.tree.norm(state.servers.variables["params"]["backbone"]))
+    assert entry["gradients"]["global"]["weights"] == pytest.approx(norm, rel=1e-5)
+    assert seen[0]["gradients"]["weights"] == pytest.approx([norm], rel=1e-5)  # the mean of one client
+
+
+def test_a_step_is_clipped_where_any_part_is():
+    gradients, limits = {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}, (4.5, 3.5, 2.0)
+    together, apart = ([Steps.none().after(gradients, limit, own) for limit in limits] for own in ((), ("b",)))
+    assert [float(one.clipped) for one in together] == [1, 1, 1]
+    assert [float(one.clipped) for one in apart] == [0, 1, 1]
+    assert all(float(one.norm) == pytest.approx(5) and one.count == 1 for one in (*together, *apart))
+
+
+@pytest.mark.parametrize("method", ["apfl", "fedsmoo", "scaffold"])
+def test_watching_the_steps_changes_no_training(method):
+    simulated = toy.simulation(method, cohort=5)
+    plain, watched = (seen_first(simulated, names) for names in (("intra",), ("intra", "gradients")))
+    np.testing.assert_allclose(watched["intra"], plain["intra"], rtol=1e-5)
+    assert (watched["gradients"]["norm"] > 0).all()
+
+
+def test_between_rounds_nobody_has_taken_a_step():
+    groups = toy.groups("fedmd")
+    entry = Tracker(("gradients",), groups, 0).entry(groups.start(), None, None)
+    assert entry["gradients"]["local"]["norm"] is None
+    assert entry["gradients"]["local"]["weights"] > 0

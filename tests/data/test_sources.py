@@ -18,7 +18,7 @@ import pytest
 
 from fedjax_pcdd.cli.prepare import prepare_main
 from fedjax_pcdd.data import npz, sources
-from fedjax_pcdd.data.dataset import sampler, subset
+from fedjax_pcdd.data.dataset import largest_groups, sampler, subset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
@@ -502,6 +502,11 @@ def test_cifar10_mean_is_the_normalisation_constant():
     dataset = real("cifar10")
     mean = dataset.x_train.mean(axis=(0, 1, 2)) / 255
     np.testing.assert_allclose(mean, sources.spec("cifar10").mean, atol=5e-4)
+
+
+def test_a_data_set_without_groups_says_which_arrays_would_name_them():
+    with pytest.raises(UserError, match=r"'digits' names no writers .* add domain_train and domain_test to its npz"):
+        largest_groups(sources.load("digits"), 3)
 
 
 def test_femnist_has_its_writers():

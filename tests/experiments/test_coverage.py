@@ -42,6 +42,7 @@ OF_TASK = (
     "pretrain_batch_size=32",
 )
 WITHOUT = {"solo": {"pretrain_epochs"}, "fedavg": {"pretrain_epochs", "public_samples"}}
+MEME = "mlp"  # of FML, whose own network would take minutes
 
 
 def given(words):
@@ -151,11 +152,12 @@ def clone(tmp_path_factory):
     }  # fmt: skip
     for name, arrays in made.items():
         np.savez(folder / "data" / f"{name}.npz", **arrays)
-    text = random.integers(97, 122, 60 * 400).astype(np.uint8)
-    start = np.arange(0, len(text), 200, dtype=np.int32)
+    length = 110  # of a speech; two a speaker make 46 samples for training
+    text = random.integers(97, 122, 60 * 2 * length).astype(np.uint8)
+    start = np.arange(0, len(text), length, dtype=np.int32)
     numbers = (np.arange(len(start)) // 2).astype(np.int16)
     speakers = {"speech_speaker": numbers, "speakers": np.array([f"s{i}" for i in range(60)])}
-    np.savez(folder / "data/shakespeare.npz", text=text, speech_start=start, speech_end=start + 200, **speakers)
+    np.savez(folder / "data/shakespeare.npz", text=text, speech_start=start, speech_end=start + length, **speakers)
     side = images(random, 65 * 80, 32, classes=65)
     names = np.array(["Art", "Clipart", "Product", "Real World"])
     domains = {"domain": (np.arange(65 * 80) // 65 % 4).astype(np.uint8), "domains": names}
@@ -172,8 +174,11 @@ def small(words):
     left_out = WITHOUT.get(method, set()) if task else set()
     every = OF_TASK if task else OF_DATA
     smaller = [f"--{one.replace('_', '-')}" for one in every if one.partition("=")[0] not in left_out]
+    if "fml" in method.split(","):
+        smaller.append(f"--meme={MEME}")
     if options.get("dataset") == "shakespeare" or "shakespeare" in options["preset"]:
-        smaller = [one for one in smaller if "model" not in one]
+        smaller = [one for one in smaller if "model" not in one and "batch" not in one]
+        smaller += ["--batch-size=64", "--clients=10", "--cohort=2"]
     return [*words, *smaller]
 
 
@@ -186,6 +191,7 @@ def reproduced(words, folder):
     settings = dict(one.split("=") for one in (OF_TASK if task else OF_DATA) if "quiet" not in one)
     if task:
         block["methods"] = [name for name in preset.methods if name not in WITHOUT]
+        block["own"] = {"fml": {"meme": MEME}}
     plan = folder / f"small-{options['only'].replace('/', '-')}.yaml"
     plan.write_text(yaml.safe_dump({"settings": settings, "blocks": [block]}))
     return [f"--scale={plan}", f"--only={options['only']}", "--data-dir=data", f"--results-dir={folder / 'results'}"]

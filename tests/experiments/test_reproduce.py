@@ -243,6 +243,18 @@ def test_the_command_line_lists_runs_and_prints_what_is_left(folders, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(planned(folders)) - 1
 
 
+def test_cells_of_table_1_are_none_of_table_11(folders, capsys):
+    base = folders.presets.parent
+    (folders.presets / "toy/table11.yaml").write_text(PRESET)
+    (base / "reproduction/tiny.yaml").write_text(PLAN + "  - {table: toy/table11, splits: [A]}\n")
+    flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny", "--list"]
+    listed = []
+    for only in ("toy/table1", "toy/table11", "toy"):
+        assert reproduce_main(base, [*flags, f"--only={only}"], base) == 0
+        listed.append({line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]})
+    assert listed == [{"toy/table1"}, {"toy/table11"}, {"toy/table1", "toy/table11", "toy/table2"}]
+
+
 @pytest.mark.parametrize(
     "flags", [["--only=fccl"], ["--scale=none"], ["--budget=1"], ["--budget-minutes=soon"], ["--budget-minutes=nan"]]
 )

@@ -17,6 +17,7 @@ from reproduction.columns import columns, with_means
 from reproduction.command import reproduce_main
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
+from reproduction.results_page import results_page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPERIMENTS = REPOSITORY / "experiments"
@@ -99,6 +100,23 @@ def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
     assert second.verdict == "not tried"
 
 
+def personal(method, pa, last=None):
+    """A made-up result with PA, and PA after the last epoch where the rule of its preset chooses on tests."""
+    return made_up(method, 50.0) | {"metrics": {"pa_pct": pa} | ({} if last is None else {"pa_last_pct": last})}
+
+
+@pytest.mark.parametrize(("last", "verdict"), [
+    ((85.0, 80.0), "one seed, same sign"), ((75.0, 80.0), "not distinguishable"), ((None, None), "one seed, same sign"),
+])  # fmt: skip
+def test_a_claim_about_pa_holds_only_where_pa_after_the_last_epoch_agrees(last, verdict):
+    printed = [Expected("A", name, "", "pa_pct", value, None, "", ()) for name, value in
+               (("fedmr", 90.0), ("fedavg", 85.0))]  # fmt: skip
+    results = [personal("fedmr", 92.0, last[0]), personal("fedavg", 90.0, last[1])]
+    expected = {"toy/table1": printed}
+    finding, _ = findings([CLAIM._replace(metric="pa_pct")], columns(results, expected), expected)
+    assert finding.verdict == verdict
+
+
 def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
     every = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
              for name in ("fedmr", "fedavg") for split in "AB"]  # fmt: skip
@@ -175,6 +193,27 @@ def test_the_committed_pages_are_what_the_committed_results_give():
     for name, text in pages(REPOSITORY / "results", EXPERIMENTS).items():
         committed = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
         assert committed == text, f"run python experiments/reproduce.py --page: docs/{name} is not what results/ gives"
+
+
+def test_pa_after_the_last_epoch_has_a_column_of_its_own_where_pa_is_chosen_on_tests():
+    printed = {"toy/table1": [Expected("A", "fedavg", "", "pa_pct", 85.0, None, "", ())]}
+    for result, known in ((personal("fedavg", 91.0, 83.5), True), (personal("fedavg", 91.0), False)):
+        every = columns([result], printed)
+        lines = results_page([result], every, printed, [], []).splitlines()
+        head = lines.index("### A · PA, %") + 2
+        cells = dict(zip(lines[head].split(" | "), lines[head + 2].split(" | "), strict=True))
+        assert (cells["seeds"], cells["paper"], cells["difference"]) == ("1", "85.00", "+6.00")
+        assert cells.get("PA last") == ("83.50" if known else None)
+
+
+def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
+    command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
+    own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/one.json").write_text(json.dumps({**made_up("fccl", 50.0), **own}))
+    text = write_pages(tmp_path / "results", EXPERIMENTS, tmp_path / "docs")[1].read_text(encoding="utf-8")
+    assert text.partition("the last ten rounds")[0].count("Scale") == 0
+    assert "- Not measured yet.\n" in text
 
 
 def test_pages_are_written_where_they_are_wanted(tmp_path):

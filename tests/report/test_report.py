@@ -275,6 +275,55 @@ def test_the_numbers_of_papers_for_targets_that_were_not_reached_are_strokes():
     assert aside(row(table, "fedrl")["cifar10-dir0.5 speed-up"]) == "1.50"
 
 
+def chosen(folder, split, method="fedavg", *, pa, last, rule="best_epoch"):
+    """A made-up run of the preset whose PA is chosen by a rule, with PA after the last epoch beside it."""
+    run = in_preset(folder, split, method, pa_protocol=rule)
+    words = f"rule {rule}"
+    (run / "summary.json").write_text(json.dumps({"pa_best": pa, "pa_last_best": last, "pa_protocol": words}))
+    return run
+
+
+@pytest.fixture
+def personal(tmp_path, cells, experiments):
+    """The table of PA beside the paper's."""
+    with open(experiments / "expected/toy_table1.csv", "a") as file:
+        file.write("A,fedavg,,pa_pct,81.0,,\nA,fedprox,,pa_pct,84.0,,\n")
+
+    def table():
+        tables = papers(collect([tmp_path / "runs"]), cells, experiments)
+        (one,) = [table for table in tables if table.columns[0].metric == "pa_pct"]
+        return one
+
+    return table
+
+
+def test_pa_that_is_chosen_on_tests_stands_beside_the_papers_and_pa_after_the_last_epoch_beside_it(tmp_path, personal):
+    chosen(tmp_path / "runs/a", "A", pa=0.9, last=0.8, rule="best_mean")
+    chosen(tmp_path / "runs/b", "A", "fedprox", pa=0.88, last=0.85)
+    table = personal()
+    assert table.headings == ["method", "A", "A last"]
+    fedavg, fedprox = (row(table, f"{name} (pa_protocol={rule})")
+                       for name, rule in (("fedavg", "best_mean"), ("fedprox", "best_epoch")))  # fmt: skip
+    assert (fedavg["A"].mean, fedavg["A"].difference) == (pytest.approx(90.0), pytest.approx(9.0))
+    assert (fedavg["A last"].mean, fedavg["A last"].beside) == (pytest.approx(80.0), None)
+    assert [fedprox[name].rank for name in ("A", "A last")] == [2, 1]
+
+
+@pytest.mark.parametrize("rule", ["last", "received", None])
+def test_pa_that_nobody_chooses_has_one_column(tmp_path, personal, rule):
+    chosen(tmp_path / "runs/a", "A", pa=0.8, last=0.8, rule=rule)
+    assert personal().headings == ["method", "A"]
+
+
+def test_a_report_says_by_which_rule_pa_was_measured_and_of_whom(tmp_path, cells):
+    chosen(tmp_path / "runs/a", "A", pa=0.9, last=0.8, rule="best_mean")
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert "PA: rule best_mean." in own_table(one).remarks
+    chosen(tmp_path / "runs/b", "A", "fedprox", pa=0.9, last=0.8)
+    (both,) = group(collect([tmp_path / "runs"]), cells)
+    assert re.search(r"PA: rule best_mean \(fedavg.*\); rule best_epoch \(fedprox.*\)\.", own_table(both).remarks)
+
+
 def spectra(folder, *variances):
     """Give a made-up run a track.jsonl, from its first round on."""
     rows = [{"round": r, "spectrum": {"global": {"variance": v}, "local": None}} for r, v in enumerate(variances, 1)]

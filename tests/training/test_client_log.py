@@ -88,6 +88,52 @@ def test_damage_is_noticed(tmp_path, damage):
     log.check(3)
 
 
+def written_by_three(folder, rounds=8):
+    """As `written`, each of three processes the rows of its own two clients."""
+    log, now, history = ClientLog(folder), states(), {}
+    rng = np.random.default_rng(1)
+    for r in range(1, rounds + 1):
+        rows = np.sort(rng.choice(6, 4, replace=False))
+        now["a"][rows], now["b"][0][rows] = rng.normal(size=(4, 2)), r
+        own = [rows[rows // 2 == p] for p in range(3)]
+        parts = [log.append_part(r, p, own[p], [now["a"][own[p]], now["b"][0][own[p]]]) for p in (1, 2)]
+        log.append(r, own[0], [now["a"][own[0]], now["b"][0][own[0]]], parts)
+        history[r] = {"a": now["a"].copy(), "b": [now["b"][0].copy()]}
+    return log, history
+
+
+def test_parts_of_several_processes_are_replayed_merged_and_removed_with_their_entries(tmp_path):
+    log, history = written_by_three(tmp_path)
+    for r in (1, 8):
+        assert_replays(log, r, history[r])
+    log.merge(5, states())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "5-merged",
+        *(f"{r}{x}" for r in (6, 7, 8) for x in ("", ".parts")),
+    }
+    assert_replays(log, 8, history[8])
+    log.append_part(
+        9, 1, np.array([2]), [np.zeros((1, 2), np.float32), np.zeros(1, int)]
+    )  # killed before the first wrote
+    log.discard_after(7)
+    assert {path.name for path in tmp_path.iterdir()} == {"5-merged", "6", "6.parts", "7", "7.parts"}
+    assert_replays(log, 7, history[7])
+
+
+def test_damage_of_a_part_is_noticed(tmp_path):
+    log, _ = written_by_three(tmp_path)
+    file = tmp_path / "4.parts" / "2" / "0.npy"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    log.check(3)
+    with pytest.raises(ValueError, match=r"entry 4 of .* is damaged"):
+        log.check(8)
+    shutil.rmtree(file.parent)
+    with pytest.raises(FileNotFoundError):
+        log.check(8)
+
+
 RUN = ["--method=scaffold", "--rounds=4", "--cohort=3", "--clients=8", "--local-epochs=1", "--fine-tune-epochs=0"]
 RUN += ["--lanes=1", "--train-samples=160", "--test-samples=40", "--tune=off", "--quiet"]
 

@@ -196,6 +196,8 @@ def test_processes_with_clients_of_their_own_give_the_numbers_of_one_and_continu
         ):
             assert ended.code == 0, ended.err
         np.testing.assert_allclose(metrics(folders[str(number)]), metrics(folders["1"]), 1e-5)
+        written = {path.name for path in (folders[str(number)] / "clients" / "3.parts").iterdir()}
+        assert written == {str(process) for process in range(1, number)}  # beside the first, each its own rows
     before = metrics(folders["2"])
     for number in (2, 3):
         shutil.rmtree(folders[str(number)] / "checkpoints" / "3")
