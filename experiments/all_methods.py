@@ -46,10 +46,11 @@ SECOND = {
     "fedcm": "--momentum=0 --lr=0.1", "mofedsam": "--momentum=0 --lr=0.1",
 }  # fmt: skip
 ROWS = (*METHODS, *(f"{method} {others}" for method, others in SECOND.items()))
-MEASURES = {
-    "ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, mean of last 10",
-    "pa_best": "PA best", "pa_last": "PA last",
-}  # fmt: skip
+MEASURES = ("ga_best", "ga_last", "ga_mean_last10", "pa_best", "pa_last")
+HEADINGS = (
+    *("GA best", "GA last", "GA, mean of last 10"),
+    *("PA after fine-tuning, best", "PA after fine-tuning, last", "PA in training, best", "PA in training, last"),
+)
 
 
 def path_of(table: str, row: str) -> Path:
@@ -100,16 +101,14 @@ def table(name: str) -> Table:
     for row in ROWS:
         if path_of(name, row).is_file():
             result = json.loads(path_of(name, row).read_text())
-            cells = [over_seeds(_percent(seed[key]) for seed in result["seeds"]) for key in MEASURES]
+            *ga, best, last = [over_seeds(_percent(seed[key]) for seed in result["seeds"]) for key in MEASURES]
+            tunes = METHODS[row.split()[0]]().traits().fine_tunes
+            cells = [*ga, best, last, Cell(), Cell()] if tunes else [*ga, Cell(), Cell(), best, last]
             failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
             note = f"{failed} of {all_seeds} seeds stopped: loss not finite" if failed else ""
             rows.append(Row(row, (*cells, Cell(text=result["version"]), Cell(text=note))))
     rows.sort(key=lambda row: -(row.cells[2].mean or 0))
-    columns = (
-        *(Column(text, digits=1, best=1) for text in MEASURES.values()),
-        Column("version"),
-        Column("", left=True),
-    )
+    columns = (*(Column(text, digits=1, best=1) for text in HEADINGS), Column("version"), Column("", left=True))
     missing = [row for row in ROWS if not path_of(name, row).is_file()]
     remarks = f"`python experiments/sweep.py --method=METHOD {TABLES[name]} --data-dir=DATA`. "
     remarks += f"{len(rows)} of {len(ROWS)} rows" + (f"; not run yet: {', '.join(missing)}." if missing else ".")

@@ -12,6 +12,7 @@ imported when it is first used, so that importing the package costs nothing.
 
 import ast
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     """A public name: a subpackage, or what a module of the package defines."""
     if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
+        # Python adds what may have been meant.
+        raise AttributeError(f"module '{__name__}' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = importlib.import_module(__name__ + (_HOMES[name] or f".{name}"))
     return getattr(module, name) if _HOMES[name] else module
 

@@ -2,9 +2,11 @@
 
 import difflib
 import errno
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(=[^`]*)?`")
 
@@ -42,6 +44,32 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(known)}."
+
+
+def as_path(value: Any, field: str) -> Path:
+    """A path as a user gives it; UserError for what is none.
+
+    >>> as_path("runs/a", "folder").name
+    'a'
+    """
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise UserError(f"takes a path, not {shortened(value)}.", field=field)
+    return Path(value)
+
+
+def shortened(value: Any) -> str:
+    """What a sentence shows of a value: a number or a word itself, of anything else its type.
+
+    >>> shortened(3), shortened("abc"), shortened([1, 2]), shortened(dict)
+    ('3', "'abc'", 'a list', 'the class dict')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, bool | int | float | str):
+        text = repr(value)
+        return text if len(text) <= 60 else text[:57] + "..."
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' or kind == 'ndarray' else 'a'} {kind}"
 
 
 def in_one_line(error: Exception) -> str:

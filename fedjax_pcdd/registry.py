@@ -49,10 +49,14 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that adds a part under a name; UserError for a name that is taken or cannot be typed."""
+        if not isinstance(name, str):
+            raise UserError(f"a {self.kind} is registered by a name: put it in brackets behind the decorator.")
         if not name or set(name) & set(":+,= "):
             raise UserError(f"'{name}' cannot be the name of a {self.kind}: use letters, digits, - and _.")
 
         def add(part: T) -> T:
+            if not callable(part) and type(part).__module__ == "builtins":
+                raise UserError(f"{part!r} cannot be a {self.kind}: register a class or a function.")
             known = self._parts.get(name)
             if known is not None and _identity(known) != _identity(part):
                 raise UserError(f"there is a {self.kind} '{name}' already: choose another name.")

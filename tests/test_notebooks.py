@@ -78,16 +78,21 @@ CELLS = (
     "figure = history.plot()",
     "figure",
     "fp.simulate(federation, lr=-1)",
+    "grid = {'method': ['fedavg', 'fedprox'], 'dataset': 'digits', 'clients': 3, 'min_samples': 1, 'lanes': 1,\n"
+    "        'train_samples': 200, 'rounds': 2, 'local_epochs': 1, 'fine_tune_epochs': 0}\n"
+    "results = fp.sweep(grid, folder='sweep', progress=True)",
 )
 
 
 @pytest.mark.slow
-def test_in_a_notebook_bars_move_in_place_figures_come_once_and_errors_speak_python():
+def test_in_a_notebook_bars_move_in_place_figures_come_once_and_errors_speak_python(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
-    nbclient.NotebookClient(notebook, timeout=500, allow_errors=True).execute()
-    bar, plotted, kept, again, error = (cell["outputs"] for cell in notebook["cells"])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=500, allow_errors=True, resources=resources).execute()
+    bar, plotted, kept, again, error, swept = (cell["outputs"] for cell in notebook["cells"])
     assert [output["data"]["text/plain"].partition("  ")[0] for output in bar] == ["round 2/2"]
+    assert [output["data"]["text/plain"].split("  ")[1] for output in swept] == ["round 4/4"]
     for outputs in (plotted, kept, again):
         assert ["image/png" in output["data"] for output in outputs] == [True]
     assert [(one["ename"], one["evalue"]) for one in error] == [("UserError", "lr must be above 0, not -1.")]

@@ -13,6 +13,7 @@ from method_pages import ROOT, method_page, overview
 
 # Files outside docs/ -> their paths in the site.
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "BUILD.md": "building.md", "benchmarks/README.md": "benchmarks/index.md"}
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w=.-]{1,28}(?![\w=.-])")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
@@ -64,6 +65,21 @@ def _present(nav: list, known: set[str]) -> list:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links as the site has them."""
     return relinked(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Options in running text are not cut at their hyphens."""
+    return whole_options(html)
+
+
+def whole_options(html: str) -> str:
+    """HTML whose short options stay in one line, but in blocks of code, which scroll.
+
+    >>> whole_options("<code>run --lr-decay=0.9</code>, <pre><code>run --lr=1</code></pre>")
+    '<code>run <span class="word">--lr-decay=0.9</span></code>, <pre><code>run --lr=1</code></pre>'
+    """
+    parts = re.split(r"(<pre.*?</pre>|<code>.*?</code>)", html, flags=re.DOTALL)
+    return "".join(OPTION.sub(r'<span class="word">\g<0></span>', x) if x.startswith("<code>") else x for x in parts)
 
 
 def relinked(markdown: str, path: str) -> str:

@@ -169,13 +169,18 @@ def bilateral(points: Iterable[tuple[float, float, float]]) -> Bilateral:
     return Bilateral(energies, means[:, 0], spread[:, 0], means[:, 1], spread[:, 1], seeds)
 
 
-def draw_bilateral(curves: dict[str, Bilateral], references: dict[str, tuple[float, float]], path: str | Path) -> None:
+def draw_bilateral(
+    curves: dict[str, Bilateral], references: dict[str, tuple[float, float]], path: str | Path, *, pa: str = "PA",
+    reference: str = "FedAvg",
+) -> None:  # fmt: skip
     """Write a PNG of GA beside PA (shares in [0, 1]) in percent over log10 E_W, a line a label.
 
     Args:
       curves: by label.
       references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
       path: of the PNG.
+      pa: what PA is called by the moment when it is measured.
+      reference: what the dashed lines are called beside PA.
     """
     from matplotlib.figure import Figure
 
@@ -188,8 +193,9 @@ def draw_bilateral(curves: dict[str, Bilateral], references: dict[str, tuple[flo
             panel.errorbar(np.log10(one.ew), 100 * mean, 100 * np.nan_to_num(spread), **bars)
             if fedavg is not None:
                 panel.axhline(100 * fedavg, color=look(i)[0], linestyle="--", linewidth=1)
-    for panel, title in zip(panels, ("generic accuracy (GA)", "personal accuracy (PA)"), strict=True):
-        frame(panel, title=title, across="log10 E_W; dashed: FedAvg", upwards="%")
+    titles = ("generic accuracy (GA)", "FedAvg"), (f"personal accuracy ({pa})", reference)
+    for panel, (title, dashed) in zip(panels, titles, strict=True):
+        frame(panel, title=title, across="log10 E_W" + (f"; dashed: {dashed}" if references else ""), upwards="%")
     panels[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 

@@ -5,7 +5,6 @@ Letters: n samples, K clients, C classes.
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,10 +15,13 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset, as_images, largest_groups
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.build import federate
-from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.training.fields import convert
 
+MOST_CLASSES = 100_000  # that are counted from labels: more are numbers of something else
 _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
 
 
@@ -37,8 +39,11 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
     >>> digits.x_train.shape, digits.num_classes
     ((1442, 8, 8, 1), 10)
     """
-    dataset = sources.load(name, data_dir)
-    _LOADED[dataset] = {"dataset": name, "data_dir": None if data_dir is None else Path(data_dir)}
+    if not isinstance(name, str):
+        raise UserError(f"takes the name of a data set, as 'digits', not {shortened(name)}.", field="name")
+    folder = None if data_dir is None else as_path(data_dir, "data_dir")
+    dataset = sources.load(name, folder)
+    _LOADED[dataset] = {"dataset": name, "data_dir": folder}
     return dataset
 
 
@@ -77,14 +82,31 @@ def from_arrays(
     >>> points.x_train.shape, points.x_train.ravel().tolist()
     ((2, 1, 2, 1), [0.0, 1.0, 0.5, 0.25])
     """
-    y_train, y_test = np.asarray(y_train), np.asarray(y_test)
+    y_train, y_test = _labels(y_train, "y_train"), _labels(y_test, "y_test")
     if num_classes is None:
-        largest = [int(y.max()) for y in (y_train, y_test) if y.size and y.dtype.kind in "iu"]
-        num_classes = max(largest, default=0) + 1
+        num_classes = 1 + max(int(y.max(initial=0)) for y in (y_train, y_test))
+        if num_classes > MOST_CLASSES:
+            raise UserError(f"a label is {num_classes - 1}: number the classes from 0, or give `num_classes`.")
     names = None if class_names is None else tuple(class_names)
     images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
+    if not len(images[0]):
+        raise UserError("x_train holds no samples: give at least one.")
     train, test = (None, None) if groups is None else map(np.asarray, groups)
     return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)
+
+
+def _labels(y: ArrayLike, name: str) -> np.ndarray:
+    """Labels [n]; UserError for what holds no integers from 0."""
+    try:
+        labels = np.asarray(y)
+    except ValueError as error:  # rows of several lengths
+        raise UserError(f"{name} must be one integer from 0 for each sample.") from error
+    labels = labels.astype(int) if not labels.size else labels
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
+        kind = f"{labels.dtype} {list(labels.shape)}"
+        least = f" from {labels.min()}" if labels.ndim == 1 and labels.dtype.kind in "iu" else ""
+        raise UserError(f"{name} must be one integer from 0 for each sample, [n], not {kind}{least}.")
+    return labels
 
 
 def partition(
@@ -124,14 +146,17 @@ def partition(
     >>> (federation.class_counts > 0).sum(1).tolist()
     [2, 2, 2, 2, 2]
     """
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"takes an fp.Dataset, as fp.from_arrays makes one, not {shortened(dataset)}.", field="dataset")
+    if not isinstance(kind, str):
+        raise UserError(f"takes a name, as 'dirichlet', not {shortened(kind)}.", field="kind")
+    options = {"beta": beta, "classes_per_client": classes_per_client, "seed": seed, "retry": retry}
+    options |= {"clients": clients, "min_samples": min_samples, "doubled": doubled}
+    read = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}
     if kind == "natural" and clients is not None:
-        dataset = largest_groups(dataset, clients)
+        dataset = largest_groups(dataset, read["clients"])
     kinds: Any = kind  # an unknown one is refused with the nearest
-    config = RunConfig(
-        partition=kinds, clients=clients, beta=beta, classes_per_client=classes_per_client, seed=seed, retry=retry,
-        min_samples=min_samples, doubled=doubled,
-    )  # fmt: skip
-    return federate(config, dataset)
+    return federate(RunConfig(partition=kinds, **read), dataset)
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:
@@ -152,6 +177,8 @@ def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -
     >>> narrow = model.clone(neck=1, neck_width=3)  # features of three numbers
     """
     data = data.dataset if isinstance(data, Federation) else data
+    if not isinstance(data, Dataset):
+        raise UserError(f"takes a data set or a federation, not {shortened(data)}.", field="data")
     return models.build(
         name, num_classes=data.num_classes, image_shape=data.x_train.shape[1:], text=data.text, norm=norm
     )

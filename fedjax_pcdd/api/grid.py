@@ -2,17 +2,23 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
-from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.fields import Option, options_of
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_preset
 
 WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
+SEARCH = {  # what a search takes beside its space
+    "trials": Option("trials", int, False, 20, low=1),
+    "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
+    "together": Option("together", int, False, 1, low=1),
+    "search_seed": Option("search_seed", int, False, 0, low=0),
+}
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 

@@ -14,19 +14,19 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 
-from fedjax_pcdd.analysis.curves import curve, frame, look, series
+from fedjax_pcdd.analysis.curves import IN_WORDS, curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
 
-CURVES = {"ga": "generic accuracy", "pa": "personal accuracy in training", "loss": "training loss"}
+CURVES = IN_WORDS | {"loss": "training loss"}
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
@@ -129,7 +129,7 @@ class History(TrainedModels):
         Raises:
           UserError: another suffix, a method without a global model, or safetensors is missing.
         """
-        path = Path(path)
+        path = as_path(path, "path")
         if path.suffix != ".safetensors":
             raise UserError(f"weights are saved as .safetensors, not as '{path.name}': choose such a name.")
         try:
@@ -189,12 +189,22 @@ class ShownOnce(Figure):
         plt.close(self)
 
 
-def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss")) -> Any:
+def _several(histories: Any) -> list[History]:
+    """A history or several; UserError for anything else, and for none."""
+    known = [histories] if isinstance(histories, History) else histories
+    if not isinstance(known, list | tuple) or not known or not all(isinstance(one, History) for one in known):
+        raise UserError(
+            f"takes at least one history that fp.simulate returned, not {shortened(histories)}.", "histories"
+        )
+    return list(known)
+
+
+def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", "loss")) -> Any:
     """Compare histories: a panel for each curve, a line for each history.
 
     Args:
-      histories: at least one.
-      what: curves, of "ga", "pa" and "loss".
+      histories: at least one, or a history.
+      what: one or several curves, of "ga", "pa" and "loss".
 
     Returns:
       A figure of pyplot.
@@ -204,6 +214,7 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
     """
     import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
 
+    histories, what = _several(histories), [what] if isinstance(what, str) else what
     size = (3.6 * len(what), 3.0)
     figure = plt.figure(FigureClass=ShownOnce, figsize=size, layout="constrained")
     panels = figure.subplots(1, len(what), squeeze=False)
@@ -219,12 +230,14 @@ def plot(histories: Sequence[History], what: Sequence[str] = ("ga", "pa", "loss"
 
 
 def table(histories: Sequence[History]) -> list[dict[str, Any]]:
-    """One row a history: its label, and best and last GA and PA as `experiments/run.py` reports them.
+    """One row a history: its label, best and last GA and PA as `experiments/run.py` reports them, and which PA.
 
     Raises:
       UserError: one of them is not finished, as in a callback.
     """
+    histories = _several(histories)
     for history in histories:
         if not history.summary:
             raise UserError(f"{history.label} is not finished: use history.to_table() during training.")
-    return [{"label": h.label} | {name: h.summary[name] for name in MEASURES} for h in histories]
+    columns = (*MEASURES, "pa_protocol")
+    return [{"label": h.label} | {name: h.summary[name] for name in columns} for h in histories]

@@ -26,14 +26,13 @@ from fedjax_pcdd.training.build import build_model, load
 from fedjax_pcdd.training.fields import load_mapping, read_text
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import PAPERS
-from fedjax_pcdd.training.progress import SweepBar
+from fedjax_pcdd.training.progress import SweepBar, pa_name
 
 PLAN = PAPERS / "leaderboard.yaml"
 SCORE = "ga_validation_best"
-MEASURES = {
-    "ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10", "pa_best": "PA best",
-    "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth",
-}  # fmt: skip
+GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10"}
+PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
+MEASURES = (*GA, *PA)
 SECTIONS = ("run", "splits", "networks", "seeds", "trials", "public")
 
 
@@ -124,6 +123,7 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
             {"seed": seed, **{name: one.get(name) for name in (*MEASURES, "seconds_per_round")}}
             if isinstance(one, dict) else {"seed": seed, "failed": one.sentence} for seed, one in enumerate(seeds)
         ],
+        "pa": next((pa_name(one) for one in seeds if isinstance(one, dict)), None),
         "floats": sent(plan, cell, trials[best], more),
         "command": shlex.join(["fedjax-pcdd", "sweep", *words]),
         "version": __version__,
@@ -157,21 +157,29 @@ def read_results(results: Path) -> list[dict[str, Any]]:
 
 def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:
     """All methods of a network and a split, by the mean GA of the last ten rounds."""
+    own = [one for one in results if (one["network"], one["split"]) == (network, split)]
+    moments = [pa for pa in dict.fromkeys(one.get("pa", "PA") for one in own) if pa]
+    measures = {("", name): heading for name, heading in GA.items()}
+    measures |= {(pa, name): heading.replace("PA", pa) for pa in moments for name, heading in PA.items()}
     rows = []
-    for one in results:
-        if (one["network"], one["split"]) == (network, split):
-            cells = [over_seeds(_percent(seed.get(name)) for seed in one["seeds"]) for name in MEASURES]
-            seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
-            chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
-            rows.append(Row(short_name(one["method"]), (
-                *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
-            )))  # fmt: skip
+    for one in own:
+        cells = [_accuracy(one, *measure) for measure in measures]
+        seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
+        chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
+        rows.append(Row(short_name(one["method"]), (
+            *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
+        )))  # fmt: skip
     rows.sort(key=lambda row: -(row.cells[2].mean or 0.0))
     columns = (
-        *(Column(heading, digits=1, best=0 if name == "pa_std" else 1) for name, heading in MEASURES.items()),
+        *(Column(text, digits=1, best=0 if name == "pa_std" else 1) for (_, name), text in measures.items()),
         Column("seconds a round"), Column("floats sent", digits=0), Column("chosen", left=True), Column("", left=True),
     )  # fmt: skip
     return ranked(Table(f"{split}, {network}", columns, tuple(rows)))
+
+
+def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Entry:
+    """A measure over seeds in percent; nothing of a PA that was measured at another moment."""
+    return over_seeds(_percent(seed.get(name)) for seed in result["seeds"] if moment in ("", result.get("pa", "PA")))
 
 
 def _percent(share: float | None) -> float | None:

@@ -19,7 +19,7 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import UserError, spelled
+from fedjax_pcdd.errors import UserError, as_path, nearest, spelled
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
@@ -201,7 +201,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
-    one = recorded(Path(folder), objects)
+    one = recorded(as_path(folder, "folder"), objects)
     one = one._replace(callbacks=as_callbacks(callbacks), last=[bar()] if progress else [])
     return finished(one)
 
@@ -233,6 +233,9 @@ def with_clients(rows: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[d
 def recorded(folder: Path, objects: Mapping[str, Any]) -> Asked:
     """A run that is continued, with the objects that config.yaml cannot describe; UserError where one is missing."""
     config, method = read_run(folder)
+    for name in objects:
+        if name not in Given._fields:
+            raise UserError(f"load_run takes no argument '{name}': {nearest(name, Given._fields)}")
     given, resolved = Given(**objects), {}
     with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
         resolved = RunFolder(folder).read_json(RESOLVED) or {}
@@ -263,7 +266,8 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     Raises:
       UserError: there is no run, no intact checkpoint, or an object is missing.
     """
-    files, one = RunFolder(Path(folder)), recorded(Path(folder), objects)
+    files = RunFolder(as_path(folder, "folder"))
+    one = recorded(files.path, objects)
     config = replace(one.config, devices="auto")
     parts = setup([(config, one.method)], one.given)
     start, generic = parts.simulation.start(), jax.vmap(parts.methods[0].generic_variables)

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fedjax_pcdd.api.grid import WHOLE, Experiment, summarise, values_of
+from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
-from fedjax_pcdd.api.sweep import Results, listed, run_stages
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.api.sweep import Results, listed, options_of_grid, run_stages
+from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.training.config import RESERVED
-from fedjax_pcdd.training.fields import Option, check
+from fedjax_pcdd.training.fields import convert
 from fedjax_pcdd.training.options import own_values
 
 ON_TEST = (
@@ -24,7 +24,6 @@ ON_TEST = (
     "`select_on=validation` with `validation=0.1` chooses on training samples that are held out."
 )
 EXAMPLE = "`lr=0.01:0.3:log`"
-COUNT = Option("trials", int, False, 20, low=1)
 ALONE = {"seed", *WHOLE, *RESERVED}  # options that are not searched
 
 
@@ -207,11 +206,13 @@ def search(
       UserError: a mistake in the space, a folder that holds other experiments, no trial that ended, or Optuna (the
         extra `search`) is missing.
     """
-    check(COUNT, trials)
+    arguments = {"trials": trials, "metric": metric, "search_seed": search_seed, "together": together}
+    read = {name: convert(SEARCH[name], str(value)) for name, value in arguments.items()}
     results: dict[str, Any] = {}
-    given = {name: ":".join(map(str, x)) if isinstance(x, tuple) else listed(x) for name, x in space.items()}
-    own = Search(given, results, metric=metric, seed=search_seed)
+    where, known = None if folder is None else as_path(folder, "folder"), options_of_grid(space, "space")
+    given = {name: ":".join(map(str, x)) if isinstance(x, tuple) else listed(x) for name, x in known.items()}
+    own = Search(given, results, metric=read["metric"], seed=read["search_seed"])
     if own.on_test:
         warn(ON_TEST)
-    steps = own.stages(trials, together)
-    return SearchResults(*run_stages(steps, results, Path(folder) if folder else None, progress=progress), results, own)
+    steps = own.stages(read["trials"], read["together"])
+    return SearchResults(*run_stages(steps, results, where, progress=progress), results, own)

@@ -15,7 +15,7 @@ from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, finished, load_run, recorded
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import Given
@@ -106,7 +106,7 @@ def simulate(
     named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
-    _check_objects(pipeline=pipeline, callback=callback)
+    _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume)
     chosen = methods.get(method)() if isinstance(method, str) else method
     config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
@@ -116,7 +116,7 @@ def simulate(
     asked = Asked(config, chosen, callbacks=told, last=[bar()] if progress else [], given=given)
     if run_dir is None:
         return finished(asked, label)
-    return _in_folder(asked, Path(run_dir), resume, label)
+    return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)
 
 
 def _so_far(run: Run, label: str, config: RunConfig, given: Given) -> History:
@@ -148,8 +148,12 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 
 
-def _check_objects(*, pipeline: Any, callback: Any) -> None:
+def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any) -> None:
     """UserError for an object that is not understood."""
+    if not isinstance(label, str | None):
+        raise UserError(f"takes a text, not {shortened(label)}.", field="label")
+    if not isinstance(resume, bool):
+        raise UserError(f"takes True or False, not {shortened(resume)}: the folder is `run_dir`.", field="resume")
     if not isinstance(pipeline, Pipeline | None):
         raise UserError(f"takes an fp.Pipeline, not {pipeline!r}.", field="pipeline")
     if not (callback is None or callable(callback)):

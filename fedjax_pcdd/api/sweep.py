@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
@@ -22,16 +23,17 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.engine.devices import free_memory
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, RunConfig, values
+from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_run
-from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
+from fedjax_pcdd.training.progress import CellBar, PartOfSweep, SweepBar
 from fedjax_pcdd.training.tasks import has_participants
 
 # Run options that may differ within a program, beside a method's traced hyper-parameters: numbers of the local
@@ -44,6 +46,7 @@ FREE = {
 MOST = 16  # more gain little
 COPIES = 6  # of a state: before and after a round, what its jobs wrote, the best one, and two for a checkpoint
 CLAIMS = "claims"  # folder of the locks of experiments, and of the sentences with which some failed
+TOGETHER = Option("together", int, True, None, low=1)
 PAUSE = 1.0  # seconds between two looks at what other processes have done
 
 
@@ -320,9 +323,25 @@ def sweep(
     Raises:
       UserError: a mistake in the grid, or a folder that holds other experiments; nothing is run then.
     """
-    results: dict[str, Any] = {}
-    steps = stages({name: listed(value) for name, value in grid.items()}, results)
-    return Results(*run_stages(steps, results, Path(folder) if folder else None, together, progress), results)
+    given, results = options_of_grid(grid, "grid"), {}
+    if together is not None:
+        together = convert(TOGETHER, str(together))
+    where = None if folder is None else as_path(folder, "folder")
+    steps = stages({name: listed(value) for name, value in given.items()}, results)
+    return Results(*run_stages(steps, results, where, together, progress), results)
+
+
+def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
+    """A dictionary of options, each with names or numbers; UserError for anything else, and what is for one run."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"takes a dictionary of options, not {shortened(given)}.", field=field)
+    for name, value in given.items():
+        if name in ("run_dir", "resume", "coordinator"):
+            raise UserError("is for one run: use `folder` for a sweep's.", field=name)
+        for one in value if isinstance(value, list | tuple | range) else [value]:
+            if not isinstance(one, str | bool | int | float | np.number | Path | None):
+                raise UserError(f"takes names and numbers in a sweep, not {shortened(one)}.", field=str(name))
+    return given
 
 
 def run_stages(
@@ -337,6 +356,8 @@ def run_stages(
       together, progress: as in `sweep`.
     """
     experiments: list[Experiment] = []
+    console = Console(quiet=not progress)
+    cell = CellBar() if progress and console.is_jupyter else None
     for stage in steps:
         pairs = [configure(one.given) for one in stage]
         folder = folder or sweep_folder(pairs)
@@ -344,7 +365,7 @@ def run_stages(
         part = Sweep(planned, folder, lambda name, error: warn(f"{name}: {error.sentence}"))
         rounds = {name: one.config.rounds for name, one in part.left.items()}
         experiments += stage
-        results |= part.run(SweepBar(rounds, Console(quiet=not progress)), together)
+        results |= part.run(SweepBar(rounds, console, cell), together)
     return folder or Path(), experiments
 
 

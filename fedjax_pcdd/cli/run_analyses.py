@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd.analysis.burden import Burden, draw_burdens
+from fedjax_pcdd.analysis.pictures import Bilateral, draw, draw_bilateral, draw_columns
 from fedjax_pcdd.analysis.pictures import bilateral as averaged
-from fedjax_pcdd.analysis.pictures import draw, draw_bilateral, draw_columns
 from fedjax_pcdd.analysis.traffic import COLUMNS, Traffic, as_printed, in_words, upload
 from fedjax_pcdd.analysis.traffic import traffic as counted
 from fedjax_pcdd.data import sources
@@ -20,6 +20,7 @@ from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model
 from fedjax_pcdd.training.config import parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
+from fedjax_pcdd.training.progress import with_pa_named
 
 Options = dict[str, str]
 TABLE3 = "fedmr/table3"
@@ -192,43 +193,53 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
 
 def bilateral(records: list[RunRecord], given: Options) -> str:
     """GA and PA against E_W (FedGELA, Figure 4)."""
-    groups, fedavg = _by_ew(records)
+    groups, fedavg, summaries = _by_ew(records)
     if not groups:
         raise UserError("none of these runs has an E_W: sweep `ew=1,4,16` of fedgela.")
     curves = {label: averaged(points) for label, points in groups.items()}
     means = {label: np.mean(points, axis=0) for label, points in fedavg.items()}
     references = {label: tuple(means[name]) for label in curves if (name := label.removesuffix(" (linear)")) in means}
+    pa, reference = (with_pa_named("PA", summaries[own]) for own in (True, False))
+    fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
-        draw_bilateral(curves, references, given["output"])
-    lines = []
-    for label, one in curves.items():
-        for ew, ga, ga_std, pa, pa_std, seeds in zip(*one, strict=True):
-            percent = [f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if seeds > 1 else "") for mean, std in
-                       ((ga, ga_std), (pa, pa_std))]  # fmt: skip
-            lines.append([label, f"{ew:g}", *percent, str(seeds)])
-    for name, (ga, pa) in means.items():
-        lines.append([name, "FedAvg", f"{100 * ga:.2f}", f"{100 * pa:.2f}", str(len(fedavg[name]))])
+        draw_bilateral(curves, references, given["output"], pa=pa, reference=fedavg_pa)
+    lines = _energies(curves)
+    for name, (ga, own) in means.items():
+        lines.append([name, fedavg_pa, f"{100 * ga:.2f}", f"{100 * own:.2f}", str(len(fedavg[name]))])
     by = _chosen_on(records)
-    return table(["", "E_W", f"GA best on {by} (%)", f"PA best on {by} (%)", "seeds"], lines)
+    return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
 
 
-def _by_ew(
-    records: list[RunRecord],
-) -> tuple[dict[str, list[tuple[float, float, float]]], dict[str, list[tuple[float, float]]]]:
-    """By partition E_W, best GA and best PA of the runs that have an E_W, and both accuracies of FedAvg's."""
+def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], dict[bool, list[dict[str, Any]]]]:
+    """By partition E_W, best GA and best PA of runs with an E_W, both accuracies of FedAvg's, and the summaries of
+    the former (True) and of the latter."""
     groups: dict[str, list[tuple[float, float, float]]] = {}
     fedavg: dict[str, list[tuple[float, float]]] = {}
+    summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for record in records:
         summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
         ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
         if ga is None or pa is None:
             continue
+        if ew is not None or record.method == REFERENCE:
+            summaries[ew is not None].append(summary)
         if ew is not None:
             label = _partition_of(record) + (" (linear)" if hyper.get("scale") == "linear" else "")
             groups.setdefault(label, []).append((ew, ga, pa))
         elif record.method == REFERENCE:
             fedavg.setdefault(_partition_of(record), []).append((ga, pa))
-    return groups, fedavg
+    return groups, fedavg, summaries
+
+
+def _energies(curves: dict[str, Bilateral]) -> list[list[str]]:
+    """A line for each E_W of each curve, in percent."""
+    lines = []
+    for label, one in curves.items():
+        for ew, ga, ga_std, own, own_std, seeds in zip(*one, strict=True):
+            percent = [f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if seeds > 1 else "") for mean, std in
+                       ((ga, ga_std), (own, own_std))]  # fmt: skip
+            lines.append([label, f"{ew:g}", *percent, str(seeds)])
+    return lines
 
 
 def _chosen_on(records: list[RunRecord]) -> str:

@@ -10,26 +10,28 @@ of run.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
+from fedjax_pcdd.api.grid import SEARCH
 from fedjax_pcdd.cli.messages import flag, guarded, sentence
 from fedjax_pcdd.cli.options import scan
-from fedjax_pcdd.cli.sweep import conclude, own_options, train
+from fedjax_pcdd.cli.sweep import CONSOLE, conclude, own_options, status, train
+from fedjax_pcdd.report.tables import terminal
 from fedjax_pcdd.training.fields import Option
 
-OPTIONS = {
-    "trials": Option("trials", int, False, 20, low=1),
-    "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
-    "together": Option("together", int, False, 1, low=1),
-    "search_seed": Option("search_seed", int, False, 0, low=0),
-    "sweep_dir": Option("sweep_dir", Path, True, None),
-}
+if TYPE_CHECKING:
+    from fedjax_pcdd.api.sweep import Sweep
+
+OPTIONS = {**SEARCH, "sweep_dir": Option("sweep_dir", Path, True, None), "status": Option("status", bool, False, False)}
 HELP = f"""{__doc__}
 --trials=N          suggestions in all (default: 20), the first ten at random; the same command with more goes on
 --metric=ga|pa      what is maximised: the best round of it, chosen on the samples that --select-on names
 --together=N        trials that are suggested at once and, where options allow it, trained as one program (default: 1)
 --search-seed=N     of the suggestions (default: 0)
---sweep-dir=DIR     the folder of the trials; by default one below runs/ that is named by the first of them"""
+--sweep-dir=DIR     the folder of the trials; by default one below runs/ that is named by the first of them
+--status            shows which trials are done, failed and left of those suggested so far, and runs nothing
+
+A search is one process, since a suggestion follows from the results before it: there is no --workers as of sweep."""
 
 
 def search_main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +51,16 @@ def _main(argv: Sequence[str]) -> int:
     search = Search(given, results, metric=own["metric"], seed=own["search_seed"])
     if search.on_test:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
-    folder, _ = train(search.stages(own["trials"], own["together"]), results, own["sweep_dir"])
+    stages, known = search.stages(own["trials"], own["together"]), []
+
+    def before(part: "Sweep", folder: Path) -> bool:
+        known.extend(part.standings())
+        return not (own["status"] and part.left)
+
+    folder, _ = train(stages, results, own["sweep_dir"], before=before)
+    if own["status"]:
+        CONSOLE.print(terminal(status(known)))
+        return 0
     best = search.best()
     code = conclude(folder, search.rows(), given, tuple(best))
     print(f"best: {' '.join(f'{flag(name)}={text}' for name, text in best.items())}")

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fedjax_pcdd.data.dataset import Dataset, as_images, stratified
-from fedjax_pcdd.errors import UserError, in_one_line, nearest
+from fedjax_pcdd.errors import UserError, as_path, in_one_line, nearest, shortened
 
 TEST_SHARE = 0.2
 _TESTS = ("test", "validation", "val", "valid")
@@ -40,6 +40,8 @@ def from_huggingface(
         raise UserError(f"the data set has no split train, but {', '.join(map(str, splits))}: name its splits so.")
     train, test = splits["train"], next((splits[key] for key in _TESTS if key in splits), None)
     features = getattr(train, "features", None) or {}
+    if not features:
+        raise UserError(f"from_huggingface takes what datasets.load_dataset returns, not {shortened(dataset)}.")
     image = _column(features, image, "Image", _IMAGES, "images")
     label = _column(features, label, "ClassLabel", _LABELS, "labels")
     parts = []
@@ -76,6 +78,9 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
     Raises:
       UserError: images differ in size, or labels are no integers.
     """
+    for part in (train, test):
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            raise UserError(f"from_torch takes data sets with a length and samples by number, not {shortened(part)}.")
     parts = [(*_samples(part), None) if part is not None else ([], [], None) for part in (train, test)]
     return _dataset(parts, getattr(train, "classes", None), name)
 
@@ -101,7 +106,7 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     Raises:
       UserError: there are no classes, a file is no image, or images differ in size.
     """
-    root = Path(path).expanduser()
+    root = as_path(path, "path").expanduser()
     train = root / "train" if (root / "train").is_dir() else root
     test = next((root / key for key in _TESTS if (root / key).is_dir()), None) if train != root else None
     classes = _visible(train, Path.is_dir) if train.is_dir() else []

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
 from fedjax_pcdd.data.sources import spec
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.registry import Registry
 
 
@@ -53,6 +53,13 @@ class Pipeline:
     window: int = 0
 
     def __post_init__(self):
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list) or not all(isinstance(one, int | float) for one in values):
+                raise UserError(f"takes a number for each channel, as (0.5,), not {shortened(values)}.", field=name)
+            object.__setattr__(self, name, tuple(values))
+        if not all(one > 0 for one in self.std):
+            raise UserError("must be above 0, as images are divided by it.", field="std")
         if self.crop not in ("none", "reflect", "zero"):
             raise UserError(f"crop must be 'none', 'reflect' or 'zero', not {self.crop!r}.")
 

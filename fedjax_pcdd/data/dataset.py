@@ -108,7 +108,10 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     Raises:
       UserError: it holds something else, or numbers that are not finite.
     """
-    x = np.asarray(x)
+    try:
+        x = np.asarray(x)
+    except ValueError as error:
+        raise UserError(f"{name} holds samples of several sizes: give all the same.") from error
     if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")

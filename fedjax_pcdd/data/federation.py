@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
-from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, whole_numbers
+from fedjax_pcdd.errors import UserError, shortened
 
 MOST_LABELLED_CELLS = 300
 MOST_DRAWN_CLIENTS = 2000  # of more every n-th is drawn
@@ -38,8 +38,14 @@ class Federation:
     validation: Lists | None = None
 
     def __post_init__(self):
+        if not isinstance(self.dataset, Dataset):
+            raise UserError(f"fp.Federation takes a data set first, not {shortened(self.dataset)}.")
+        if not isinstance(self.partition, Partition):
+            raise UserError(f"fp.Federation takes an fp.Partition second, not {shortened(self.partition)}.")
         if not 1 <= len(self.partition.train) == len(self.partition.test):
             raise UserError("a partition needs as many test lists as training lists, and at least one.")
+        for part, lists in zip(("training", "test"), self.partition, strict=True):
+            whole_numbers(lists, "the partition", part)
         object.__setattr__(self, "partition", Partition(*map(Lists.of, self.partition)))
         for lists, y in zip(self._lists, (self.dataset.y_train, self.dataset.y_test), strict=True):
             if lists.flat.size and not (lists.flat.min() >= 0 and lists.flat.max() < len(y)):

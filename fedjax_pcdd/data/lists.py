@@ -148,11 +148,16 @@ def _nested(lists: Any) -> bool:
     return isinstance(lists, list | tuple | Lists) and (not len(lists) or np.ndim(lists[0]) == 1)
 
 
-def _integers(given: Any, samples: int, source: str, part: str) -> Lists:
+def whole_numbers(given: Any, source: str, part: str) -> None:
+    """UserError where the list of a client holds anything but whole numbers."""
     for k, one in enumerate(() if isinstance(given, Lists) else map(np.asarray, given)):
-        if one.size and (one.ndim != 1 or one.dtype.kind not in "iu"):
+        if one.ndim != 1 or (one.size and one.dtype.kind not in "iu"):
             kind = f"{one.dtype} {list(one.shape)}"
             raise UserError(f"{source}: the {part} list of client {k} must be integers [n], not {kind}.")
+
+
+def _integers(given: Any, samples: int, source: str, part: str) -> Lists:
+    whole_numbers(given, source, part)
     lists = Lists.of(given)
     outside = np.flatnonzero((lists.flat < 0) | (lists.flat >= samples))
     if len(outside):

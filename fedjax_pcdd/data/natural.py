@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, as_images
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.errors import UserError, failed_write, in_one_line
+from fedjax_pcdd.errors import UserError, failed_write, in_one_line, shortened
 
 META = "federation.json"
 _PARTS = ("train", "test")
@@ -112,7 +112,11 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
     files: dict[str, _Growing] = {}
     sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
     most = -1
+    if not isinstance(clients, Iterable):
+        raise UserError(f"takes the samples of one client after another, not {shortened(clients)}.", field="clients")
     for k, given in enumerate(clients):
+        if not isinstance(given, list | tuple) or len(given) not in (2, 4):
+            raise UserError(f"client {k} must be (x_train, y_train, x_test, y_test), not {shortened(given)}.")
         for part, (x, y) in zip(_PARTS, (given[:2], given[2:] or ((), ())), strict=True):
             y = np.asarray(y, None if len(y) else np.int32)
             sizes[part].append(len(y))

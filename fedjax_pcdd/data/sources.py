@@ -137,7 +137,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     where = f"looked for {file} and for a prepared TFDS data set in {folder}"
     if name in TFDS_NAMES:
-        command = f"python experiments/prepare.py {name} --data-dir={root}"
+        command = f"fedjax-pcdd prepare {name} --data-dir={root}"
         return f"The data set '{name}' was not found ({where}); prepare it by: {command}"
     if name in DATASETS:
         holds = _CONTENTS.get(name, _ARRAYS)
@@ -193,7 +193,7 @@ def read_tfds(folder: str | os.PathLike, name: str) -> Dataset:
     try:
         return _from_builder(tfds.builder_from_directory(folder), name)
     except NotImplementedError as error:
-        again = f"remove it and prepare it anew by: python experiments/prepare.py {name} --data-dir=..."
+        again = f"remove it and prepare it anew by: fedjax-pcdd prepare {name} --data-dir=..."
         raise UserError(f"{folder} is not in the array_record format; {again}") from error
     except ImportError as error:
         raise UserError(f"{folder} is read by array-record, which is missing: pip install array-record.") from error

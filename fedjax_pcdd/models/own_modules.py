@@ -268,7 +268,10 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     if not callable(part):
         raise UserError(f"model {name} must be a Flax module, or what returns one, not {type(part).__name__}.")
     own = inspect.isclass(part) and issubclass(part, nnx.Module)  # whose own signature is that of any NNX class
-    taken = inspect.signature(functools.partial(part.__init__, None) if own else part).parameters
+    try:
+        taken = inspect.signature(functools.partial(part.__init__, None) if own else part).parameters
+    except ValueError as error:  # of C, as int is
+        raise UserError(f"model {part!r} is no Flax module, nor a function that returns one.") from error
     needed = [
         key for key, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]

@@ -5,7 +5,7 @@ Accuracies are in percent but where a paper prints shares. A standard deviation 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.collect import RunRecord
@@ -24,7 +24,7 @@ from fedjax_pcdd.report.expected import (
 from fedjax_pcdd.report.grouping import Group, Names, differing, label, shared
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
-from fedjax_pcdd.training.progress import with_pa_named
+from fedjax_pcdd.training.progress import IN_TRAINING, pa_entries, pa_names, with_pa_named
 from fedjax_pcdd.training.protocols import needs_epochs
 
 # Entry of summary.json -> heading, for those that are accuracies.
@@ -44,13 +44,22 @@ Runs = Sequence[RunRecord]
 Key = tuple[str, str]  # split and metric of a printed number
 
 
+class Accuracy(NamedTuple):
+    """A column of accuracies."""
+
+    heading: str
+    entry: str  # of summary.json
+    moment: str = ""  # what PA is called that is measured then; "" for GA
+
+
 def own_table(group: Group) -> Table:
     """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
     known = [(entry.names, entry.runs) for entry in group.entries]
     targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
     rule = RULES.get(group.preset or "", BEST)
     summaries = [run.summary or {} for _, runs in known for run in runs]
-    columns = [Column(with_pa_named(heading, summaries), name, best=1) for name, heading in ACCURACIES.items()]
+    accuracies = _accuracies(summaries)
+    columns = [Column(one.heading, one.entry, best=1) for one in accuracies]
     spread = {n: heading for n, heading in SPREAD.items() if any(one.get(n) is not None for one in summaries)}
     columns += [Column(heading, name, best=-1 if name == "pa_std" else 1) for name, heading in spread.items()]
     columns.append(Column("s a round", SECONDS))
@@ -58,13 +67,32 @@ def own_table(group: Group) -> Table:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
     for names, runs in known:
-        rows[names] = [_of_summary(runs, name, 100.0) for name in (*ACCURACIES, *spread)]
+        rows[names] = [_accuracy(runs, one) for one in accuracies]
+        rows[names] += [_of_summary(runs, name, 100.0) for name in spread]
         rows[names].append(_of_summary(runs, SECONDS, 1.0))
         if targets:
             rows[names] += target_cells(runs, _references(known, names), rule)
     chosen = _differing(group, "selected_on", "Best rounds are chosen by samples of")
     notes = [_differing(group, "pa_protocol", "PA"), chosen, *[rule.sentence, MISSED] * targets]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
+
+
+def _accuracies(summaries: Iterable[Mapping[str, Any]]) -> list[Accuracy]:
+    """The columns; where PA was measured at several moments, each of these has its own."""
+    names = pa_names(summaries)
+    names = [*names, *({IN_TRAINING} - {*names})] if len(names) > 1 else names
+    ga = [Accuracy(heading, entry) for entry, heading in ACCURACIES.items() if entry.startswith("ga")]
+    pa = [(heading, entry) for entry, heading in ACCURACIES.items() if entry.startswith("pa")]
+    return ga + [Accuracy(heading.replace("PA", name), entry, name) for name in names for heading, entry in pa]
+
+
+def _accuracy(runs: Runs, asked: Accuracy) -> Cell:
+    """Of runs in percent; nothing where PA was not measured at the moment that the heading names."""
+    shares = []
+    for summary in (run.summary or {} for run in runs):
+        begins = pa_entries(summary).get(asked.moment) if asked.moment else "ga"
+        shares.append(summary.get(begins + asked.entry[2:]) if begins else None)
+    return over_seeds((None if share is None else 100.0 * share for share in shares), _lengths(runs))
 
 
 def _of_summary(runs: Runs, name: str, factor: float) -> Cell:

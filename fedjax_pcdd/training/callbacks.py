@@ -1,12 +1,13 @@
 """Small callbacks: early stopping, a profile, and functions of a user's own."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
@@ -21,6 +22,8 @@ class EarlyStopping(Callback):
           patience: evaluated rounds without a rise after which the run ends, at least 1.
           least: what counts as a rise, at least 0.
         """
+        if not isinstance(patience, int) or not isinstance(least, int | float):
+            raise UserError("early stopping takes a whole number of rounds as patience, and a number as least rise.")
         if patience < 1 or least < 0:
             raise UserError("early stopping needs a patience of at least 1 and a least rise of at least 0.")
         self.metric, self.patience, self.least = metric, patience, least
@@ -80,8 +83,9 @@ class Metrics(Callback):
 
     def __init__(self, functions: Mapping[str, Callable[[Run], float]]):
         """Args: functions: of the run, by the names that their numbers get in the rows."""
-        if not isinstance(functions, Mapping) or not all(map(callable, functions.values())):
-            raise UserError(f"takes a dictionary of functions of a run, not {functions!r}.", field="metrics")
+        known = functions if isinstance(functions, Mapping) else {None: None}
+        if not all(isinstance(name, str) and callable(of) for name, of in known.items()):
+            raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
         self.functions = functions
 
     def on_round(self, run: Run, report: RoundReport) -> None:
@@ -89,7 +93,14 @@ class Metrics(Callback):
         row = run.history.rows[-1]
         if taken := self.functions.keys() & row.keys():
             raise UserError(f"names '{min(taken)}', which every row has: choose another name.", field="metrics")
-        row |= {name: None if row["ga"] is None else float(of(run)) for name, of in self.functions.items()}
+        row |= {name: None if row["ga"] is None else _number(name, of(run)) for name, of in self.functions.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"'{name}' must give one number, not {shortened(value)}.", field="metrics") from error
 
 
 class Function(Callback):
@@ -104,6 +115,16 @@ class Function(Callback):
         return self.function(run, report)
 
 
+def _takes_two(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # of C, which does not tell
+        return True
+    return True
+
+
 def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     """Callbacks as a user gives them, functions among them; UserError for anything else."""
     if not isinstance(given, list | tuple):
@@ -111,4 +132,6 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     for one in given:
         if not isinstance(one, Callback) and (isinstance(one, type) or not callable(one)):
             raise UserError(f"takes fp.Callback objects and functions of a run and a report, not {one!r}.", "callbacks")
+        if not isinstance(one, Callback) and not _takes_two(one):
+            raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
     return [one if isinstance(one, Callback) else Function(one) for one in given]

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +62,20 @@ class _Lines(Callback):
         return "  ".join([*texts, self._left(run)])
 
     def _left(self, run: Run) -> str:
-        elapsed = time.perf_counter() - self._begun
-        seconds = math.ceil(elapsed / max(1, run.round - self._done) * (run.rounds - run.round))
-        minutes, seconds = divmod(seconds, 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+        return _left(self._begun, run.round - self._done, run.rounds - run.round)
 
 
-class _Notebook(_Lines):
-    """A bar in the output of a cell, which changes in place."""
+class CellBar:
+    """A bar in the output of a notebook's cell, which changes in place."""
 
-    def on_start(self, run: Run) -> None:
-        super().on_start(run)
+    def __init__(self):
         self._shown = None
 
-    def on_round(self, run: Run, report: RoundReport) -> None:
+    def show(self, done: int, total: int, text: str) -> None:
+        """Draw it, with words beside it."""
         from IPython.display import display  # pyright: ignore[reportMissingImports] -- a notebook has it
 
-        text = self._line(run)
-        html = f'<progress max="{run.rounds}" value="{run.round}"></progress> {text}'
+        html = f'<progress max="{total}" value="{done}"></progress> {escape(text)}'
         data = {"text/plain": text, "text/html": html}
         if self._shown is None:
             self._shown = display(data, raw=True, display_id=True)
@@ -86,12 +83,28 @@ class _Notebook(_Lines):
             self._shown.update(data, raw=True)
 
 
-class SweepBar:
-    """One bar for the rounds of all runs of a sweep; on a terminal only."""
+class _Notebook(_Lines):
+    def on_start(self, run: Run) -> None:
+        super().on_start(run)
+        self._bar = CellBar()
 
-    def __init__(self, rounds: Mapping[str, int], console: Console):
-        """Args: rounds: of each run, by its name."""
-        self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        self._bar.show(run.round, run.rounds, self._line(run))
+
+
+def _left(begun: float, done: int, missing: int) -> str:
+    """Time to go where so many rounds took the time since `begun`."""
+    seconds = math.ceil((time.perf_counter() - begun) / max(1, done) * missing)
+    minutes, seconds = divmod(seconds, 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+class SweepBar:
+    """One bar for the rounds of all runs of a sweep; on a terminal or in a notebook only."""
+
+    def __init__(self, rounds: Mapping[str, int], console: Console, cell: CellBar | None = None):
+        """Args: rounds: of each run, by its name; cell: where the bar is in a notebook."""
+        self._rounds, self._done, self._cell = rounds, dict.fromkeys(rounds, 0), cell
         columns = TextColumn("{task.description}"), BarColumn(), ROUNDS, TimeRemainingColumn()
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._progress.add_task("sweep", total=sum(rounds.values()))
@@ -102,6 +115,7 @@ class SweepBar:
         return sum(self._done.values())
 
     def __enter__(self):
+        self._begun = time.perf_counter()
         self._progress.start()
         return self
 
@@ -112,6 +126,10 @@ class SweepBar:
         """A run has completed so many rounds."""
         self._progress.update(self._task, advance=done - self._done[name], description=name)
         self._done[name] = done
+        if self._cell:
+            completed, total = self.completed, sum(self._rounds.values())
+            left = _left(self._begun, completed, total - completed)
+            self._cell.show(completed, total, f"{name}  round {completed}/{total}  {left}")
 
     def end(self, name: str) -> None:
         """A run is over, whether or not it came to its last round."""
@@ -140,10 +158,8 @@ def final_table(summary: Mapping[str, Any]) -> Table:
     table = Table("accuracy (%)", title_justify="left")
     for heading in ("best", "in round", "last", "std over clients", "worst tenth"):
         table.add_column(heading, justify="right")
-    rows, spread = {"ga": "GA", "pa": pa_name(summary)}, [_percent(summary.get(f"pa_{n}")) for n in ("std", "worst10")]
-    if "pa_local_best" in summary:
-        rows["pa_local"] = IN_TRAINING
-    for name, heading in rows.items():
+    spread = [_percent(summary.get(f"pa_{n}")) for n in ("std", "worst10")]
+    for heading, name in {"GA": "ga", **pa_entries(summary)}.items():
         best, last = (_percent(summary.get(f"{name}_{which}")) for which in ("best", "last"))
         round = summary.get(f"{name}_best_round")
         cells = spread if name == "pa" else ["-", "-"]
@@ -163,14 +179,32 @@ def pa_name(summary: Mapping[str, Any]) -> str:
     return IN_TRAINING if protocol.startswith("during training") else "PA"
 
 
-def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
-    """A heading in which PA has the name of `pa_name`, where that is the same for all summaries.
+def pa_entries(summary: Mapping[str, Any]) -> dict[str, str]:
+    """What begins the entries of PA in a summary, by the name of that PA; the first is that of the run's protocol.
 
-    >>> with_pa_named("PA best", [{"pa_protocol": "during training"}])
-    'PA in training best'
+    >>> pa_entries({"pa_protocol": "global model fine-tuned for 10 epochs", "pa_local_best": 0.5})
+    {'PA after fine-tuning': 'pa', 'PA in training': 'pa_local'}
     """
-    names = {pa_name(summary) for summary in summaries}
-    return heading.replace("PA", names.pop()) if len(names) == 1 else heading
+    return {pa_name(summary): "pa"} | ({IN_TRAINING: "pa_local"} if "pa_local_best" in summary else {})
+
+
+def pa_names(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What PA is called in some of them, each name once."""
+    return list(dict.fromkeys(map(pa_name, summaries)))
+
+
+def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
+    """A heading in which PA has the name of `pa_name`; where summaries have several, all of these.
+
+    >>> training, tuned = {"pa_protocol": "during training"}, {"pa_protocol": "global model fine-tuned for 2 epochs"}
+    >>> with_pa_named("PA best", [training]), with_pa_named("PA best", [training, tuned])
+    ('PA in training best', 'PA (in training, after fine-tuning) best')
+    """
+    names = pa_names(summaries)
+    if len(names) < 2:
+        return heading.replace("PA", names[0]) if names else heading
+    kinds = ", ".join(name.removeprefix("PA").strip() or "otherwise" for name in names)
+    return heading.replace("PA", f"PA ({kinds})")
 
 
 def show(summary: Mapping[str, Any], folder: Path, console: Console | None = None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.augment import prepare
@@ -79,8 +80,9 @@ class TrainedModels:
           images: [n, H, W, channels] uint8, as in the data set.
           client: whose model; None for the global one.
         """
-        simulation, server, state, row = self._trained(client or 0)
+        simulation, server, state, row = self._trained(0 if client is None else client)
         program, method = simulation.program, self.method
+        images = self._images(images)
         x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
         variables = self.variables if client is None else self.client_variables(client)
         features = forward(program.model, variables, x, train=False)[0].features
@@ -90,10 +92,19 @@ class TrainedModels:
         logits = method.logits(program.model, variables, x, server, state.clients, facts, scope="personal")
         return Outputs(features, logits)
 
+    def _images(self, images: ArrayLike) -> np.ndarray:
+        """Images [n, H, W, channels] as those that were trained on; UserError for others."""
+        given, wanted = np.asarray(images), self.federation.image_shape
+        if not len(given.shape) or not given.size or given.dtype.kind not in "biuf" or given.shape[1:] != wanted:
+            shape = ", ".join(map(str, wanted))
+            kind = f"{given.dtype} {list(given.shape)}"
+            raise UserError(f"takes at least one image as those of the data set, [n, {shape}], not {kind}.", "images")
+        return given
+
     def _trained(self, client: int) -> tuple[Simulation, Tree, State, int]:
         """Of a client: the simulation that trains it, its server, its state, and its row."""
         clients = self.federation.num_clients
-        if not 0 <= client < clients:
+        if not isinstance(client, int | np.integer) or not 0 <= client < clients:
             raise UserError(f"there is no client {client}: choose one in [0, {clients}).")
         part = next(part for part in parts_of(self.simulation) if client in part.members)
         state, own = part.of(self.state), part.members.index(client)

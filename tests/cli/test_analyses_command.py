@@ -94,6 +94,18 @@ def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
     assert (tmp_path / "b.png").is_file()
 
 
+def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):
+    moments = {"fedgela": "during training", "fedavg": "global model fine-tuned for 10 epochs"}
+    for method, protocol in moments.items():
+        origin = {"hyperparameters": {"ew": 1.0}} if method == "fedgela" else {}
+        folder = write_run(tmp_path / method, method=method, origin=origin)
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"pa_protocol": protocol}))
+    heads, _, *rows = said(capsys, "bilateral", tmp_path).splitlines()
+    assert "PA in training best on test (%)" in heads
+    assert [row.split("|")[2].strip() for row in rows] == ["1", "FedAvg, PA after fine-tuning"]
+
+
 def test_a_partition_is_drawn_without_training(tmp_path, capsys):
     picture = tmp_path / "p.png"
     text = said(capsys, "partition", "--partition=pcdd", "--clients=5", "--classes-per-client=2", f"--output={picture}")

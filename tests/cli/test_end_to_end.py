@@ -111,7 +111,7 @@ BAD = {
     "unknown method": (["--method=fedgella"], "fedgela"),
     "unknown model": (["--model=simple_cn"], "simple_cnn"),
     "unknown data set": (["--dataset=digit"], "digits"),
-    "missing data set": (["--dataset=cifar10", "--data-dir=."], "experiments/prepare.py cifar10"),
+    "missing data set": (["--dataset=cifar10", "--data-dir=."], "fedjax-pcdd prepare cifar10"),
     "unknown option": (["--bta=0.1"], "--beta"),
     "another method's option": (["--method=fedprox", "--ew=5"], "fedgela"),
     "beta of zero": (["--beta=0"], "--beta"),

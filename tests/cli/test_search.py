@@ -100,6 +100,11 @@ def test_a_search_is_a_sweep_that_python_reads_and_more_trials_continue(tmp_path
     assert ran == ["trial-002"]
     assert results.best == {"lr": rows[0]["lr"]}
     assert len(results.load(results.table()[0]["experiment"])) == 1
+    before = sorted(folder.iterdir())
+    assert search_main([*words, "--trials=4", f"--sweep-dir={folder}", "--status"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 done, 0 running, 1 waiting, 0 failed" in shown  # the third is suggested, as nothing was written of it
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_search_on_test_samples_says_so():

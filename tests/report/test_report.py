@@ -501,6 +501,20 @@ def test_accuracy_before_and_after_fine_tuning_have_different_names(tmp_path, ex
     assert {"PA after fine-tuning best", "PA after fine-tuning last", "PA std over clients"} < set(headings)
 
 
+def test_accuracies_of_different_moments_stand_in_columns_of_their_own(tmp_path, experiments):
+    tuned = {"pa_protocol": "global model fine-tuned for 10 epochs", "pa_best": 0.9, "pa_local_best": 0.7}
+    for name, more in (("fedavg", tuned), ("fedgela", {"pa_protocol": "during training", "pa_best": 0.8})):
+        folder = write_run(tmp_path / name, method=name)
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | more))
+    (one,) = group(collect([tmp_path]), Cells(experiments / "presets"))
+    table = own_table(one)
+    shown = {row.names[0]: dict(zip(table.headings[1:], row.cells, strict=True)) for row in table.rows}
+    assert "PA best" not in table.headings
+    assert [shown[name]["PA after fine-tuning best"].mean for name in ("fedavg", "fedgela")] == [90.0, None]
+    assert [shown[name]["PA in training best"].mean for name in ("fedavg", "fedgela")] == [70.0, 80.0]
+
+
 def test_no_file_of_a_report_calls_accuracy_after_fine_tuning_simply_pa(tmp_path, experiments):
     for seed in (0, 1):
         folder = write_run(tmp_path / f"runs/{seed}", seed=seed)

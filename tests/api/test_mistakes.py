@@ -1,0 +1,127 @@
+"""What a newcomer gets wrong in Python: each mistake is one sentence that names what is wrong, before anything runs."""
+
+import numpy as np
+import pytest
+
+import fedjax_pcdd as fp
+
+X, Y = np.zeros((60, 6, 6, 1), np.uint8), np.arange(60) % 3
+DATA = fp.from_arrays(X, Y, X, Y)
+FEDERATION = fp.partition(DATA, "iid", clients=3)
+NAN = np.where(np.arange(60)[:, None, None, None] == 3, np.nan, X)
+
+
+def partition(*lists):
+    return fp.Federation(DATA, fp.Partition(list(lists), list(lists)))
+
+
+def simulate(**options):
+    small = {"model": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
+    return fp.simulate(FEDERATION, **{**small, **options})
+
+
+MISTAKES = {
+    "numbers that are not finite": (lambda: fp.from_arrays(NAN, Y, X / 255, Y), "x_train holds numbers that are not"),
+    "no samples": (lambda: fp.from_arrays(X[:0], Y[:0], X, Y), "x_train holds no samples"),
+    "samples of several sizes": (lambda: fp.from_arrays([[1], [1, 2]], [0, 1], X, Y), "x_train holds samples of sev"),
+    "labels as numbers with a point": (lambda: fp.from_arrays(X, Y + 0.5, X, Y), "y_train must be one integer"),
+    "labels one-hot": (lambda: fp.from_arrays(X, np.eye(3)[Y], X, Y), "y_train must be one integer"),
+    "negative labels": (lambda: fp.from_arrays(X, Y - 1, X, Y), "int64 [60] from -1"),
+    "numbers in place of labels": (lambda: fp.from_arrays(X, Y * 10**9, X, Y), "a label is 2000000000"),
+    "no name of a data set": (lambda: fp.load_dataset(3), "name takes the name of a data set"),
+    "no folder of a data set": (lambda: fp.load_dataset("cifar10", 3), "data_dir takes a path, not 3"),
+    "no data set of Hugging Face": (lambda: fp.from_huggingface("mnist"), "from_huggingface takes what"),
+    "no data set of torchvision": (lambda: fp.from_torch(3), "from_torch takes data sets"),
+    "no path": (lambda: fp.from_folder(None), "path takes a path, not None"),
+    "no clients to write": (lambda: fp.write_federation("w", None), "clients takes the samples"),
+    "a client of numbers": (lambda: fp.write_federation("w", [1]), "client 0 must be (x_train"),
+    "arrays in place of a data set": (lambda: fp.partition(X), "dataset takes an fp.Dataset"),
+    "a kind of partition by number": (lambda: fp.partition(DATA, 3), "kind takes a name"),
+    "clients in words": (lambda: fp.partition(DATA, "iid", clients="three"), "clients takes an integer"),
+    "half a client": (lambda: fp.partition(DATA, "iid", clients=2.5), "clients takes an integer or none, not '2.5'"),
+    "beta in words": (lambda: fp.partition(DATA, beta="x"), "beta takes a number"),
+    "a seed in words": (lambda: fp.partition(DATA, "iid", seed="a"), "seed takes an integer"),
+    "no partition": (lambda: fp.Federation(DATA, None), "fp.Federation takes an fp.Partition"),
+    "no data set": (lambda: fp.Federation(3, fp.Partition([], [])), "fp.Federation takes a data set"),
+    "positions with a point": (lambda: partition(np.array([0.5])), "the training list of client 0 must be integers"),
+    "constants in words": (lambda: fp.Pipeline(mean="a"), "mean takes a number for each channel"),
+    "a division by nothing": (lambda: fp.Pipeline(std=(0.0,)), "std must be above 0"),
+    "patience in words": (lambda: fp.EarlyStopping("pa", patience="x"), "early stopping takes a whole number"),
+    "a callback without arguments": (lambda: simulate(callbacks=[lambda: True]), "callbacks takes functions of two"),
+    "metrics by number": (lambda: simulate(metrics={1: lambda run: 1.0}), "metrics takes a dictionary"),
+    "a folder by number": (lambda: simulate(run_dir=3), "run_dir takes a path, not 3"),
+    "resume with a folder": (lambda: simulate(resume="runs"), "resume takes True or False, not 'runs': the folder is"),
+    "a label by number": (lambda: simulate(label=3), "label takes a text, not 3"),
+    "a class that is no model": (lambda: simulate(model=int), "is no Flax module"),
+    "no folder of a run": (lambda: fp.load_run(3), "folder takes a path, not 3"),
+    "no folder to resume": (lambda: fp.resume(None), "folder takes a path, not None"),
+    "a model for no data": (lambda: fp.build_model("mlp", 3), "data takes a data set or a federation"),
+    "no history": (lambda: fp.plot([]), "histories takes at least one history"),
+    "a table of words": (lambda: fp.table("x"), "histories takes at least one history"),
+    "a grid in words": (lambda: fp.sweep("fedavg"), "grid takes a dictionary of options"),
+    "a sweep of objects": (lambda: fp.sweep({"method": fp.FedAvg()}), "method takes names and numbers in a sweep"),
+    "a sweep in a run's folder": (lambda: fp.sweep({"run_dir": "x"}), "run_dir is for one run"),
+    "a sweep of nothing together": (lambda: fp.sweep({"lr": 1}, together=0), "together must be at least 1"),
+    "a space in words": (lambda: fp.search("x"), "space takes a dictionary of options"),
+    "an unknown measure": (lambda: fp.search({"lr": (0.1, 1)}, metric="acc"), "metric takes ga or pa, not 'acc'"),
+    "trials in words": (lambda: fp.search({"lr": (0.1, 1)}, trials="x"), "trials takes an integer"),
+    "a number as a method": (lambda: fp.register_method("three")(3), "3 cannot be a method"),
+    "a decorator without a name": (lambda: fp.register_method(fp.FedAvg), "a method is registered by a name"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    act, words = MISTAKES[mistake]
+    with pytest.raises(fp.UserError) as caught:
+        act()
+    assert words in str(caught.value)
+    assert str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def history():
+    return simulate()
+
+
+@pytest.mark.parametrize(
+    ("images", "client", "words"),
+    [
+        (X[:3, :4], None, "images takes at least one image as those of the data set, [n, 6, 6, 1], not uint8 [3, 4,"),
+        (X[:0], None, "images takes at least one image"),
+        ("x", None, "images takes at least one image"),
+        (X[:3], 3, "there is no client 3: choose one in [0, 3)."),
+        (X[:3], "a", "there is no client a: choose one in [0, 3)."),
+    ],
+)
+def test_outputs_are_those_of_images_and_clients_that_there_are(history, images, client, words):
+    with pytest.raises(fp.UserError) as caught:
+        history.outputs(images, client)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["x", None, np.zeros(3)])
+def test_a_metric_gives_one_number(value):
+    with pytest.raises(fp.UserError, match="metrics 'a' must give one number"):
+        simulate(metrics={"a": lambda run: value})
+
+
+def test_the_history_of_one_run_need_not_be_in_a_list(history):
+    assert len(fp.plot(history, "ga").axes) == 1
+    assert fp.table(history) == fp.table([history])
+    assert fp.table(history)[0]["pa_protocol"] == "during training"
+
+
+def test_an_argument_that_load_run_does_not_know_is_refused(tmp_path):
+    simulate(run_dir=tmp_path / "run")
+    with pytest.raises(fp.UserError, match="load_run takes no argument 'modle': did you mean 'model'"):
+        fp.load_run(tmp_path / "run", modle="mlp")
+
+
+def test_a_wrong_name_of_the_package_lets_python_name_the_right_one():
+    with pytest.raises(AttributeError) as caught:
+        fp.FedAvgg  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("FedAvgg", fp)
