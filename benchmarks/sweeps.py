@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.table import hardware, parser, pin, save
 from benchmarks.workloads import CLASSES, WORKLOADS
-from fedjax_pcdd.api.runs import Asked, run, run_together
+from fedjax_pcdd.api.records import Asked
+from fedjax_pcdd.api.runs import run, run_together
 from fedjax_pcdd.training.config import build
 
 COMMON = {"local_epochs": 1, "fine_tune_epochs": 0, "quiet": True}

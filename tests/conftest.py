@@ -73,9 +73,9 @@ def _forget_compiled_programs():
 @pytest.fixture(autouse=True, scope="module")
 def _pictures_are_empty(request):
     """Pictures of runs take longer than their training: only files that set `DRAWS_PICTURES = True` have them drawn."""
-    runs = sys.modules.get("fedjax_pcdd.api.runs")
+    records = sys.modules.get("fedjax_pcdd.api.records")
     with pytest.MonkeyPatch.context() as patch:
-        if runs and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
-            patch.setattr(runs, "heat_map", lambda _, path: path.touch())
-            patch.setattr(runs, "draw_curves", lambda _, path, __: path.touch())
+        if records and not getattr(getattr(request.node, "obj", None), "DRAWS_PICTURES", False):
+            patch.setattr(records, "heat_map", lambda _, path: path.touch())
+            patch.setattr(records, "draw_curves", lambda _, path, __: path.touch())
         yield

@@ -29,12 +29,6 @@ class Angles(NamedTuple):
     all: jax.Array  # between any two
 
 
-def mean_angle(vectors: jax.Array, members: jax.Array) -> jax.Array:
-    """Mean angle in degrees over the pairs of those rows [C, D] that are members [C]; -1 of fewer than two."""
-    members = members.astype(bool)
-    return _mean(pairwise_angles(vectors), members[:, None] & members)
-
-
 def class_angles(vectors: jax.Array, present: jax.Array, known: jax.Array | None = None) -> Angles:
     """Angles between the classes that a client has and those that it lacks (FedGELA, Figures 2, 3 and 5).
 

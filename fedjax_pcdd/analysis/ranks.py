@@ -74,22 +74,22 @@ def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
     return [(i, end) for i, end in enumerate(ends) if end > i and (i == 0 or end > ends[i - 1])]
 
 
-def draw_ranks(names: list[str], found: Ranks, path: str | Path) -> None:
+def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
     """Write a PNG: mean ranks with their intervals, and a bar beside each group that is not told apart.
 
     Args:
       names: [M].
-      found: of these.
+      ranks: of these.
       path: of the PNG.
     """
     from matplotlib.figure import Figure
 
-    order = np.argsort(found.mean, kind="stable")
-    mean, low, high = found.mean[order], found.low[order], found.high[order]
+    order = np.argsort(ranks.mean, kind="stable")
+    mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
     figure = Figure(figsize=(8.0, 1.2 + 0.2 * len(names)), dpi=100, layout="constrained")
     panel, at = figure.subplots(), np.arange(len(names))
     panel.errorbar(mean, at, xerr=np.maximum(0, [mean - low, high - mean]), fmt="o", markersize=4, capsize=2)
-    for number, (first, last) in enumerate(cliques(mean, found.critical)):
+    for number, (first, last) in enumerate(cliques(mean, ranks.critical)):
         x = len(names) + 0.6 + 0.25 * (number % 8)
         panel.plot([x, x], [first - 0.2, last + 0.2], color="0.4", linewidth=2, solid_capstyle="butt")
     panel.set_yticks(at, [names[i] for i in order], fontsize=8)

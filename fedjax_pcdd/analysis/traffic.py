@@ -60,9 +60,9 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
     down = sum(x.size for x, used, moves in leaves if used and moves)
     held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
-    said, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
+    logits, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
     return Traffic(
-        up=_size(sent) + said, down=down + aims, client=_size(client), held=_size(lane.variables) + sum(held),
+        up=_size(sent) + logits, down=down + aims, client=_size(client), held=_size(lane.variables) + sum(held),
         model=_size(_model_part(simulated, lane.variables)), head=_size(params.get("head", {})),
         features=simulated.program.setting.feature_dim,
     )  # fmt: skip
@@ -137,20 +137,20 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
     images = jax.ShapeDtypeStruct((PUBLIC, *image_shape), jnp.float32)
     public = jax.eval_shape(lambda: method.init_public(program.setting, PUBLIC))
 
-    def talk(client, images):
+    def exchange(client, images):
         first = jnp.zeros((), jnp.int32)
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, model_of(client),
             facts_of(program, simulated.data, 0), first, first, first, first, Keys.of(jax.random.key(0)),
         )  # fmt: skip
-        said = method.say(model_of(client), PublicBatch(images, images, ()), context)
-        everybody = jax.tree.map(lambda x: jnp.stack([x, x, x]), said)
+        logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
+        of_three = jax.tree.map(lambda x: jnp.stack([x, x, x]), logits)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
-        _, aims = method.agree(zeros, everybody, jnp.ones((3, program.setting.num_classes)))
-        return said, select(aims, 0)
+        _, aims = method.agree(zeros, of_three, jnp.ones((3, program.setting.num_classes)))
+        return logits, select(aims, 0)
 
-    said, aims = jax.eval_shape(talk, client, images)
-    return _size(said), _size(aims)
+    logits, aims = jax.eval_shape(exchange, client, images)
+    return _size(logits), _size(aims)
 
 
 def _used(function, *arguments) -> list[bool]:

@@ -150,8 +150,6 @@ def partition(
         raise UserError(f"takes an fp.Dataset, as fp.from_arrays makes one, not {shortened(dataset)}.", field="dataset")
     if not isinstance(kind, str):
         raise UserError(f"takes a name, as 'dirichlet', not {shortened(kind)}.", field="kind")
-    if not len(dataset.y_test):
-        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
     options = {"beta": beta, "classes_per_client": classes_per_client, "seed": seed, "retry": retry}
     options |= {"clients": clients, "min_samples": min_samples, "doubled": doubled}
     read = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}

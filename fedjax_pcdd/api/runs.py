@@ -5,65 +5,41 @@ can be resumed alone. The seconds of an experiment that shares a program are its
 they cost. Letters: E experiments, K clients.
 """
 
-import copy
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.data.federation import heat_map
+from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, as_path, nearest, spelled
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.build import NOTHING, Given, Pair, Setup
-from fedjax_pcdd.training.callbacks import Profile, as_callbacks
-from fedjax_pcdd.training.checkpoint import Checkpoint, Checkpoints, check_space, required_bytes
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, dump, values
-from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
-from fedjax_pcdd.training.inputs import RESOLVED, check_inputs, read_resolved, write_resolved
-from fedjax_pcdd.training.loop import Callback, Each, Progress, Run, loop, own_state
-from fedjax_pcdd.training.metrics import new_history, result
+from fedjax_pcdd.training.build import Given, Pair
+from fedjax_pcdd.training.callbacks import as_callbacks
+from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
+from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, RunFolder
+from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
+from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
+from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import bar
 from fedjax_pcdd.training.tasks import setup
-from fedjax_pcdd.training.tracking import Tracking, names_of
 from fedjax_pcdd.training.tuning import Say
-
-Result = dict[str, Any]
 
 
 def warn(sentence: str) -> None:
     """How Python is told what a user should know."""
     warnings.warn(spelled(sentence), stacklevel=3)
-
-
-class Asked(NamedTuple):
-    """One experiment: new, continued where its configuration says `resume`, in memory where that has no folder."""
-
-    config: RunConfig
-    method: Method
-    origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
-    callbacks: Sequence[Callback] = ()  # beside those that the options ask for
-    last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
-    given: Given = NOTHING
-    noted: Mapping[str, Any] | None = None  # of a run in memory, what was settled when it began
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether nothing is written."""
-        return self.config.run_dir is None and self.config.resume is None
 
 
 def run(
@@ -203,152 +179,6 @@ class Session:
             results = self.setup.concluded(self.simulation, runs[0].round, state, best, results)
         written = zip(self.records, runs, results, strict=True)
         return [run.error or record.conclude(run, result) for record, run, result in written]  # pyright: ignore
-
-
-class Record:
-    """What is kept of one experiment: in memory nothing but what its callbacks keep."""
-
-    noted: Mapping[str, Any] | None  # what was settled when the run began, None before
-
-    def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """Args: e: of this one among the experiments of the setup; state: its own, before the first round."""
-        self.asked, self.setup, self.e, self.noted, self.say = asked, setup, e, asked.noted, say
-        own = as_callbacks([*asked.callbacks, *asked.last])
-        self._first = [(callback, copy.deepcopy(callback.state())) for callback in own]
-        self.callbacks = [setup.accuracies(e, per_client=True), *own]
-
-    def close(self) -> None:
-        """Let files go."""
-
-    def resolve(self, notes: Mapping[str, Any]) -> None:
-        """Note what the options did not say."""
-        self.noted = notes
-
-    def begin(self, state: State) -> tuple[State, Progress]:
-        """State and progress that training begins with."""
-        return state, Progress(0, new_history(self.setup.federations[self.e].num_clients), self._best(state))
-
-    def _best(self, state: State) -> Any:
-        generic = jax.vmap(self.setup.methods[self.e].generic_variables)
-        return jax.tree.map(jnp.copy, generic(state.servers)) if self.setup.keeps_best else ()
-
-    def continued(self) -> Asked:
-        """What goes on, its callbacks as they were at the start."""
-        for callback, state in self._first:
-            if state is not None:
-                callback.restore(state)
-        return self.asked._replace(noted=self.noted)
-
-    def conclude(self, run: Run, result: Result) -> Result | UserError:
-        """The summary."""
-        config, lanes = self.asked.config, run.simulation.program.lanes
-        head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": run.round}
-        return head | {"lanes": lanes} | result | {"compilations": run.simulation.compilations}
-
-
-class FolderRecord(Record):
-    """What one experiment writes: its folder, and the callbacks that fill it."""
-
-    def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """Open or create the folder; UserError before anything is written."""
-        super().__init__(asked, setup, e, state, say)
-        config = asked.config
-        with ExitStack() as opened:
-            self.folder = RunFolder.open(config.resume) if config.resume else self._created(state)
-            opened.callback(self.folder.close)
-            checkpoints = Checkpoints(
-                self.folder.path / "checkpoints", keep=config.keep, every=config.checkpoint_every,
-                clients_every=config.checkpoint_clients_every,
-            )  # fmt: skip
-            opened.callback(checkpoints.close)
-            self.noted = read_resolved(self.folder, checkpoints.newest_record)
-            self.inputs = setup.inputs(e, config, asked.method)
-            check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
-            self.folder.keep_partition(setup.federations[e], heat_map)
-            measured = [setup.accuracies(e, kept=self._kept), *as_callbacks(list(asked.callbacks))]
-            self.checkpoint = Checkpoint(checkpoints, measured)
-            self.callbacks = [*measured, *self._writers(), self.checkpoint, *as_callbacks(list(asked.last))]
-            self.close = opened.pop_all().close
-
-    def _kept(self) -> str:
-        """The end of a sentence about a model that is not finite."""
-        round = self.checkpoint.checkpoints.newest_full
-        kept = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
-        return f"; in {self.folder.path} {kept}"
-
-    def _created(self, state: State) -> RunFolder:
-        config = self.asked.config
-        path = Path(config.run_dir or ".")
-        size = required_bytes((state.servers, state.servers), (state.clients, state.statistics))
-        check_space(path, size * (config.keep + 1) * len(self.setup.pairs))
-        return RunFolder.create(path, dump(config, self.asked.method))
-
-    def _writers(self) -> list[Callback]:
-        config, folder = self.asked.config, self.folder
-        writers: list[Callback] = [Records(folder), *self.setup.pictures(folder)]
-        if config.track:
-            names, every, local = names_of(config.track), config.track_every, config.track_local
-            writers.append(Tracking(names, folder, every=every, local=local, seed=config.seed))
-        writers += loggers.made(config, folder.path)
-        return [*writers, Profile(folder.path / "profile")] if config.profile else writers
-
-    def continued(self) -> Asked:
-        """What goes on from the newest checkpoint, or from the start."""
-        path = self.folder.path
-        return super().continued()._replace(config=replace(self.asked.config, resume=path, run_dir=path))
-
-    def resolve(self, notes: Mapping[str, Any]) -> None:
-        """Note in resolved.json what the options did not say; what a run that had begun noted stays."""
-        hyperparameters = {
-            name: value if isinstance(value, str | int | bool | None) else float(value)
-            for name, value in asdict(self.setup.methods[self.e]).items()
-        }
-        origin = {} if self.asked.config.resume else self.asked.origin
-        known = {"hyperparameters": hyperparameters, "inputs": self.inputs, **origin} | dict(self.noted or {})
-        self.noted = self.checkpoint.resolved = known | dict(notes) | self._together()
-        write_resolved(self.folder, self.noted)
-
-    def _together(self) -> dict[str, int]:
-        several = len(self.setup.pairs)
-        return {"together": several} if several > 1 else {}
-
-    def begin(self, state: State) -> tuple[State, Progress]:
-        """State and progress of the newest intact checkpoint, or of the start."""
-        resumed = self.checkpoint.begin(state, self._best(state)) if self.asked.config.resume else None
-        check_inputs(self.checkpoint.began_with, self.inputs, self.folder.path, self.say)
-        return resumed or super().begin(state)
-
-    def conclude(self, run: Run, result: Result) -> Result | UserError:
-        """Write the summary and the curves."""
-        config = self.asked.config
-        summary = super().conclude(run, result | self.setup.more_results(run) | self._cost(run) | self._together())
-        try:
-            self.folder.write_json(SUMMARY, summary)
-            title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
-            self.folder.draw("curves.png", lambda path: draw_curves(run.history.rows, path, title))
-        except UserError as error:
-            return error
-        return summary
-
-    def _cost(self, run: Run) -> Result:
-        seconds = np.array([row["seconds"] for row in run.history.rows])
-        typical = float(np.median(seconds[1:] if len(seconds) > 1 else seconds)) if len(seconds) else None
-        _, batches = run.simulation.jobs(0)
-        together = len(self.setup.pairs)
-        size = len(batches) // together
-        samples = sum(int((b >= 0).sum()) for b in batches[self.e * size : (self.e + 1) * size])
-        memory = peak_memory_mb()
-        return {
-            "seconds_per_round": typical,
-            "seconds_local": float(seconds[1:].mean()) if len(seconds) > 1 else typical,
-            "compile_seconds": self.setup.clock.seconds / together,
-            "compilations": run.simulation.compilations,
-            "samples_per_second": samples / typical if typical else None,
-            "peak_memory_mb": memory["host"],
-            "device_peak_memory_mb": memory["device"],
-            "wall_seconds": (time.perf_counter() - self.setup.started) / together,
-            **describe_machine(),
-        }
 
 
 def _joined(trees: Sequence[Any]) -> Any:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_load
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.runs import Asked, check_same, finished, load_run, recorded
+from fedjax_pcdd.api.records import Asked
+from fedjax_pcdd.api.runs import check_same, finished, load_run, recorded
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.runs import Asked, Result, check_same, load_run, run, run_together, warn
+from fedjax_pcdd.api.records import Asked, Result
+from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.engine.devices import free_memory
 from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.methods import Method

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -65,20 +66,9 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     networks = _chosen("network", options.network, plan.networks)
     splits = _chosen("split", options.split, list(plan.splits))
     cells = [leaderboard.Cell(network, split, name) for network in networks for split in splits for name in names]
-    console, more = Console(), {"data_dir": str(options.data_dir)} if options.data_dir else {}
+    console = Console()
     if not (options.status or options.page):
-        for cell in cells:  # a mistake is said before anything runs
-            for trial in plan.trials_of(cell.method):
-                leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
-        if options.workers > 1:
-            given = scan(argv, {"status", "help"})
-            words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
-            processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
-        end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
-        leaderboard.complete(
-            plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
-            done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
-        )  # fmt: skip
+        _complete(options, argv, plan, cells, console)
     known = leaderboard.read_results(options.results)
     done = sum(cell.path(options.results).is_file() for cell in cells)
     if not options.status:
@@ -90,6 +80,25 @@ def _act(options: Options, argv: Sequence[str]) -> None:
             for table in tables:
                 console.print(terminal(table))
     print(f"{done} of {len(cells)} cells have a result.")
+
+
+def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[Any], console: Console) -> None:
+    """Run what has no result, in several processes where that is asked for."""
+    from fedjax_pcdd.api import leaderboard
+
+    more = {"data_dir": str(options.data_dir)} if options.data_dir else {}
+    for cell in cells:  # a mistake is said before anything runs
+        for trial in plan.trials_of(cell.method):
+            leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
+    if options.workers > 1:
+        given = scan(argv, {"status", "help"})
+        words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
+        processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
+    end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
+    leaderboard.complete(
+        plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
+        done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
+    )  # fmt: skip
 
 
 def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
@@ -104,15 +113,15 @@ def _ranking(page: Path, names: list[str], places: list[str], scores: np.ndarray
     """The ranks in words and as a picture beside the page; nothing of fewer than two methods."""
     if len(names) < 2:
         return []
-    found, picture = ranks(scores), page.parent / "images" / f"{page.stem}.png"
+    ranked, picture = ranks(scores), page.parent / "images" / f"{page.stem}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_ranks(names, found, picture)
+    draw_ranks(names, ranked, picture)
     told = f"By the GA of the last ten rounds, over {', '.join(places)}; 95 % of a bootstrap over splits and seeds."
     if len(places) > 1:
-        told += f" Mean ranks that differ by less than {found.critical:.1f} are not told apart at 5 % (Nemenyi)."
+        told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     rows = [
-        Row(names[i], (Cell(float(found.mean[i])), Cell(text=f"{found.low[i]:.1f} to {found.high[i]:.1f}")))
-        for i in found.mean.argsort(kind="stable")
+        Row(names[i], (Cell(float(ranked.mean[i])), Cell(text=f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}")))
+        for i in ranked.mean.argsort(kind="stable")
     ]
     table = Table("Ranks", (Column("mean rank", digits=1), Column("interval")), tuple(rows), told)
     return [_text(table), f"![Mean ranks of {len(names)} methods with their intervals](images/{picture.name})\n"]

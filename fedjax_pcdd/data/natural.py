@@ -83,18 +83,22 @@ def write_federation(
     try:
         with ExitStack() as files:
             most = _write_clients(half, clients, files)
-        count = most + 1 if num_classes is None else num_classes
-        if most >= count:
-            raise UserError(f"labels run to {most}, but there are {count} classes: give `num_classes` as it is.")
-        meta = {"format": 1, "name": name or folder.name, "num_classes": count}
-        meta["class_names"] = None if class_names is None else list(class_names)
-        (half / META).write_text(json.dumps(meta), encoding="utf-8")
+        _write_meta(half, name or folder.name, most, num_classes, class_names)
         half.rename(folder)
     except OSError as error:
         raise failed_write(error, folder) from error
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return folder
+
+
+def _write_meta(folder: Path, name: str, largest: int, classes: int | None, names: Sequence[str] | None) -> None:
+    """Write name, classes and their names; UserError where there are labels of more classes."""
+    count = largest + 1 if classes is None else classes
+    if largest >= count:
+        raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
+    meta = {"format": 1, "name": name, "num_classes": count, "class_names": None if names is None else list(names)}
+    (folder / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
@@ -121,12 +125,7 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
             x = as_images(x, f"the {part} samples of client {k}")
             if y.dtype.kind not in "iu" or y.shape != (len(x),) or y.min() < 0:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
-            if not files:
-                for one in _PARTS:
-                    files[f"x_{one}"] = _Growing(folder / f"x_{one}.npy", x.dtype, x.shape[1:])
-                    files[f"y_{one}"] = _Growing(folder / f"y_{one}.npy", np.dtype(np.int32), ())
-                for file in files.values():
-                    opened.callback(file.close)
+            files = files or _opened(folder, x, opened)
             kept = files[f"x_{part}"]
             if (kept.shape, kept.dtype) != (x.shape[1:], x.dtype):
                 first, own = f"{kept.dtype} {list(kept.shape)}", f"{x.dtype} {list(x.shape[1:])}"
@@ -139,6 +138,17 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
     for part, counts in sizes.items():
         np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
     return most
+
+
+def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growing]:
+    """The files of images like these and of labels, closed with `opened`."""
+    files: dict[str, _Growing] = {}
+    for part in _PARTS:
+        files[f"x_{part}"] = _Growing(folder / f"x_{part}.npy", x.dtype, x.shape[1:])
+        files[f"y_{part}"] = _Growing(folder / f"y_{part}.npy", np.dtype(np.int32), ())
+    for file in files.values():
+        opened.callback(file.close)
+    return files
 
 
 def is_federation(folder: Path) -> bool:

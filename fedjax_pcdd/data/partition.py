@@ -107,12 +107,7 @@ def dirichlet(
     _check_beta(beta)
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
     wanted = min_size if retry else 0
-    samples = sum(map(len, splits[0]))
-    if samples < clients * wanted:
-        raise UserError(
-            f"{samples} training samples cannot give {clients} clients {wanted} each: "
-            "use fewer `clients` or a smaller `min_samples`."
-        )
+    _check_enough(sum(map(len, splits[0])), clients, wanted)
     for _ in range(max_tries):
         drawn = _draw(splits, clients, beta, rng)
         if drawn[0][1].sum(0).min() >= wanted:
@@ -295,11 +290,7 @@ def quantity(
     """
     rng = _generator(clients, seed)
     _check_beta(beta)
-    if np.size(y_train) < clients * min_size:
-        raise UserError(
-            f"{np.size(y_train)} training samples cannot give {clients} clients {min_size} each: "
-            "use fewer `clients` or a smaller `min_samples`."
-        )
+    _check_enough(np.size(y_train), clients, min_size)
     sizes = min_size + _in_proportion(np.size(y_train) - clients * min_size, _proportions(clients, beta, rng))
     tests = _in_proportion(np.size(y_test), sizes.astype(float))
     return Partition(*(Lists(rng.permutation(n.sum()), n) for n in (sizes, tests)))
@@ -353,6 +344,14 @@ def _generator(clients: int, seed: int) -> np.random.RandomState:
 def _check_beta(beta: float) -> None:
     if not 0 < beta < np.inf:
         raise UserError(f"`beta` must be a positive number, not {beta}.")
+
+
+def _check_enough(samples: int, clients: int, least: int) -> None:
+    if samples < clients * least:
+        raise UserError(
+            f"{samples} training samples cannot give {clients} clients {least} each: "
+            "use fewer `clients` or a smaller `min_samples`."
+        )
 
 
 def _positions(y: ArrayLike, num_classes: int) -> list[np.ndarray]:

@@ -71,10 +71,10 @@ def split(stream: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.
 def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.ndarray]:
     """What each speaker says, as codes, by the speaker's number."""
     newline = codes[arrays["text"] == ord("\n")][:1]
-    said: dict[int, list[np.ndarray]] = {}
+    pieces: dict[int, list[np.ndarray]] = {}
     for start, end, speaker in zip(*(arrays[key].tolist() for key in KEYS[1:]), strict=True):
-        said.setdefault(speaker, []).extend((codes[start:end], newline))
-    return {speaker: np.concatenate(pieces[:-1]) for speaker, pieces in sorted(said.items())}
+        pieces.setdefault(speaker, []).extend((codes[start:end], newline))
+    return {speaker: np.concatenate(own[:-1]) for speaker, own in sorted(pieces.items())}
 
 
 def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

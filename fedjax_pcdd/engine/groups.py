@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine import schedule
@@ -67,6 +68,11 @@ def mean_of_models(clients: Tree) -> Tree:
     return jax.vmap(with_model)(clients, mean)
 
 
+def of_group(state: State, g: int) -> State:
+    """A group's part of a state."""
+    return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+
+
 class Groups:
     """Compiled rounds of participants with models of their own; states that are passed in are donated."""
 
@@ -99,38 +105,47 @@ class Groups:
         self.members = members_of(models)
         self._check(method, options)
         self.shares_server = len(self.members) > 1 and method.traits().common_server
-        data, tests = federation.dataset, federation.partition.test
+        data = federation.dataset
         # Images are on the device once, for all groups.
         data = replace(data, x_train=jnp.asarray(data.x_train), x_test=jnp.asarray(data.x_test))
         if public is not None and method.traits().public:
             options = options | {"public": (public.images, public.pipeline)}
-
-        def group(members: tuple[int, ...]) -> Simulation:
-            parts = Partition(*(tuple(lists[k] for k in members) for lists in (federation.partition.train, tests)))
-            part, own = Federation(data, parts), tuple(epochs[k] for k in members) if epochs else local.epochs
-            fits = replace(fitting(local, part.sizes, options.get("weights")), epochs=own)
-            model, experiment = method.build(models[members[0]]), Experiment(part, method, fits, seed, members)
-            own_server = not self.shares_server
-            return Simulation(model, [experiment], cohort=len(members), aggregates=own_server, **options)
-
-        self.groups = tuple(group(members) for members in self.members)
+        self.groups = tuple(
+            self._group(members, method.build(models[members[0]]), method, data, epochs, options)
+            for members in self.members
+        )
         first = self.groups[0]
         self.methods, self.hyper, self.program, self.advice = first.methods, first.hyper, first.program, first.advice
         self.method = select(self.methods, 0)
         self.traits = self.method.traits()
-        pipeline = public.pipeline if public else Pipeline()
         self._check_features()
-        everyone = self.program.setting._replace(num_clients=federation.num_clients)
-        self._aggregates = [jax.jit(partial(aggregated, replace(g.program, setting=everyone))) for g in self.groups]
-        self.table = Table(tuple(g.program for g in self.groups), self.members, pipeline)
         self.images = jnp.asarray(public.images) if public else None
-        self.tests = samples_of(data.x_test, data.y_test, tests)
+        self.tests = samples_of(data.x_test, data.y_test, federation.partition.test)
+        self._make_programs()
+
+    def _group(
+        self, members: tuple[int, ...], model: Classifier, method: Method, data: Dataset,
+        epochs: Sequence[int] | None, options: dict[str, Any],
+    ) -> Simulation:  # fmt: skip
+        """The simulation of some participants with one model."""
+        lists = self.federation.partition.train, self.federation.partition.test
+        part = Federation(data, Partition(*(tuple(own[k] for k in members) for own in lists)))
+        own = tuple(epochs[k] for k in members) if epochs else self.local.epochs
+        local = replace(fitting(self.local, part.sizes, options.get("weights")), epochs=own)
+        experiment = Experiment(part, method, local, self.seed, members)
+        return Simulation(model, [experiment], cohort=len(members), aggregates=not self.shares_server, **options)
+
+    def _make_programs(self) -> None:
+        """The compiled functions: aggregation, the exchange, and what models of each group say of tests and images."""
+        pipeline, sizes = self.public.pipeline if self.public else Pipeline(), self.federation.test_sizes
+        programs = [group.program for group in self.groups]
+        everyone = self.program.setting._replace(num_clients=self.federation.num_clients)
+        self.table = Table(tuple(programs), self.members, pipeline)
+        self._aggregates = [jax.jit(partial(aggregated, replace(p, setting=everyone))) for p in programs]
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
-        passes = [client_pass(federation.test_sizes, g.program.eval_batch, g.program.blocks.size) for g in self.groups]
-        self._domains = [
-            jax.jit(partial(domain_correct, g.program, how)) for g, how in zip(self.groups, passes, strict=True)
-        ]
-        self._logits = [jax.jit(partial(public_logits, g.program, pipeline)) for g in self.groups]
+        passes = [client_pass(sizes, p.eval_batch, p.blocks.size) for p in programs]
+        self._domains = [jax.jit(partial(domain_correct, *pair)) for pair in zip(programs, passes, strict=True)]
+        self._logits = [jax.jit(partial(public_logits, p, pipeline)) for p in programs]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
     def _check(self, method: Method, options: dict[str, Any]) -> None:
@@ -266,7 +281,7 @@ class Groups:
         when = self.traits.exchange
         state = self.exchange(state, round) if when == "before" else state
         state = self._averaged(state, "exchanged")
-        parts = [group.step(self._of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
+        parts = [group.step(of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
         after, reports = zip(*parts, strict=True)
         servers, clients, statistics = zip(*after, strict=True)
         servers = self._told(servers, jobs, round) if self.shares_server else servers
@@ -320,14 +335,14 @@ class Groups:
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions of the groups, as `Simulation.evaluate`; participants in the federation's order."""
-        counts = [group.evaluate(self._of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
+        counts = [group.evaluate(of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
         generic, own, local, further = (list(field) for field in zip(*counts, strict=True))
         local = () if isinstance(local[0], tuple) else self._in_order(local)
         return Evaluation(generic[0], self._in_order(own) if personal else (), local, further[0])
 
     def general(self, state: State):
         """Correct predictions of the server's models alone, as `Simulation.general`; all groups have the same ones."""
-        return self.groups[0].general(self._of_group(state, 0))
+        return self.groups[0].general(of_group(state, 0))
 
     def domain_correct(self, state: State) -> np.ndarray:
         """Correct predictions of every participant's model on every domain's tests, top-1 and top-5 [K, D, 2, C]."""
@@ -341,7 +356,4 @@ class Groups:
     def _of_all(self, functions: Sequence[Any], state: State, more: Any) -> np.ndarray:
         """What each group's function returns for its participants [K, ...]."""
         pairs = enumerate(zip(self.groups, functions, strict=True))
-        return self._in_order([one(g.methods, self._of_group(state, i), g.data, more) for i, (g, one) in pairs])
-
-    def _of_group(self, state: State, g: int) -> State:
-        return State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+        return self._in_order([one(g.methods, of_group(state, i), g.data, more) for i, (g, one) in pairs])

@@ -99,11 +99,6 @@ class Planner:
             cohorts.append(chosen if known is None else chosen[known.stay(e.seed, round)[chosen]])
         return cohorts
 
-    def parts(self) -> list[np.ndarray]:
-        """All clients with samples in portions of a cohort, for one experiment."""
-        able = np.flatnonzero(self.sizes[0] > 0)
-        return [able[i : i + self.cohort_size] for i in range(0, len(able), self.cohort_size)]
-
     def jobs(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Jobs, list[np.ndarray]]:
         """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` in place of those drawn.
 

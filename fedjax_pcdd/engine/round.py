@@ -10,7 +10,7 @@ in seed, partition and traced hyper-parameters. Letters: E experiments, K client
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -146,31 +146,25 @@ class Simulation(Planner):
         if layers:
             experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
         super().__init__(experiments, cohort)
-        local, count = self.local, len(experiments)
         if experiments[0].method.traits().public and public is None:
             raise UserError("this method needs unlabelled public images: name a data set with `public`.")
         self.param_dtype, self.block = param_dtype, block
         self.client_state: Literal["device", "host", "disk"] = client_state
         self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
-        each = devices // self.owners  # devices of which one process's jobs are
-        most, steps = schedule.most_jobs(count * cohort, each), self.steps * self.epochs
-        always = devices == 1 and all(e.availability is None for e in experiments)
-        lanes, all_train = max(1, min(lanes, most)), always and cohort >= (steps > 0).sum(1).max()
+        self.storage = self._storage(devices)
+        each, steps = devices // self.owners, self.steps * self.epochs  # devices of which one process's jobs are
+        most = schedule.most_jobs(len(experiments) * cohort, each)
+        lanes = max(1, min(lanes, most))
+        all_train = devices == 1 and self._all_train(steps)
         blocks = choose_blocks(steps.ravel(), most, lanes, everyone=all_train, size=block)
-        eval_batch = eval_batch or evaluation_batch(lanes * local.batch_size)
+        eval_batch = eval_batch or evaluation_batch(lanes * self.local.batch_size)
         over = partial(client_pass, budget=eval_batch, size=blocks.size)
-        rows = self.sizes.size
-        kinds = {"host": OnHost, "disk": OnDisk}
-        numbers = np.arange(rows) % self.sizes.shape[1]
-        owners = owners_of(numbers, self.sizes.shape[1]) if self.owners > 1 else None
-        made = partial(kinds[client_state], rows, cohort) if client_state in kinds else partial(OnDevice, rows)
-        self.storage = made(devices, owners)
         self.program = Program(
             model=model,
             setting=_setting(model, shape, experiments, rounds, weights, int(steps.max())),
             pipeline=pipeline,
             lanes=lanes,
-            experiments=count,
+            experiments=len(experiments),
             clip=any(e.local.clip is not None for e in experiments),
             local_statistics=(local_statistics or local_layers) and uses_batch_norm(model, shape),
             local_layers=layers,
@@ -178,7 +172,7 @@ class Simulation(Planner):
             blocks=blocks,
             eval_batch=eval_batch,
             train_pass=over(self.sizes.ravel()),
-            batch_pass=over(self.sizes.ravel(), batch=local.batch_size),
+            batch_pass=over(self.sizes.ravel(), batch=self.local.batch_size),
             test_pass=over(np.concatenate([e.federation.tested_sizes for e in experiments])),
             dtype=dtype,
             public_pipeline=public and public[1],
@@ -194,11 +188,30 @@ class Simulation(Planner):
         self.capacity = schedule.most_steps(list(steps), cohort, lanes, each, blocks.quantum)
         self._make_arrays(public and public[0], stream)
         self.weights = self._raw_weights(weights)
+        self._make_programs()
+
+    def _storage(self, devices: int) -> OnDevice:
+        """What holds the clients' states between rounds."""
+        rows, clients = self.sizes.size, self.sizes.shape[1]
+        owners = owners_of(np.arange(rows) % clients, clients) if self.owners > 1 else None
+        kinds = {"host": OnHost, "disk": OnDisk}
+        if self.client_state in kinds:
+            return kinds[self.client_state](rows, self.cohort_size, devices, owners)
+        return OnDevice(rows, devices, owners)
+
+    def _all_train(self, steps: np.ndarray) -> bool:
+        """Whether all clients with steps [E, K] are in every cohort."""
+        always = all(e.availability is None for e in self.experiments)
+        return always and bool(self.cohort_size >= (steps > 0).sum(1).max())
+
+    def _make_programs(self) -> None:
+        """The compiled functions: a round, its parts where samples come in chunks, and the two evaluations."""
+        devices, one_step = self.program.devices, self.program.blocks.steps == 1
         self.round = jax.jit(
             partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
-            compiler_options=compiler_options(devices, one_step=blocks.steps == 1),
+            compiler_options=compiler_options(devices, one_step=one_step),
         )  # fmt: skip
-        options = compiler_options(one_step=blocks.steps == 1)
+        options = compiler_options(one_step=one_step)
         self._begin, self._part, self._end = (
             jax.jit(partial(part, self.program), donate_argnums=4, compiler_options=options)
             for part in (begin_round, part_of_round, end_round)
@@ -249,34 +262,34 @@ class Simulation(Planner):
 
     def start(self, variables: Tree = None) -> State:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
-        setting, program = self.program.setting, self.program
         methods, data, variables = own_copy((self.methods, self.data, variables))
-        servers, methods_of, makes = [], [], []
-        for e, experiment in enumerate(self.experiments):
-            method = select(methods, e)
-            server_key, client_key = (jax.random.fold_in(jax.random.key(experiment.seed), i) for i in (2, 3))
-            if variables is None:
-                first = self.initial(e)
-            else:
-                first = select(variables, e)
-            rows = np.arange(setting.num_clients) + e * setting.num_clients
-            servers.append(method.init_server(setting, first, data.class_counts[rows], server_key))
-            # A participant begins with a model of its own.
-            known = Server(first) if method.traits().own_models else servers[-1]
-
-            def init_client(row, method=method, server=known, key=client_key):
-                facts = facts_of(program, data, row)
-                return method.init_client(setting, server, facts, jax.random.fold_in(key, facts.client))
-
-            methods_of.append(method)
+        servers, makes = [], []
+        for e in range(len(self.experiments)):
+            first = self.initial(e) if variables is None else select(variables, e)
+            server, init_client = self._first(e, select(methods, e), data, first)
+            servers.append(server)
             makes.append(init_client)
         clients = self.storage.initial(makes)
         kept = [
-            self._kept(e, method, server, make(jnp.int32(e * setting.num_clients)))
-            for e, (method, server, make) in enumerate(zip(methods_of, servers, makes, strict=True))
+            self._kept(e, select(methods, e), server, make(jnp.int32(e * self.program.setting.num_clients)))
+            for e, (server, make) in enumerate(zip(servers, makes, strict=True))
         ]
         statistics = self.storage.initial([lambda row, own=own: own for own in kept]) if any(kept) else ()
         return self.storage.placed(State(_stack(servers), clients, statistics))
+
+    def _first(self, e: int, method: Any, data: Data, variables: Tree) -> tuple[Tree, Callable[[Any], Tree]]:
+        """An experiment's first server, and the function of a row that makes a client's first state."""
+        setting = self.program.setting
+        server_key, client_key = (jax.random.fold_in(jax.random.key(self.experiments[e].seed), i) for i in (2, 3))
+        rows = np.arange(setting.num_clients) + e * setting.num_clients
+        server = method.init_server(setting, variables, data.class_counts[rows], server_key)
+        known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
+
+        def init_client(row):
+            facts = facts_of(self.program, data, row)
+            return method.init_client(setting, known, facts, jax.random.fold_in(client_key, facts.client))
+
+        return server, init_client
 
     def initial(self, e: int) -> Tree:
         """Variables of the model that an experiment starts from."""

@@ -75,6 +75,24 @@ def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
 
 
 def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
+    run, arguments = _probed_steps(simulation, state)
+    start = time.perf_counter()
+    compiled = jax.jit(run).lower(*arguments, np.int32(1)).compile()
+    compiling = time.perf_counter() - start
+    if not _fits(compiled):
+        return compiling, math.inf
+    timed = functools.partial(compiled, *arguments)
+    jax.block_until_ready(timed(np.int32(1)))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
+        times.append(time.perf_counter() - start)
+    return compiling, min(times) / PROBE_STEPS / simulation.program.lanes
+
+
+def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple[Any, ...]]:
+    """Training steps of all lanes on the batch of the first, as a function of some arguments and their number."""
     program = simulation.program
     plan, jobs = simulation.plan(0)
     state = simulation.fetch(state, (plan, jobs))
@@ -94,20 +112,7 @@ def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
         one = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)
         return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
 
-    start = time.perf_counter()
-    indices = plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0]
-    compiled = jax.jit(run).lower(inputs, state, indices, np.int32(1)).compile()
-    compiling = time.perf_counter() - start
-    if not _fits(compiled):
-        return compiling, math.inf
-    timed = functools.partial(compiled, inputs, state, indices)
-    jax.block_until_ready(timed(np.int32(1)))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
-        times.append(time.perf_counter() - start)
-    return compiling, min(times) / PROBE_STEPS / program.lanes
+    return run, (inputs, state, plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0])
 
 
 def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:

@@ -11,6 +11,7 @@ rule or treatment that a function does not know raises `UserError`.
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError, nearest
 
@@ -23,3 +24,8 @@ def check(name: str, known: Iterable[str], what: str) -> None:
     if name not in known:
         kind, _, whole = what.partition(" of ")
         raise UserError(f"Unknown {kind} '{name}' of {whole}: {nearest(name, known)}")
+
+
+def precise(x: jax.Array) -> jax.Array:
+    """The same numbers in float32 or better."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask
+from fedjax_pcdd.losses import Mask, precise
 from fedjax_pcdd.losses.membership import membership
 
 
@@ -20,7 +20,7 @@ def cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, classes: A
     Returns:
       Scalar; 0 with zero gradient if no sample counts or one class is left.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     # The target is gathered from the full logits and the fill is finite, so that no -inf meets a zero.
     target = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     if classes is not None:
@@ -41,7 +41,7 @@ def focal_loss(logits: Array, labels: Array, *, gamma: Any, weights: Array | Non
     Returns:
       Scalar; 0 with zero gradient if no sample counts.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=-1)[:, 0]
     rest = jnp.maximum(-jnp.expm1(log_p), jnp.finfo(log_p.dtype).tiny)  # else a power below 1 has no gradient at p = 1
     alpha = 1.0 if weights is None else weights[labels]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 ENSEMBLES = ("avg_logits", "avg_probs", "avg_losses")
@@ -80,7 +80,7 @@ def ensemble_target(teachers: Array, *, form: str = "avg_logits", temperature: N
       [B, C] in float32 or better.
     """
     check(form, ENSEMBLES, "form of the ensemble")
-    teachers = teachers.astype(jnp.promote_types(teachers.dtype, jnp.float32))
+    teachers = precise(teachers)
     return jnp.mean(teachers if form == "avg_logits" else jax.nn.softmax(teachers / temperature), axis=0)
 
 
@@ -153,7 +153,7 @@ def mutual_losses(
 
 def confident(logits: Array, confidence: Number, *, mask: Mask = None) -> Array:
     """FedMatch's samples to learn from, [B] bool: the largest softmax of logits [B, C] is at least `confidence`."""
-    kept = jnp.max(jax.nn.softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32))), axis=-1) >= confidence
+    kept = jnp.max(jax.nn.softmax(precise(logits)), axis=-1) >= confidence
     return kept if mask is None else kept & mask.astype(bool)
 
 
@@ -202,7 +202,7 @@ def helper_consistency(
 
 def _log_softmax(logits: Array, temperature: Number = 1.0) -> Array:
     """Logarithms of softmax(logits / T) over the last axis, in float32 or better."""
-    return jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature)
+    return jax.nn.log_softmax(precise(logits) / temperature)
 
 
 def _divergence(teacher, student):

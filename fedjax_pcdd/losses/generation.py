@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask
+from fedjax_pcdd.losses import Mask, precise
 from fedjax_pcdd.losses.classification import masked_mean
 
 
@@ -33,7 +33,7 @@ def ensemble_loss(logits: Array, labels: Array, shares: Array, *, broadcast: boo
       shares: [S, C], v_kc.
       broadcast: as the published code, where a (B,) loss meets a (B, 1) weight: sum_k mean_b v * mean_b CE.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[None, :, None], axis=-1)[..., 0]
     weights = shares[:, labels]
     if broadcast:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 
 FUNCTIONS = {"identity": lambda shares: shares, "sqrt": jnp.sqrt, "exp": jnp.exp}
@@ -64,7 +64,7 @@ def scaled_logits(features: Array, directions: Array, scales: Array, kappa: Numb
     Returns:
       [B, C] in float32 or better.
     """
-    features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
+    features = precise(features)
     features = l2_normalise(features) if unit else features
     return kappa * scales * jnp.matmul(features, directions, precision="highest")
 
@@ -111,7 +111,7 @@ def pairwise_cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, c
     Returns:
       Scalar; samples without a rival class add 0 with zero gradient.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     rivals = jnp.arange(logits.shape[-1]) != labels[:, None]
     rivals = rivals if classes is None else rivals & classes
     target = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]

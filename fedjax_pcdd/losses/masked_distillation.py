@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import masked_mean
 
 EMPTY = ("skip", "published")
@@ -114,6 +114,6 @@ def _not_true(logits, labels):
 
 def _log_softmax(logits, classes, temperature):
     """Logarithms of a softmax over some classes, [B, C] in float32 or better; finite and far below 0 elsewhere."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    logits = precise(logits) / temperature
     # A finite fill, so that no -inf meets a zero; half of the least number, so that nothing overflows to it.
     return jax.nn.log_softmax(jnp.where(classes, logits, jnp.finfo(logits.dtype).min / 2), axis=-1)

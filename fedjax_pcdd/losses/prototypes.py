@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, Number, check
+from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
 from fedjax_pcdd.losses.membership import membership
 
@@ -103,7 +103,7 @@ def squared_distance_to_own(
     Returns:
       Scalar >= 0; 0 with zero gradient when no sample's class is valid.
     """
-    features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
+    features = precise(features)
     targets = jax.lax.stop_gradient(prototypes).astype(features.dtype)[labels]
     distances = jnp.mean(jnp.square(jnp.where(valid[labels].astype(bool)[:, None], features - targets, 0)), axis=-1)
     return masked_mean(distances, mask)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, check
+from fedjax_pcdd.losses import Mask, check, precise
 
 WIDTHS = ("median", "constant")
 
@@ -22,7 +22,7 @@ def prediction_variance(logits: Array, *, mask: Mask = None) -> Array:
     Returns:
       Scalar in [0, 1/sqrt(C)], in float32 or better; 0 with zero gradient for fewer than two samples.
     """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     kept = jnp.ones(logits.shape[0], bool) if mask is None else mask.astype(bool)
     count = jnp.sum(kept)
     probabilities = jnp.where(kept[:, None], jax.nn.softmax(logits), 0)
@@ -48,7 +48,7 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
       Scalar in [0, 1], in float32 or better; 0 for fewer than two samples and 1 for equal features, with zero gradient.
     """
     check(width, WIDTHS, "width of the uniformity")
-    features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
+    features = precise(features)
     size = features.shape[0]
     kept = jnp.ones(size, bool) if mask is None else mask.astype(bool)
     pairs = (kept[:, None] & kept & (jnp.arange(size)[:, None] < jnp.arange(size))).ravel()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedjax_pcdd.losses import Mask, check
+from fedjax_pcdd.losses import Mask, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
 
@@ -39,7 +39,7 @@ def calibrated_cross_entropy(
     check(form, FORMS, "form of FedVLS's losses")
     if form == "paper":
         return balanced_cross_entropy(logits, labels, class_counts, mask=mask)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     prior = jnp.log(_shares(class_counts) + epsilon)
     return cross_entropy(logits + prior, labels, mask=mask)
 
@@ -66,7 +66,7 @@ def logit_suppression(
       without a sample of another one in the batch adds 0.
     """
     check(form, FORMS, "form of FedVLS's losses")
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = precise(logits)
     num_classes, shares = logits.shape[-1], _shares(class_counts)
     own = jnp.arange(num_classes) == labels[:, None]
     counted = jnp.ones(own.shape, bool) if mask is None else jnp.broadcast_to(mask.astype(bool)[:, None], own.shape)
@@ -82,5 +82,5 @@ def logit_suppression(
 
 def _shares(class_counts):
     """p_c = n_c / n of class counts [C], in float32 or better; zeros for a client without samples."""
-    counts = class_counts.astype(jnp.promote_types(class_counts.dtype, jnp.float32))
+    counts = precise(class_counts)
     return counts / jnp.maximum(jnp.sum(counts), 1)

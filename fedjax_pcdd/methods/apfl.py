@@ -76,7 +76,7 @@ class APFL(PersonalCopy):
             w = optax.apply_updates(w, _split(step(gradients).updates)[1])
 
         def mixed(v, w, alpha):
-            return self._mixed_loss({**variables, "params": _merged(v, w, alpha)}, batch, context)
+            return self._mixed_loss({**variables, "params": {**w, PERSONAL: v, ALPHA: alpha}}, batch, context)
 
         evaluated = jax.value_and_grad(mixed, (0, 1, 2), has_aux=True)(v, w, alpha)
         (mixed_loss, statistics), (of_v, of_w, slope) = evaluated
@@ -124,11 +124,6 @@ class APFL(PersonalCopy):
 def _split(params):
     """The parameters of v, those of w, and alpha."""
     return params[PERSONAL], {n: tree for n, tree in params.items() if n not in (PERSONAL, ALPHA)}, params[ALPHA]
-
-
-def _merged(v, w, alpha):
-    """The inverse."""
-    return {**w, PERSONAL: v, ALPHA: alpha}
 
 
 def _mixture(v, w, alpha):

@@ -33,7 +33,8 @@ class FedProto(NearPrototypes, Selective):
 
     def traits(self):
         """As of all that keep their models near prototypes."""
-        return self.kept(super().traits())._replace(paper="Tan et al., AAAI 2022")
+        traits = self.kept(super().traits(), classifies=self.predict == "classifier")
+        return traits._replace(paper="Tan et al., AAAI 2022")
 
     def download(self, server, client):
         """The client's own last model."""

@@ -20,7 +20,7 @@ from flax import struct
 from fedjax_pcdd.losses.prototypes import adaptive_margin, equal_shares, margin_cross_entropy
 from fedjax_pcdd.methods.method import Message, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.near_prototypes import NearPrototypes
-from fedjax_pcdd.methods.prototypical import sums_of
+from fedjax_pcdd.methods.prototypical import class_statistics
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.generator import generate_prototypes, initialise_prototypes
@@ -59,7 +59,8 @@ class FedTGP(NearPrototypes):
 
     def traits(self):
         """As of all that keep their models near prototypes, which come from a pass over the local data."""
-        return self.kept(Traits("Zhang et al., AAAI 2024", summary=Summary()))
+        traits = Traits("Zhang et al., AAAI 2024", summary=Summary())
+        return self.kept(traits, classifies=self.predict == "classifier")
 
     def configure(self, setting, hyper):
         """Without its term, or a server that trains, prototypes teach nothing."""
@@ -77,8 +78,7 @@ class FedTGP(NearPrototypes):
 
     def summarise(self, variables, batch, context):
         """Class sums [C, D] and counts [C] of the features under the final weights."""
-        outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
-        return sums_of(outputs.features, batch, context.setting.num_classes)
+        return class_statistics(variables, batch, context)
 
     def upload(self, variables, summary, context):
         """Keep the model, send the prototypes [C, D] and which exist [C]."""

@@ -57,15 +57,13 @@ class FedVLS(Taught):
 
     def classification(self, outputs, batch, context):
         """L_cal + omega * L_sup, a scalar."""
-        counts, omega = context.facts.class_counts, self._omega()
+        counts = context.facts.class_counts
         known = {"form": self.form, "mask": batch.mask}
+        omega: Any = self.omega
         suppressed = omega * logit_suppression(outputs.logits, batch.labels, counts, **known)
         if not self.calibrated:
             return cross_entropy(outputs.logits, batch.labels, mask=batch.mask) + suppressed
         return calibrated_cross_entropy(outputs.logits, batch.labels, counts, **known) + suppressed
-
-    def _omega(self) -> Any:
-        return self.omega
 
     def penalty(self, variables, outputs, batch, context):
         """lambda * L_dis, a scalar: KL(teacher || student) inside the classes that the client lacks."""

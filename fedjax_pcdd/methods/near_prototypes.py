@@ -15,7 +15,7 @@ from fedjax_pcdd.methods.method import Facts, Method, Traits, hyperparameter
 
 @struct.dataclass
 class NearPrototypes(Method):
-    """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on the client's own model; `predict` is the method's."""
+    """L = CE + lambda / (B D) * sum_b ||z_b - g_{y_b}||^2 on the client's own model."""
 
     lam: float = hyperparameter(1.0, symbol="lambda", help="weight of the distance to the prototypes", low=0.0)
     features: int | None = hyperparameter(
@@ -23,9 +23,9 @@ class NearPrototypes(Method):
         static=True,
     )  # fmt: skip
 
-    def kept(self, traits: Traits) -> Traits:
-        """No model is shared; prediction by prototypes needs those that the round has just made."""
-        personal = "local" if self._classifies else "server"
+    def kept(self, traits: Traits, *, classifies: bool) -> Traits:
+        """No model is shared; prediction by prototypes, not classifiers, needs those that the round has just made."""
+        personal = "local" if classifies else "server"
         shared = {"own_models": True, "common_start": True, "common_server": True, "common_features": True}
         kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
         return traits._replace(**kinds, **shared)
@@ -33,11 +33,6 @@ class NearPrototypes(Method):
     def build(self, model):
         """With as many features as asked for."""
         return model if self.features is None else model.clone(neck=model.neck or 1, neck_width=self.features)
-
-    @property
-    def _classifies(self) -> bool:
-        predict: Any = getattr(self, "predict", None)
-        return predict == "classifier"
 
     def init_client(self, setting, server, facts, key):
         """The client's model, at first the common initial one."""

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pcdd.losses.prototypes import class_sums, equal_shares, merge_prototypes
-from fedjax_pcdd.methods.method import Method, Summary, Traits, Tree, hyperparameter, objective, train_forward
+from fedjax_pcdd.methods.method import (
+    Batch,
+    Context,
+    Method,
+    Summary,
+    Traits,
+    Tree,
+    hyperparameter,
+    objective,
+    train_forward,
+)
 from fedjax_pcdd.methods.parts import SEEN, unobserved
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import add_scaled, zeros_like
@@ -26,10 +36,17 @@ class Server(NamedTuple):
     valid: jax.Array
 
 
-def sums_of(features: jax.Array, batch, classes: int) -> dict[str, jax.Array]:
+def sums_of(features: jax.Array, batch: Batch, classes: int) -> dict[str, jax.Array]:
     """Class sums [C, D] and counts [C] of the features [B, D] of a batch."""
     sums, counts = class_sums(features, batch.labels, classes, mask=batch.mask)
     return {"sums": sums, "counts": counts}
+
+
+def class_statistics(variables: Tree, batch: Batch, context: Context, *, train: bool = False) -> dict[str, jax.Array]:
+    """Class sums [C, D] and counts [C] of the features of a batch under these weights, for `Method.summarise`."""
+    key = context.keys.dropout
+    outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask, key=key)
+    return sums_of(outputs.features, batch, context.setting.num_classes)
 
 
 @struct.dataclass
@@ -52,9 +69,7 @@ class Prototypical(Method):
     def summarise(self, variables, batch, context):
         """Class sums [C, D] and counts [C] of the features under the final weights."""
         summary = self.traits().summary
-        train, key = summary is not None and summary.train, context.keys.dropout
-        outputs, _ = forward(context.model, variables, batch.images, train=train, mask=batch.mask, key=key)
-        return sums_of(outputs.features, batch, context.setting.num_classes)
+        return class_statistics(variables, batch, context, train=summary is not None and summary.train)
 
     def aggregate(self, server, message, weights, context):
         """g_c = sum_k n_kc g_kc / sum_k n_kc over the participants that send c; the model is left as it is."""

@@ -7,7 +7,6 @@ step, so two of them are refused.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from flax import struct
 
@@ -52,9 +51,14 @@ def around(step: type[ServerStep], suffix: str) -> Callable[[type[Method], str],
         both = _own_names(cls) & _own_names(step)
         if both:
             raise UserError(f"{missing} has a `{min(both)}` of its own, so drop the suffix.")
-        described = f"{cls.__name__} with the server of {step.__name__}."
-        body: dict[str, Any] = {"__doc__": described, "__module__": cls.__module__, "__annotations__": {}}
-        return struct.dataclass(type(f"{cls.__name__}With{step.__name__}", (step, cls), body))
+
+        @struct.dataclass
+        class Stepping(step, cls):
+            __doc__ = f"{cls.__name__} with the server of {step.__name__}."
+            __module__ = cls.__module__
+
+        Stepping.__name__ = Stepping.__qualname__ = f"{cls.__name__}With{step.__name__}"
+        return Stepping
 
     return wrap
 

@@ -15,9 +15,8 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.contrastive import prototype_contrast
 from fedjax_pcdd.losses.prototypes import merge_prototypes
 from fedjax_pcdd.methods.method import Method, Summary, Tree, hyperparameter
-from fedjax_pcdd.methods.prototypical import Prototypical, sums_of
+from fedjax_pcdd.methods.prototypical import Prototypical, class_statistics
 from fedjax_pcdd.methods.wrappers import averages_models, extended
-from fedjax_pcdd.models.classifier import forward
 
 
 class Both(NamedTuple):
@@ -25,6 +24,55 @@ class Both(NamedTuple):
 
     own: Tree
     classes: Tree
+
+
+@struct.dataclass
+class Contrasting(Method):
+    """What goes before X: its objective + mu * L_gpc."""
+
+    prototype_mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast to prototypes", low=0.0)
+    prototype_tau: float = hyperparameter(0.5, symbol="tau", help="temperature of that contrast", above=0.0)
+
+    def traits(self):
+        """A pass over the local data yields the prototypes, beside what X reads off it."""
+        own = super().traits()
+        return own._replace(summary=(own.summary or Summary())._replace(last=False))
+
+    def configure(self, setting, hyper):
+        """As X, in a form that averages models."""
+        if not averages_models(self):
+            raise UserError("a contrast to prototypes asks for a method that averages models: drop the suffix.")
+        return super().configure(setting, hyper)
+
+    def init_server(self, setting, variables, class_counts, key):
+        """X's server, and no prototype yet."""
+        server = super().init_server(setting, variables, class_counts, key)
+        prototypes = jnp.zeros((setting.num_classes, setting.feature_dim))
+        return extended(server, prototypes=prototypes, valid=jnp.zeros(setting.num_classes, bool))
+
+    def penalty(self, variables, outputs, batch, context):
+        """X's penalty + mu * L_gpc, a scalar."""
+        server = context.server
+        contrast = prototype_contrast(
+            outputs.features, batch.labels, server.prototypes, server.valid, self.prototype_tau, mask=batch.mask
+        )
+        return super().penalty(variables, outputs, batch, context) + self.prototype_mu * contrast
+
+    def summarise(self, variables, batch, context):
+        """X's statistics, and class sums [C, D] and counts [C] of the features under the final weights."""
+        return Both(super().summarise(variables, batch, context), class_statistics(variables, batch, context))
+
+    def upload(self, variables, summary, context):
+        """X's message, and the class sums."""
+        client, message = super().upload(variables, summary.own, context)
+        return client, message._replace(total=Both(message.total, summary.classes))
+
+    def aggregate(self, server, message, weights, context):
+        """X's aggregation, and the merged prototypes."""
+        own, classes = message.total
+        merged = merge_prototypes(classes["sums"], classes["counts"], server.prototypes, server.valid)
+        after: Any = super().aggregate(server, message._replace(total=own), weights, context)
+        return after._replace(prototypes=merged[0], valid=merged[1])
 
 
 @functools.cache
@@ -37,54 +85,8 @@ def with_prototypes(cls: type[Method], name: str) -> type[Method]:
         raise UserError(f"{missing} is no method that averages models.")
 
     @struct.dataclass
-    class WithPrototypes(cls):
+    class WithPrototypes(Contrasting, cls):
         __doc__ = f"{cls.__name__}'s objective + mu * L_gpc, FedProc's contrast to class prototypes."
-
-        prototype_mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast to prototypes", low=0.0)
-        prototype_tau: float = hyperparameter(0.5, symbol="tau", help="temperature of that contrast", above=0.0)
-
-        def traits(self):
-            """A pass over the local data yields the prototypes, beside what X reads off it."""
-            own = super().traits()
-            return own._replace(summary=(own.summary or Summary())._replace(last=False))
-
-        def configure(self, setting, hyper):
-            """As X, in a form that averages models."""
-            if not averages_models(self):
-                raise UserError(f"{missing} averages no models in this form.")
-            return super().configure(setting, hyper)
-
-        def init_server(self, setting, variables, class_counts, key):
-            """X's server, and no prototype yet."""
-            server = super().init_server(setting, variables, class_counts, key)
-            prototypes = jnp.zeros((setting.num_classes, setting.feature_dim))
-            return extended(server, prototypes=prototypes, valid=jnp.zeros(setting.num_classes, bool))
-
-        def penalty(self, variables, outputs, batch, context):
-            """X's penalty + mu * L_gpc, a scalar."""
-            server = context.server
-            contrast = prototype_contrast(
-                outputs.features, batch.labels, server.prototypes, server.valid, self.prototype_tau, mask=batch.mask
-            )
-            return super().penalty(variables, outputs, batch, context) + self.prototype_mu * contrast
-
-        def summarise(self, variables, batch, context):
-            """X's statistics, and class sums [C, D] and counts [C] of the features under the final weights."""
-            outputs, _ = forward(context.model, variables, batch.images, train=False)
-            own = super().summarise(variables, batch, context)
-            return Both(own, sums_of(outputs.features, batch, context.setting.num_classes))
-
-        def upload(self, variables, summary, context):
-            """X's message, and the class sums."""
-            client, message = super().upload(variables, summary.own, context)
-            return client, message._replace(total=Both(message.total, summary.classes))
-
-        def aggregate(self, server, message, weights, context):
-            """X's aggregation, and the merged prototypes."""
-            own, classes = message.total
-            merged = merge_prototypes(classes["sums"], classes["counts"], server.prototypes, server.valid)
-            after: Any = super().aggregate(server, message._replace(total=own), weights, context)
-            return after._replace(prototypes=merged[0], valid=merged[1])
 
     WithPrototypes.__name__ = f"{cls.__name__}WithPrototypes"
     return WithPrototypes

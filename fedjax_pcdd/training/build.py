@@ -55,15 +55,14 @@ def load(config: RunConfig) -> Dataset:
     keep = sampler(config.dataset, config.train_samples, config.test_samples, config.seed)
     largest = config.clients if config.partition == "natural" else None
     dataset = sources.load(config.dataset, config.data_dir, keep_all if largest else keep, config.data == "stream")
-    dataset = subset(largest_groups(dataset, largest) if largest else dataset, keep)
-    if not len(dataset.y_test):
-        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
-    return dataset
+    return subset(largest_groups(dataset, largest) if largest else dataset, keep)
 
 
 def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     """The data set, loaded unless it is given, divided among the clients."""
     dataset = load(config) if dataset is None else dataset
+    if not len(dataset.y_test):
+        raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
     parts = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
         clients=config.clients or 0, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,

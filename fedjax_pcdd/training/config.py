@@ -381,13 +381,3 @@ def run_folder(config: RunConfig) -> Path:
         number += 1
         folder = first.with_name(f"{first.name}-{number}")
     return folder
-
-
-def check_names() -> None:
-    """ValueError where a method's hyper-parameter has the name of a run option; methods may share names."""
-    from fedjax_pcdd.methods import METHODS
-
-    for name, cls in METHODS.items():
-        shadowed = [field for field in options_of(cls) if field in RUN or field in RESERVED]
-        if shadowed:
-            raise ValueError(f"{name} has fields that are run options: {', '.join(shadowed)}")

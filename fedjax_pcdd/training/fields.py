@@ -26,6 +26,7 @@ def run_option(default: Any, group: str, help: str, *, low=None, high=None, abov
 
 
 LARGEST = 3.4028235e38  # of a float32
+FEW = 8  # choices that a sentence can list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,10 +201,10 @@ def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: s
     return result
 
 
-def short_nearest(name: str, known: Mapping[str, Any], *, few: int = 8) -> str:
+def short_nearest(name: str, known: Mapping[str, Any]) -> str:
     """As `nearest`, but a reference to the help where the list of choices would fill the screen."""
     text = nearest(name, known)
-    return text if text.startswith("did") or len(known) <= few else "`help` lists what there is."
+    return text if text.startswith("did") or len(known) <= FEW else "`help` lists what there is."
 
 
 def read_text(path: Path) -> str:

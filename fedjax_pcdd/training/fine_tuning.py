@@ -42,8 +42,12 @@ def after_training(
     tuner = simulation.tuner(epochs, tests_epochs=needs_epochs(protocol))
     if best is None:
         return from_last(tuner, state, rounds, protocol)
-    generic = jax.vmap(lambda method, server: method.generic_variables(server))
-    return from_global(tuner, best, generic(simulation.methods, state.servers), rounds, results, protocol)
+    return from_global(tuner, best, _generic(simulation, state), rounds, results, protocol)
+
+
+def _generic(simulation: Simulation, state: State) -> Tree:
+    """Variables [E, ...] of the global models."""
+    return jax.vmap(lambda method, server: method.generic_variables(server))(simulation.methods, state.servers)
 
 
 def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[str, np.ndarray]], np.ndarray | None]:
@@ -156,8 +160,7 @@ def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
         for e in simulation.experiments
     ]
     calibrator = simulation.alike(experiments, simulation.program.setting.num_clients)
-    generic = jax.vmap(lambda method, server: method.generic_variables(server))
-    state, _ = calibrator.step(calibrator.start(generic(simulation.methods, state.servers)), 0)
+    state, _ = calibrator.step(calibrator.start(_generic(simulation, state)), 0)
     classes = simulation.program.setting.num_classes  # behind them lie validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
     samples = np.full(len(correct), len(experiments[0].federation.dataset.y_test))

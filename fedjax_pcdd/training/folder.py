@@ -116,11 +116,6 @@ class RunFolder:
         if self.lock is not None:
             self.lock.check()
 
-    @property
-    def config_yaml(self) -> str:
-        """The configuration the run was started with."""
-        return (self.path / CONFIG).read_text(encoding="utf-8")
-
     def append(self, row: Mapping[str, Any], name: str = METRICS) -> None:
         """Add one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
         ordered = {key: row[key] for key in FIRST_KEYS if key in row} | dict(row)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.engine.groups import Groups
+from fedjax_pcdd.engine.groups import Groups, of_group
 from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
@@ -30,8 +30,7 @@ class Part(NamedTuple):
 
     def of(self, state: State) -> State:
         """Its part of the state."""
-        g = self.group
-        return state if g is None else State(state.servers["groups"][g], state.clients[g], state.statistics[g])
+        return state if self.group is None else of_group(state, self.group)
 
 
 def parts_of(simulation: Any) -> list[Part]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from golden_vectors import cases
 
-from fedjax_pcdd.analysis.angles import mean_angle, pairwise_angles
+from fedjax_pcdd.analysis.angles import class_angles, pairwise_angles
 from fedjax_pcdd.analysis.spectrum import class_eigenvalue_variance, correlation, eigenvalue_variance
 
 RTOL = {"float64": 1e-9, "float32": 2e-5}
@@ -29,22 +29,20 @@ def test_pairwise_angles_agree_with_the_vectors(g, dtype):
 @pytest.mark.parametrize("group", ["existing", "missing", "all"])
 @pytest.mark.parametrize("g", cases("angles"))
 def test_mean_angles_agree_with_the_vectors(g, group, dtype):
-    present = jnp.asarray(g["in_present"]) > 0
-    members = {"existing": present, "missing": ~present, "all": jnp.ones_like(present)}[group]
-    angle = mean_angle(jnp.asarray(g["in_W"], dtype), members)
-    np.testing.assert_allclose(angle, g[f"out_{group}"], rtol=RTOL[dtype])
+    angles = class_angles(jnp.asarray(g["in_W"], dtype), jnp.asarray(g["in_present"]) > 0)
+    np.testing.assert_allclose(getattr(angles, group), g[f"out_{group}"], rtol=RTOL[dtype])
 
 
 @pytest.mark.parametrize("classes", [3, 10, 100])
 def test_columns_of_a_simplex_stand_at_the_etf_angle(classes):
     simplex = jnp.eye(classes) - 1 / classes
     expected = np.degrees(np.arccos(-1 / (classes - 1)))
-    np.testing.assert_allclose(mean_angle(simplex, jnp.ones(classes, bool)), expected, rtol=2e-5)
+    np.testing.assert_allclose(class_angles(simplex, jnp.ones(classes, bool)).all, expected, rtol=2e-5)
 
 
 def test_zero_vector_makes_no_nan_in_a_mean_angle():
     vectors = jnp.asarray([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    np.testing.assert_allclose(mean_angle(vectors, jnp.asarray([True, True, True])), 90, rtol=1e-6)
+    np.testing.assert_allclose(class_angles(vectors, jnp.asarray([True, True, True])).all, 90, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -15,7 +15,7 @@ import yaml
 from commands import results
 from flax import struct
 
-from fedjax_pcdd.api import runs
+from fedjax_pcdd.api import records
 from fedjax_pcdd.api.runs import load_run, resume, run
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedavg import FedAvg
@@ -157,7 +157,7 @@ def test_a_damaged_resolved_json_comes_back_from_the_checkpoint(folder, whole, d
 @pytest.mark.parametrize("name", ["partition.npz", "partition.png"])
 @pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b""), lambda f: f.write_bytes(b"PK")])
 def test_a_damaged_partition_is_made_again(folder, monkeypatch, name, damage):
-    monkeypatch.setattr(runs, "heat_map", lambda _, path: path.write_bytes(b"drawn"))
+    monkeypatch.setattr(records, "heat_map", lambda _, path: path.write_bytes(b"drawn"))
     before = (folder / "partition.npz").read_bytes()
     damage(folder / name)
     resume(folder)

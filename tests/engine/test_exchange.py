@@ -10,7 +10,7 @@ import toy
 from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, row, same
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
-from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.groups import Groups, Public, of_group
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.distillation import absolute_error
 from fedjax_pcdd.methods import METHODS
@@ -125,7 +125,7 @@ def test_pretraining_is_training_of_each_alone():
     group = lonely.groups[0]
     group.numbers = np.array([[4]], np.int32)
     plan = group.plan(np.iinfo(np.int32).max)
-    trained, _ = group.step(lonely._of_group(held, 0), np.iinfo(np.int32).max, plan)
+    trained, _ = group.step(of_group(held, 0), np.iinfo(np.int32).max, plan)
     assert_close(arrays(row(after.clients[0].variables, 4)), arrays(row(trained.clients, 0)))
 
 

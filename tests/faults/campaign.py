@@ -33,8 +33,8 @@ SMALL = [
     "--fine-tune-epochs=1", "--public-batch=16",
 ]  # fmt: skip
 SPLIT = ["--clients=4", "--min-samples=1", "--beta=0.5"]
-TASK = ["--task=digits_domains", "--local-epochs=1", "--models=mlp", "--pretrain-epochs=1", "--lanes=1", "--quiet",
-        "--public-samples=64", "--public-batch=32", "--batch-size=64"]  # fmt: skip
+TASK = ["--task=digits_domains", "--local-epochs=1", "--models=mlp", "--lanes=1", "--quiet", "--batch-size=64"]
+OWN = ["--pretrain-epochs=1", "--public-samples=64", "--public-batch=32"]  # of participants with models of their own
 KILLS = 4  # of one run, one after another, before it may end
 
 
@@ -45,12 +45,13 @@ def kinds() -> list[tuple[str, list[str]]]:
     first = [
         ("two processes", ["--method=scaffold", *SPLIT, *SMALL]),
         ("sweep", ["--method=fedavg,fedrep", "--seed=0:2", *SPLIT, *SMALL]),
-        ("task fccl", ["--method=fccl", *TASK]),
+        ("task fccl", ["--method=fccl", *TASK, *OWN]),
         ("two sweeps", ["--method=fedavg,feddyn", "--seed=0:2", *SPLIT, *SMALL]),
     ]
-    tasks = [(f"task {name}", [f"--method={name}", *TASK]) for name in ("fedavg", "fedmd", "fedproto")]
+    tasks = [(f"task {name}", [f"--method={name}", *TASK, *OWN]) for name in ("fedmd", "fedproto")]
+    tasks.insert(0, ("task fedavg", ["--method=fedavg", *TASK]))
     held = ("two processes, states on hosts", ["--method=feddyn", "--client-state=host", *SPLIT, *SMALL])
-    of_task = ("sweep of a task", ["--method=fccl,fedmd", "--seed=0:2", *TASK])
+    of_task = ("sweep of a task", ["--method=fccl,fedmd", "--seed=0:2", *TASK, *OWN])
     own = [(f"method {name}", [f"--method={name}", *SPLIT, *SMALL, "--public-samples=64"]) for name in METHODS]
     rest = [*own, *tasks, held, of_task]
     random.Random(0).shuffle(rest)

@@ -41,7 +41,7 @@ def test_a_pass_that_both_need_serves_both():
 
 
 def test_a_form_that_averages_no_models_has_none():
-    with pytest.raises(UserError, match="averages no models in this form"):
+    with pytest.raises(UserError, match="a contrast to prototypes asks for a method that averages models"):
         trained(of("feddf+prototypes", form="participants"))
 
 

@@ -15,7 +15,7 @@ from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress
-from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.folder import CONFIG, RunFolder
 from fedjax_pcdd.training.loggers import TensorBoard, WandB
 from fedjax_pcdd.training.metrics import History
 
@@ -38,7 +38,7 @@ def console():
 
 
 def test_a_run_can_be_opened_again_with_its_configuration(folder):
-    assert RunFolder.open(str(folder.path)).config_yaml == "method: fedavg\n"
+    assert (RunFolder.open(str(folder.path)).path / CONFIG).read_text() == "method: fedavg\n"
 
 
 def test_a_folder_that_holds_a_run_is_refused(folder):
@@ -59,7 +59,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 
 
 def test_an_empty_folder_is_taken(tmp_path):
-    assert RunFolder.create(tmp_path, "seed: 1\n").config_yaml == "seed: 1\n"
+    assert (RunFolder.create(tmp_path, "seed: 1\n").path / CONFIG).read_text() == "seed: 1\n"
 
 
 def test_a_folder_below_a_file_is_a_user_error(tmp_path):

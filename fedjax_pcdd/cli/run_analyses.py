@@ -1,0 +1,322 @@
+"""Analyses of runs on a data set: tables and pictures from run folders (`fedjax-pcdd analyse`)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedjax_pcdd.analysis.burden import Burden, draw_burdens
+from fedjax_pcdd.analysis.pictures import Bilateral, draw, draw_bilateral, draw_columns
+from fedjax_pcdd.analysis.pictures import bilateral as averaged
+from fedjax_pcdd.analysis.traffic import COLUMNS, Traffic, as_printed, in_words, upload
+from fedjax_pcdd.analysis.traffic import traffic as counted
+from fedjax_pcdd.data import sources
+from fedjax_pcdd.data.lists import load_partition
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
+from fedjax_pcdd.report.tables import markdown, texts
+from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
+from fedjax_pcdd.training.build import build_model, default_model
+from fedjax_pcdd.training.config import parse_config
+from fedjax_pcdd.training.folder import TRACK, RunFolder
+from fedjax_pcdd.training.progress import with_pa_named
+
+Options = dict[str, str]
+TABLE3 = "fedmr/table3"
+# Columns of the quantities' tables: heading, `global` or `local`, key.
+COLUMNS_OF = {
+    "angles": [(f"{key}, {model}", model, key) for key in ("existing", "missing") for model in ("global", "local")],
+    "features": [("all, global", "global", "all"), ("existing, global", "global", "existing"),
+                 ("existing, local", "local", "existing")],
+    "spectrum": [("variance", "global", "variance"), ("live dimensions", "global", "dimensions"),
+                 ("within classes", "global", "class_variance"), ("clients' models", "local", "variance")],
+    "intra": [("global", "global", "loss"), ("local", "local", "loss")],
+    "gradients": [("norm of gradients", "local", "norm"), ("clipped steps", "local", "clipped"),
+                  ("weights, local", "local", "weights"), ("weights, global", "global", "weights")],
+}  # fmt: skip
+PRINTED = {"spectrum": EIGENVALUES}  # and the metric under which a paper prints a number of theirs
+
+
+def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
+    """What makes the table and the picture of a quantity."""
+
+    def work(records: list[RunRecord], given: Options) -> str:
+        rows = {label: _rows_of(record, name) for label, record in zip(labels_of(records), records, strict=True)}
+        if "output" in given and given.get("by_split") == "true":
+            groups: dict[str, dict[str, Any]] = {}
+            for own, record in zip(rows.values(), records, strict=True):
+                groups.setdefault(_partition_of(record), {})[record.path.name] = own
+            draw_columns(name, groups, given["output"])
+        elif "output" in given:
+            draw(name, rows if len(rows) > 1 else {"": next(iter(rows.values()))}, given["output"])
+        heads = ["run", "round", *(head for head, _, _ in COLUMNS_OF[name])]
+        lines = []
+        for label, (*_, last) in rows.items():
+            cells = [_number((last[name].get(model) or {}).get(key)) for _, model, key in COLUMNS_OF[name]]
+            lines.append([label, str(last["round"]), *cells])
+        if name in PRINTED:
+            heads.append("paper")
+            for line, record in zip(lines, records, strict=True):
+                line.append(_number(_paper(record, PRINTED[name])))
+        return table(heads, lines)
+
+    return work
+
+
+def _rows_of(record: RunRecord, name: str) -> list[dict[str, Any]]:
+    """Lines of track.jsonl that have a quantity; where there are none, one of the run's last checkpoint."""
+    rows = [row for row in RunFolder(record.path).rows(TRACK) if name in row]
+    return rows or [_last(record, name)]
+
+
+def _last(record: RunRecord, name: str) -> dict[str, Any]:
+    from fedjax_pcdd.api.runs import load_run  # only these analyses restore checkpoints
+    from fedjax_pcdd.training.tracking import Tracker
+
+    history = load_run(record.path)
+    round, simulation = len(history.rows), history.simulation
+    tracker, plan = Tracker([name], simulation, history.config.seed), simulation.plan(round)
+    return {"round": round, **tracker.entry(history.state, plan[1], tracker.before(round, history.state, plan))}
+
+
+def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
+    """What a run's method sends, keeps and holds, in numbers and in words, and how many clients a round has.
+
+    Raises:
+      UserError: it is a run over the domains of a task, or its data set is not at hand.
+    """
+    config, method = parse_config(record.text, str(record.path / "config.yaml"))
+    if config.task is not None:
+        raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
+    dataset = sources.load(config.dataset, config.data_dir)
+    name = (config.models or config.model or default_model(dataset)).split(",")[0]
+    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:])
+    names = ("up", "down", "client", "held")
+    cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
+    return counts, {one: in_words(getattr(counts, one), counts, dataset.num_classes) for one in names}, cohort
+
+
+def labels_of(records: list[RunRecord]) -> list[str]:
+    """Names of the folders, or their whole paths where two have the same name."""
+    names = [record.path.name for record in records]
+    return names if len(set(names)) == len(names) else [str(record.path) for record in records]
+
+
+def traffic(records: list[RunRecord], given: Options) -> str:
+    """What a client sends in a round and in all, or what the papers print of it (FedMR, Table 3)."""
+    if given.get("preset", TABLE3) != TABLE3:
+        raise UserError(f"uploads are printed in {TABLE3} alone: leave `preset` out, or name runs.")
+    if not records:
+        return _table3()
+    lines = []
+    for label, record in zip(labels_of(records), records, strict=True):
+        counts, words, cohort = _counted(record)
+        megabytes = 4e-6 * (counts.up + counts.down) * cohort
+        lines.append([label, words["down"], words["up"], f"{megabytes:.2f}", f"{megabytes * record.rounds_done:.1f}"])
+    return table(["run", "sent down", "sent up", "MB a round", "MB in all"], lines)
+
+
+def _table3() -> str:
+    cells = read_expected(EXPECTED, TABLE3)
+    expected = {(one.split, one.method, one.metric): one.value for one in cells}
+    names = dict.fromkeys((one.method, one.metric) for one in cells)
+    lines = []
+    for split, column in COLUMNS.items():
+        sent = upload(column)
+        numbers = (sent.without_prototypes / 1e6, sent.with_prototypes / 1e6)
+        exact = [f"{value:.6f}" for value in numbers] + [f"{100 * sent.prototypes / sent.without_prototypes:.4f}"]
+        printed = as_printed(sent)
+        paper = [expected[(split, *name)] or 0.0 for name in names]
+        lines.append([split, *exact, " / ".join(f"{x:.3f}" for x in printed), " / ".join(f"{x:.3f}" for x in paper)])
+    heads = ["", "without (millions)", "with prototypes", "additional %", "rounded as the paper does", "paper"]
+    return table(heads, lines)
+
+
+def rounds(records: list[RunRecord], given: Options) -> str:
+    """Rounds to FedAvg's accuracy and the speed-up (FedMR, Table 4; FedRL, Table 2)."""
+    wanted = given.get("target", "best")
+    if wanted not in ("best", "last"):
+        raise UserError(f"takes best or last, not {wanted!r}.", field="target")
+    rule = BEST if wanted == "best" else LAST
+    references = [record for record in records if record.method == REFERENCE]
+    if not references:
+        raise UserError("the target is FedAvg's accuracy: name the folder of a run of fedavg too.")
+    lines = []
+    for label, record in zip(labels_of(records), records, strict=True):
+        result = reached(record, references, rule)
+        texts = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
+        paper = [_number(_paper(record, metric)) for metric in ("rounds_to_target", "speedup")]
+        lines.append([label, *texts, *paper])
+    text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)
+    return f"{text}\n{rule.sentence}"
+
+
+def burden(records: list[RunRecord], given: Options) -> str:
+    """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
+    lines, ratios = [], {}
+    for label, record in zip(labels_of(records), records, strict=True):
+        (counts, words, _), summary = _counted(record), record.summary or {}
+        reference = _reference(record, records)
+        seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
+        base = (reference and reference.summary) or {}
+        ratio = seconds / (base.get("seconds_local") or base["seconds_per_round"]) if base else None
+        memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
+        cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
+        paper = [_paper(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
+        lines.append([label, words["held"], *cells, _ratio(*paper), _number(memory)])
+        name = f"{record.method} {record.resolved.get('variant') or ''}".rstrip()
+        ratios.setdefault(name, []).append((record.partition, counts.held, ratio, summary["ga_best"]))
+    if "output" in given:
+        draw_burdens(_burdens(ratios), given["output"])
+    heads = ["run", "held in training", "MB", "kept between rounds", "s a round", "times FedAvg", "paper", "peak MB"]
+    return table(heads, lines)
+
+
+def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
+    """Of each method the means over the partitions that all have: of the time's ratio the geometric one."""
+    common = set.intersection(*({one[0] for one in own} for own in runs.values()))
+    if not common or any(ratio is None for own in runs.values() for _, _, ratio, _ in own):
+        raise UserError("a picture needs one partition that all methods have, FedAvg among them.")
+    burdens = []
+    for name, own in runs.items():
+        held, ratios, ga = zip(*(one[1:] for one in own if one[0] in common), strict=True)
+        burdens.append(Burden(name, float(np.mean(held)), float(np.exp(np.mean(np.log(ratios)))), float(np.mean(ga))))
+    return burdens
+
+
+def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
+    """The run of FedAvg on the same partition and machine."""
+    fitting = (one for one in records if one.method == REFERENCE and one.partition == record.partition)
+    return next(fitting, None)
+
+
+def bilateral(records: list[RunRecord], given: Options) -> str:
+    """GA and PA against E_W (FedGELA, Figure 4)."""
+    groups, fedavg, summaries = _by_ew(records)
+    if not groups:
+        raise UserError("none of these runs has an E_W: sweep `ew=1,4,16` of fedgela.")
+    curves = {label: averaged(points) for label, points in groups.items()}
+    means = {label: np.mean(points, axis=0) for label, points in fedavg.items()}
+    references = {label: tuple(means[name]) for label in curves if (name := label.removesuffix(" (linear)")) in means}
+    pa, reference = (with_pa_named("PA", summaries[own]) for own in (True, False))
+    fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
+    if "output" in given:
+        draw_bilateral(curves, references, given["output"], pa=pa, reference=fedavg_pa)
+    lines = _energies(curves)
+    for name, (ga, own) in means.items():
+        lines.append([name, fedavg_pa, f"{100 * ga:.2f}", f"{100 * own:.2f}", str(len(fedavg[name]))])
+    by = _chosen_on(records)
+    return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
+
+
+def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], dict[bool, list[dict[str, Any]]]]:
+    """By partition E_W, best GA and best PA of runs with an E_W, both accuracies of FedAvg's, and the summaries of
+    the former (True) and of the latter."""
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    fedavg: dict[str, list[tuple[float, float]]] = {}
+    summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for record in records:
+        summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
+        ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
+        if ga is None or pa is None:
+            continue
+        if ew is not None or record.method == REFERENCE:
+            summaries[ew is not None].append(summary)
+        if ew is not None:
+            label = _partition_of(record) + (" (linear)" if hyper.get("scale") == "linear" else "")
+            groups.setdefault(label, []).append((ew, ga, pa))
+        elif record.method == REFERENCE:
+            fedavg.setdefault(_partition_of(record), []).append((ga, pa))
+    return groups, fedavg, summaries
+
+
+def _energies(curves: dict[str, Bilateral]) -> list[list[str]]:
+    """A line for each E_W of each curve, in percent."""
+    lines = []
+    for label, one in curves.items():
+        for ew, ga, ga_std, own, own_std, seeds in zip(*one, strict=True):
+            percent = [f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if seeds > 1 else "") for mean, std in
+                       ((ga, ga_std), (own, own_std))]  # fmt: skip
+            lines.append([label, f"{ew:g}", *percent, str(seeds)])
+    return lines
+
+
+def _chosen_on(records: list[RunRecord]) -> str:
+    """What the best rounds of the runs were chosen by."""
+    return " or ".join(dict.fromkeys((one.summary or {}).get("selected_on", "test") for one in records))
+
+
+def _partition_of(record: RunRecord) -> str:
+    """Data set, partition and number of clients, as `cifar10 dirichlet 0.1, 10 clients`."""
+    config = record.config
+    detail = {"dirichlet": f" {config['beta']:g}", "pcdd": f" {config['classes_per_client']}"}
+    name = f"{record.dataset} {config['partition']}{detail.get(config['partition'], '')}"
+    return f"{name}, {config['clients']} clients" if config["clients"] else name
+
+
+def grid(records: list[RunRecord], given: Options) -> str:
+    """The best weights of a search beside the printed ones (FedMR, Tables 9 and 10)."""
+    cells: dict[tuple[str, str], list[RunRecord]] = {}
+    for record in records:
+        cells.setdefault((record.resolved.get("split") or _partition_of(record), record.method), []).append(record)
+    lines = []
+    for (split, method), own in cells.items():
+        hyper = [one.resolved["hyperparameters"] for one in own]
+        for name in [n for n in hyper[0] if len({str(h[n]) for h in hyper}) > 1]:
+            searched = _searched(own, name)
+            held_out = all((one.summary or {}).get("selected_on") == "validation" for one in searched)
+            means = _means_by(searched, name, "ga_best")
+            scores = _means_by(searched, name, "ga_validation_best") if held_out else means
+            best = max(scores, key=lambda value: scores[value])
+            paper = _paper(own[0], name)
+            gain = 100 * (means[best] - means[paper]) if paper in means else None
+            numbers = [f"{best:g}", "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
+            lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
+    return table(["split", "method", "", "best", "chosen on", "GA best (%)", "paper", "GA over the paper's"], lines)
+
+
+def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, float]:
+    """Means over the seeds of an entry of the summaries, by the values of a hyper-parameter."""
+    values: dict[float, list[float]] = {}
+    for record in records:
+        values.setdefault(record.resolved["hyperparameters"][name], []).append((record.summary or {})[measure])
+    return {value: float(np.mean(several)) for value, several in values.items()}
+
+
+def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:
+    """Most of the runs that differ in one hyper-parameter, and in no other."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        others = {n: value for n, value in record.resolved["hyperparameters"].items() if n != name}
+        groups.setdefault(str(sorted(others.items())), []).append(record)
+    return max(groups.values(), key=len)
+
+
+def _paper(record: RunRecord, metric: str, method: str | None = None) -> float | None:
+    """The printed number of the cell that a run stands for, None where it stands for none."""
+    if record.preset is None:
+        return None
+    cell = (record.resolved.get("split") or "", method or record.method, record.resolved.get("variant") or "", metric)
+    numbers = read_expected(EXPECTED, record.preset)
+    return next((one.value for one in numbers if (one.split, one.method, one.variant, one.metric) == cell), None)
+
+
+def _ratio(value: float | None, reference: float | None) -> str:
+    return _number(value / reference if value and reference else None)
+
+
+def _number(value: Any) -> str:
+    """Four digits, - for nothing.
+
+    >>> _number(None), _number(12), _number(0.123456), _number(1234.56)
+    ('-', '12', '0.1235', '1235')
+    """
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, aligned so that it reads as text too."""
+    return markdown(texts("", heads, lines), aligned=True).rstrip()
