@@ -38,7 +38,7 @@ class Program:
     clip: bool  # whether any experiment clips gradients
     local_statistics: bool  # running statistics stay with the client
     local_layers: tuple[tuple[str, ...], ...]  # parameters that stay with the client, by their paths
-    keeps_optimiser: bool  # the local optimiser's state stays with the client (--optimizer-state=kept)
+    keeps_optimiser: bool  # the local optimiser's state stays with the client (`optimizer_state=kept`)
     masked: bool  # False where every batch is full
     blocks: Blocks
     eval_batch: int  # samples at a time in passes that train nothing, of all models of a block together

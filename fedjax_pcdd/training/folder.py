@@ -5,7 +5,7 @@ metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of
 clients.jsonl  PA of every client, of more than 10 000 those that trained, one line a round that is evaluated
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
-track.jsonl    what --track names, one line a round that is looked at; drawn as track_<name>.png
+track.jsonl    what `track` names, one line a round that is looked at; drawn as track_<name>.png
 resolved.json  what the options did not say, and what the run computes from
 lock           while a process writes here
 
