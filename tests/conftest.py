@@ -29,7 +29,7 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 20)
 
 
-collect_ignore = ["eight_devices.py"]  # a program of its own: it sets up devices, which one process can do once
+collect_ignore = ["eight_devices.py", "shares.py"]  # programs of their own, of which a process can have one
 
 
 def pytest_configure(config):

@@ -428,7 +428,7 @@ def test_other_file_formats_are_refused_with_the_command(prepared):
     file.write_text(json.dumps(info))
     for shard in file.parent.glob("*.array_record*"):
         shard.rename(shard.with_name(shard.name.replace("array_record", "tfrecord")))
-    with pytest.raises(UserError, match=r"python experiments/prepare\.py pcdd_tiny"):
+    with pytest.raises(UserError, match="fedjax-pcdd prepare pcdd_tiny"):
         sources.load("pcdd_tiny", prepared)
 
 

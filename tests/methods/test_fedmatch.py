@@ -22,6 +22,7 @@ from participants import (
 )
 
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.engine.groups import of_group
 from fedjax_pcdd.methods.fedmatch import FedMatch
 from fedjax_pcdd.methods.method import Batch, Server
 from fedjax_pcdd.methods.parts import without
@@ -60,7 +61,7 @@ def test_local_training_moves_sigma_alone():
     table = toy.groups("fedmatch", necks=ONE, weight_decay=0.1, **SGD)
     state, group = table.start(), table.groups[0]
     before = arrays(state.clients[0])
-    after, _ = group.step(table._of_group(state, 0), 0)
+    after, _ = group.step(of_group(state, 0), 0)
     assert_equal(psi_of(before), arrays(psi_of(after.clients)))
     assert not same(sigma_of(before), sigma_of(after.clients))
 
