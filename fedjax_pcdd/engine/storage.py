@@ -226,7 +226,7 @@ class OnHost(OnDevice):
             def write(old, value):
                 for part, own in _parts(value):
                     kept = trained[part]
-                    self._put(old, rows[part][kept], own[kept])
+                    self._put(old, rows[part][kept], own if kept.all() else own[kept])
                 return old
 
             return jax.tree.map(write, tree, new)
@@ -284,31 +284,30 @@ class OnDisk(OnHost):
 
     def _get(self, array, rows):
         values = np.empty((len(rows), *array.shape[1:]), array.dtype)
-        for row, value in self._pieces(array, rows, values):
-            while value:
-                got = os.preadv(self._file(array), [value], row)
-                value, row = value[got:], row + got
+        self._transfer(lambda file, value, at: os.preadv(file, [value], at), array, rows, values)
         return values
 
     def _put(self, array, rows, values):
-        for row, value in self._pieces(array, rows, np.ascontiguousarray(values)):
+        self._transfer(os.pwrite, array, rows, np.ascontiguousarray(values))
+
+    def _transfer(
+        self, call: Callable[[int, memoryview, int], int], array: np.ndarray, rows: np.ndarray, values: np.ndarray
+    ) -> None:
+        """Call with the file, the bytes of each row and where they are in it, until all are read or written."""
+        if not values.size:
+            return
+        file, width, content = self._file(array), array.nbytes // len(array), values.reshape(-1).view(np.uint8).data
+        for i, row in enumerate(rows.tolist()):
+            value, at = content[i * width : (i + 1) * width], row * width
             while value:
-                put = os.pwrite(self._file(array), value, row)
-                value, row = value[put:], row + put
+                done = call(file, value, at)
+                value, at = value[done:], at + done
 
     def _file(self, array: np.ndarray) -> int:
         memory: Any = array
         while not isinstance(memory, mmap.mmap):
             memory = memory.obj if isinstance(memory, memoryview) else memory.base
         return self._files[memory]
-
-    def _pieces(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, memoryview]]:
-        """Of each row where it begins in the file, and its bytes; rows that lie one after another are one."""
-        if not array.size or not len(rows):
-            return
-        width = array.nbytes // len(array)
-        for part in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
-            yield int(rows[part[0]]) * width, values[part[0] : part[-1] + 1].reshape(-1).view(np.uint8).data
 
     def _release(self):
         for one in self._files:
