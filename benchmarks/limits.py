@@ -68,7 +68,7 @@ def limits(model: Classifier, workload: Workload) -> dict[str, float]:
     seconds, operations = bare_step(model, workload)
     rate = matrix_rate()
     return {
-        "bare_s": round(seconds * steps, 5),
-        "matrix_s": round(operations * steps / rate, 5),
+        "bare_s": round(seconds * steps, 7),
+        "matrix_s": round(operations * steps / rate, 7),
         "matrix_gflops": round(rate / 1e9, 1),
     }

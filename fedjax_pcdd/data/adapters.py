@@ -68,11 +68,13 @@ def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: S
 def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset:
     """A data set like those of torchvision and medmnist: `len(train)`, `train[i]` gives an image and its label.
 
-    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken as they are; else each sample
-    is asked for once, so that what is drawn at random in a transform is drawn once: leave augmentation to the engine.
+    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken whole, where the first sample
+    is what they hold; else each sample is asked for once, so that what is drawn at random in a transform is drawn
+    once: leave augmentation to the engine.
 
     Args:
-      train, test: images are Pillow's, arrays or tensors; `classes` gives their names, where it is there.
+      train, test: images are Pillow's, arrays or tensors; `classes` (of medmnist `info["label"]`) gives their names,
+        where it is there.
       name: by which the customary normalisation is chosen.
 
     Raises:
@@ -82,14 +84,18 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
             raise UserError(f"from_torch takes data sets with a length and samples by number, not {shortened(part)}.")
     parts = [(*_samples(part), None) if part is not None else ([], [], None) for part in (train, test)]
-    return _dataset(parts, getattr(train, "classes", None), name)
+    names = getattr(train, "classes", None)
+    if names is None and "label" in (info := getattr(train, "info", None) or {}):
+        names = [info["label"][str(c)] for c in range(len(info["label"]))]
+    return _dataset(parts, names, name)
 
 
 def _samples(part: Any) -> tuple[Any, Any]:
     changed = any(getattr(part, key, None) is not None for key in ("transform", "transforms", "target_transform"))
     for images, labels in (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
         whole = [np.asarray(getattr(part, key, ())) for key in (images, labels)]
-        if not changed and whole[0].ndim > 1 and len(whole[0]) == len(whole[1]) == len(part):
+        fits = not changed and whole[0].ndim > 1 and len(whole[0]) == len(whole[1]) == len(part) > 0
+        if fits and all(np.array_equal(np.squeeze(a), np.squeeze(b[0])) for a, b in zip(part[0], whole, strict=False)):
             return whole[0], whole[1]
     pairs = [part[i] for i in range(len(part))]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

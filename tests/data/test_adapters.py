@@ -87,11 +87,51 @@ class Items:
 
 
 def test_arrays_of_torchvision_and_medmnist_are_taken_whole():
-    nothing = [None] * 20
-    vision = fp.from_torch(Items(nothing, data=IMAGES, targets=LABELS.tolist(), classes=["cat", "dog"], transform=None))
-    medical = fp.from_torch(Items(nothing, imgs=IMAGES[..., 0], labels=LABELS[:, None]))
+    images, labels = IMAGES[..., 0], LABELS[:, None]
+    rest = [None] * 19  # not asked for
+    vision = Items(
+        [(Pillow.fromarray(IMAGES[0]), LABELS[0]), *rest],
+        data=IMAGES, targets=LABELS.tolist(), classes=["cat", "dog"], transform=None,
+    )  # fmt: skip
+    medical = Items([(Pillow.fromarray(images[0]), labels[0]), *rest], imgs=images, labels=labels)
+    vision, medical = fp.from_torch(vision), fp.from_torch(medical)
     assert (vision.class_names, medical.class_names) == (("cat", "dog"), None)
     np.testing.assert_array_equal(medical.x_train, vision.x_train[..., :1])
+
+
+def test_samples_that_are_not_the_arrays_are_asked_for():
+    grey = IMAGES[..., 0]
+    pairs = [(Pillow.fromarray(x).convert("RGB"), int(y)) for x, y in zip(grey, LABELS, strict=True)]
+    assert fp.from_torch(Items(pairs, imgs=grey, labels=LABELS[:, None])).x_train.shape == (16, 6, 5, 3)
+
+
+def test_medmnist_itself(tmp_path):
+    medmnist = pytest.importorskip("medmnist")
+    info, rng = medmnist.INFO["pneumoniamnist"], np.random.default_rng(0)
+    parts = {}
+    for part, count in info["n_samples"].items():
+        parts |= {f"{part}_images": rng.integers(0, 256, (count, 28, 28), np.uint8)}
+        parts |= {f"{part}_labels": rng.integers(0, 2, (count, 1), np.uint8)}
+    np.savez(tmp_path / "pneumoniamnist.npz", **parts)
+    train, test = (medmnist.PneumoniaMNIST(part, root=str(tmp_path)) for part in ("train", "test"))
+    data = fp.from_torch(train, test)
+    assert data.class_names == ("normal", "pneumonia")
+    np.testing.assert_array_equal(data.x_train[..., 0], parts["train_images"])
+    np.testing.assert_array_equal(data.y_test, parts["test_labels"][:, 0])
+    assert fp.from_torch(medmnist.PneumoniaMNIST("test", root=str(tmp_path), as_rgb=True)).x_train.shape[-1] == 3
+
+
+def test_torchvision_itself():
+    torchvision = pytest.importorskip("torchvision")
+    drawn = torchvision.datasets.FakeData(10, (3, 8, 8), 5)
+    with pytest.warns(UserWarning, match="channels first"):
+        floats = fp.from_torch(
+            torchvision.datasets.FakeData(10, (3, 8, 8), 5, transform=torchvision.transforms.ToTensor())
+        )
+    images = fp.from_torch(drawn)
+    assert (images.x_train.dtype, floats.x_train.dtype) == (np.uint8, np.float32)
+    np.testing.assert_allclose(floats.x_test, images.x_test / np.float32(255), rtol=1e-6)
+    np.testing.assert_array_equal(floats.y_train, images.y_train)
 
 
 def test_what_a_transform_gives_is_kept():
