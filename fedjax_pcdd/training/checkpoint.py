@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -277,6 +278,7 @@ class Checkpoints:
             self._manager.save(round, args=ocp.args.Composite(**items), force=True)
         except BaseException:
             self._full.discard(round)
+            _remove_unfinished(self._folder)
             raise
         checkpoint = self._folder / str(round)
         files = {str(f.relative_to(checkpoint)): _crc(f) for f in checkpoint.rglob("*") if f.is_file()}
@@ -535,9 +537,7 @@ def _open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMa
         if folder.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link")
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            if not path.name.isdigit():
-                shutil.rmtree(path, ignore_errors=True)
+        _remove_unfinished(folder)
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
     )
@@ -555,6 +555,15 @@ def _open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMa
         multiprocessing_options=alone,
     )  # fmt: skip
     return ocp.CheckpointManager(alias, item_handlers=handlers, options=options)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what is no whole checkpoint; where a write failed, TensorStore's threads may still add files to it."""
+    for path in [one for one in folder.iterdir() if one.is_dir() and not (one.is_symlink() or one.name.isdigit())]:
+        end = time.monotonic() + 5
+        while path.exists() and time.monotonic() < end:
+            shutil.rmtree(path, ignore_errors=True)
+            time.sleep(0.01)
 
 
 def _check_files(checkpoint: Path) -> None:
