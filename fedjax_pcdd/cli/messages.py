@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedjax_pcdd.errors import UserError, spelled
@@ -29,10 +31,27 @@ def called(name: str) -> str:
     return f"python experiments/{name}.py" if in_checkout else f"fedjax-pcdd {name}"
 
 
+@contextmanager
+def _warned_in_sentences() -> Iterator[None]:
+    """What the package warns of is a line, as errors are; warnings of others stay as Python writes them."""
+    package, written = str(Path(__file__).parents[1]), warnings.formatwarning
+
+    def line(message, category, filename, lineno, text=None):
+        own = filename.startswith(package)
+        return f"{sentence(str(message))}\n" if own else written(message, category, filename, lineno, text)
+
+    warnings.formatwarning = line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = written
+
+
 def guarded(work: Callable[[], int | None]) -> int:
     """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence."""
     try:
-        code = work() or 0
+        with _warned_in_sentences():
+            code = work() or 0
         sys.stdout.flush()
         return code
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Arrays in mapped files: unpacked from archives, and rows of them, which are read as of a file.
+"""Rows of arrays in mapped files, which are read as of a file.
 
 A page of a mapped file that was cut meanwhile would end the process; reading it so gives a sentence instead, costs less
 than a page fault for each page, and leaves no pages in the process.
@@ -6,75 +6,13 @@ than a page fault for each page, and leaves no pages in the process.
 
 import mmap
 import os
-import shutil
-import warnings
 import weakref
-import zipfile
-import zlib
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
-
-_CHUNK = 1 << 24  # bytes that are read at once
-
-
-def unpacked(file: str | os.PathLike, name: str) -> np.ndarray:
-    """An array of an npz archive, mapped from a file that it is unpacked into once, which is said.
-
-    The file lies in `<archive>.unpacked`, or where that cannot be written in the user's cache folder (XDG_CACHE_HOME,
-    else ~/.cache); it is used again where its checksum is that in the archive.
-
-    Raises:
-      UserError: neither folder can be written, or there is no room.
-    """
-    path, member = Path(file).absolute(), f"{name}.npy"
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd" / "unpacked"
-    folders = path.with_name(f"{path.name}.unpacked"), own / f"{path.stem}-{zlib.crc32(str(path).encode()):08x}"
-    with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(member)
-        for folder in folders:
-            if _is_copy(folder / member, info):
-                return np.load(folder / member, mmap_mode="r")
-        errors: list[OSError] = []
-        for folder in folders:
-            try:
-                return np.load(_copy(archive, info, folder), mmap_mode="r")
-            except OSError as error:
-                errors.append(error)
-    reasons = " and ".join(f"{folder} ({e.strerror or e})" for folder, e in zip(folders, errors, strict=True))
-    raise UserError(
-        f"{path.name} cannot be unpacked, {info.file_size / 1e6:.0f} MB, into {reasons}: make room, set XDG_CACHE_HOME "
-        "to a folder that can be written, or use `data=device`."
-    )
-
-
-def _is_copy(file: Path, info: zipfile.ZipInfo) -> bool:
-    """Whether a file holds what a member of an archive does."""
-    if not file.is_file() or file.stat().st_size != info.file_size:
-        return False
-    crc = 0
-    with file.open("rb") as opened:
-        while part := opened.read(_CHUNK):
-            crc = zlib.crc32(part, crc)
-    return crc == info.CRC
-
-
-def _copy(archive: zipfile.ZipFile, info: zipfile.ZipInfo, folder: Path) -> Path:
-    """The member as a file of the folder, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file, half = folder / info.filename, folder / f".{os.getpid()}.{info.filename}"
-    try:
-        with archive.open(info) as source, half.open("wb") as target:
-            shutil.copyfileobj(source, target, _CHUNK)
-        half.replace(file)
-    finally:
-        half.unlink(missing_ok=True)
-    warnings.warn(f"{file} was unpacked from {archive.filename}, to be mapped into memory.", stacklevel=4)
-    return file
 
 
 class Rows:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pcdd.data import text
 from fedjax_pcdd.data.dataset import Dataset, Keep, as_images, keep_all
-from fedjax_pcdd.data.mapped import unpacked
+from fedjax_pcdd.data.unpacked import decoded, unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
 _GROUPS = ("writer", "domain")
@@ -34,7 +34,7 @@ class Archive:
     """An npz file whose arrays are read one by one; `UserError` names the file and what is wrong with it."""
 
     def __init__(self, file: str | os.PathLike, mapped: bool = False):
-        """Args: mapped: whether arrays are unpacked into files and mapped; see `mapped.unpacked`."""
+        """Args: mapped: whether arrays are unpacked into files and mapped; see `unpacked.unpacked`."""
         self.file, self.mapped = file, mapped
         with self._reading():
             with open(file, "rb") as stream:
@@ -60,9 +60,7 @@ class Archive:
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         """An array, or the rows [m] of it, in rising order; then the others are never in memory together."""
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
-            version = np.lib.format.read_magic(stream)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = header(stream)
+            shape, fortran, dtype = _header(stream)
             if rows is not None and shape and not fortran and not dtype.hasobject:
                 self._check_memory(name, (len(rows), *shape[1:]), dtype)
                 return _rows(stream, rows, shape, dtype)
@@ -71,6 +69,23 @@ class Archive:
             self._check_memory(name, shape, dtype)
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             return np.lib.format.read_array(stream, allow_pickle=False)[... if rows is None else rows]
+
+    def header(self, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+        """Shape, whether it lies column by column, and type of an array."""
+        with self._reading(), self._zip.open(f"{name}.npy") as stream:
+            return _header(stream)
+
+    def checksum(self, name: str) -> str:
+        """Of an array, as the archive has it."""
+        info = self._zip.getinfo(f"{name}.npy")
+        return f"{info.CRC:08x} {info.file_size}"
+
+    def pieces(self, name: str) -> Iterator[np.ndarray]:
+        """An array that lies row by row, some rows [m, ...] at a time."""
+        with self._reading(), self._zip.open(f"{name}.npy") as stream:
+            shape, _, dtype = _header(stream)
+            for _, content in _chunks(stream, shape, dtype):
+                yield content
 
     def _check_memory(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         size = dtype.itemsize * math.prod(shape)
@@ -81,14 +96,26 @@ class Archive:
             )
 
 
-def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Some rows of an array whose content comes next in a stream."""
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(stream)
+    header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    return header(stream)
+
+
+def _chunks(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of an array whose content comes next in a stream, some at a time, each with the number of its first."""
     width = dtype.itemsize * math.prod(shape[1:])
-    kept, chunk = np.empty((len(rows), *shape[1:]), dtype), max(1, _CHUNK // max(1, width))
+    chunk = max(1, _CHUNK // max(1, width))
     for start in range(0, shape[0], chunk):
         number = min(chunk, shape[0] - start)
-        content = np.frombuffer(stream.read(number * width), dtype).reshape(number, *shape[1:])
-        first, last = np.searchsorted(rows, (start, start + number))
+        yield start, np.frombuffer(stream.read(number * width), dtype).reshape(number, *shape[1:])
+
+
+def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Some rows of an array whose content comes next in a stream."""
+    kept = np.empty((len(rows), *shape[1:]), dtype)
+    for start, content in _chunks(stream, shape, dtype):
+        first, last = np.searchsorted(rows, (start, start + len(content)))
         kept[first:last] = content[rows[first:last] - start]
     return kept
 
@@ -159,13 +186,23 @@ def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Datase
 def read_images(archive: Archive, key: str, rows: np.ndarray | None = None) -> np.ndarray:
     """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them."""
     if f"{key}_delta" in archive.names:
-        delta = Archive(archive.file).read(f"{key}_delta", rows)
-        if delta.dtype != np.uint8 or delta.ndim != 4 or delta.shape[1] != 3:
-            raise UserError(f"{key}_delta must be uint8 [n, 3, H, W], not {delta.dtype} {list(delta.shape)}.")
-        return decode_delta(delta)
+        return _delta_coded(archive, key, rows)
     if key not in archive.names:
         raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
     return as_images(archive.read(key, rows), key)
+
+
+def _delta_coded(archive: Archive, key: str, rows: np.ndarray | None) -> np.ndarray:
+    """The images of `<key>_delta`, mapped from the file that they are decoded into if the archive's arrays are."""
+    name = f"{key}_delta"
+    shape, fortran, dtype = archive.header(name)
+    if dtype != np.uint8 or len(shape) != 4 or shape[1] != 3:
+        raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
+    if not archive.mapped or rows is not None or fortran or not math.prod(shape):
+        return decode_delta(Archive(archive.file).read(name, rows))
+    like = np.zeros((*shape[2:], 3), np.uint8)
+    source, digest = Path(archive.file), archive.checksum(name)
+    return decoded(source, key, digest, like, shape[0], lambda: map(decode_delta, archive.pieces(name)))
 
 
 def _labels(archive: Archive, part: str) -> np.ndarray:

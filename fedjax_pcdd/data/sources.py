@@ -6,7 +6,7 @@ Constants of normalisation and augmentation are those of the papers' published c
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import numpy as np
 from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
 from fedjax_pcdd.data.natural import is_federation, read_federation
 from fedjax_pcdd.data.npz import read_npz
-from fedjax_pcdd.errors import UserError, in_one_line, nearest
+from fedjax_pcdd.data.prepared import prepared_version, read_tfds
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.registry import Registry, is_import_path, located
 
 DATASETS = {
@@ -50,7 +51,6 @@ _PLAIN = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
 TFDS_NAMES = {**{name: name for name in _PLAIN}, "emnist": "emnist/balanced", "svhn": "svhn_cropped"}
 
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
-_VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
         the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
       data_dir: folder of npz files or TFDS root; without it the TFDS default root is searched.
       keep: which samples are wanted; others of an npz file are left out.
-      mapped: map images of npz files, which are unpacked for it once.
+      mapped: map images of npz files and of prepared folders, which are unpacked for it once.
 
     Raises:
       UserError: it is in none of these places, or what lies there cannot be used.
@@ -129,8 +129,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
         return read_npz(file, name, keep, mapped)
     tfds_name = TFDS_NAMES.get(name, name)
     for folder in dict.fromkeys((root / tfds_name, root / name)):
-        if prepared := _prepared_version(folder):
-            return read_tfds(prepared, name)
+        if prepared := prepared_version(folder):
+            return read_tfds(prepared, name, mapped)
     raise UserError(_advice(name, root, file, root / tfds_name))
 
 
@@ -165,59 +165,3 @@ def ranks(labels: np.ndarray) -> np.ndarray:
     ranks = np.empty(len(labels), np.int64)
     ranks[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     return ranks
-
-
-def _prepared_version(folder: Path) -> Path | None:
-    """The newest prepared version in a TFDS data set's folder, with or without configurations, or None."""
-    files = [file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/dataset_info.json")]
-    versions = [file.parent for file in files if _VERSION.fullmatch(file.parent.name)]
-    above = sorted({path.parent for path in versions})
-    if len(above) > 1 and folder not in above:
-        names = [f"{folder.name}/{path.name}" for path in above]
-        raise UserError(f"{folder} holds several configurations; name one of {', '.join(names)}.")
-    versions = [path for path in versions if path.parent == folder or folder not in above]
-    return max(versions, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
-
-
-def read_tfds(folder: str | os.PathLike, name: str) -> Dataset:
-    """Read a prepared TFDS data set with features "image" and "label"; TensorFlow is not needed.
-
-    Args:
-      folder: `.../<name>/<version>` as TFDS wrote it, in the array_record format.
-
-    Raises:
-      UserError: damaged, in another format, without such features or splits, or images of several sizes.
-    """
-    import tensorflow_datasets as tfds
-
-    try:
-        return _from_builder(tfds.builder_from_directory(folder), name)
-    except NotImplementedError as error:
-        again = f"remove it and prepare it anew by: fedjax-pcdd prepare {name} --data-dir=..."
-        raise UserError(f"{folder} is not in the array_record format; {again}") from error
-    except ImportError as error:
-        raise UserError(f"{folder} is read by array-record, which is missing: pip install array-record.") from error
-    except Exception as error:  # TFDS, protobuf and array_record raise all kinds for damaged files
-        raise UserError(f"{folder} cannot be used: {in_one_line(error)}.") from error
-
-
-def _from_builder(builder, name: str) -> Dataset:
-    features, splits = builder.info.features or {}, set(builder.info.splits)
-    test = "test" if "test" in splits else "validation"
-    if not {"image", "label"} <= set(features) or not {"train", test} <= splits:
-        raise UserError("it needs the features image and label and the splits train and test (or validation).")
-    x_train, y_train = _stack(builder.as_data_source("train"))
-    x_test, y_test = _stack(builder.as_data_source(test))
-    label = features["label"]
-    num_classes = getattr(label, "num_classes", None) or int(max(y_train.max(), y_test.max())) + 1
-    names = tuple(getattr(label, "names", None) or ())
-    names = names if len(names) == num_classes else None
-    return Dataset(name, x_train, y_train, x_test, y_test, num_classes, names)
-
-
-def _stack(examples: Iterable) -> tuple[np.ndarray, np.ndarray]:
-    """Images [n, H, W, channels] and labels [n] of a TFDS data source."""
-    pairs = [(example["image"], example["label"]) for example in examples]
-    if len({image.shape for image, _ in pairs}) != 1:
-        raise UserError("its images differ in size; resize them and store them as an npz file.")
-    return np.stack([image for image, _ in pairs]), np.array([label for _, label in pairs])

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from fedjax_pcdd.api import runs as api_runs
+from fedjax_pcdd.cli import messages
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.sources import DATASETS
@@ -51,6 +53,19 @@ def test_without_arguments_fedavg_runs_on_digits(runs):
 def test_the_run_folder_is_settled_before_the_run(runs):
     main(["--quiet"])
     assert runs[0][0].run_dir == Path("runs/fedavg-digits-dirichlet0.1-s0")
+
+
+def test_what_the_package_warns_of_is_a_line_and_others_name_their_place():
+    lines = []
+
+    def work():
+        for file in (messages.__file__, "/elsewhere.py"):
+            lines.append(warnings.formatwarning("`lanes` are few.", UserWarning, file, 7))
+
+    before = warnings.formatwarning
+    assert messages.guarded(work) == 0
+    assert lines == ["--lanes are few.\n", "/elsewhere.py:7: UserWarning: `lanes` are few.\n"]
+    assert warnings.formatwarning is before
 
 
 def test_run_options_and_hyperparameters_stand_side_by_side():

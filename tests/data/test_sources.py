@@ -1,13 +1,8 @@
 """Data sets from scikit-learn, npz files and prepared TFDS folders."""
 
 import functools
-import importlib.util
 import io
-import json
 import os
-import shutil
-import socket
-import sys
 import time
 import tracemalloc
 import zipfile
@@ -16,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pcdd.cli.prepare import prepare_main
 from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.data.dataset import largest_groups, sampler, subset
 from fedjax_pcdd.data.federation import Federation
@@ -35,33 +29,6 @@ def made_up(seed=0, n_train=12, n_test=6, shape=(5, 4, 3)):
         "x_test": random.integers(0, 256, (n_test, *shape), dtype=np.uint8),
         "y_test": (np.arange(n_test) % 3).astype(np.uint8),
     }
-
-
-def test_an_archive_is_unpacked_once_and_anew_where_it_is_another(tmp_path):
-    arrays = made_up()
-    for seed in (0, 1):
-        arrays = made_up(seed)
-        np.savez_compressed(tmp_path / "mine.npz", **arrays)
-        with pytest.warns(UserWarning, match=r"mine.npz.unpacked/x_\w+.npy was unpacked from"):
-            data = sources.load("mine", tmp_path, mapped=True)
-        assert isinstance(data.x_train.base, np.memmap)
-        np.testing.assert_array_equal(data.x_train, arrays["x_train"])
-    sources.load("mine", tmp_path, mapped=True)  # says nothing, as warnings are errors
-    file = tmp_path / "mine.npz.unpacked" / "x_test.npy"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.warns(UserWarning, match="x_test.npy was unpacked"):
-        np.testing.assert_array_equal(sources.load("mine", tmp_path, mapped=True).x_test, arrays["x_test"])
-
-
-def test_a_cache_that_cannot_be_written_is_another_or_a_sentence(tmp_path, monkeypatch):
-    np.savez(tmp_path / "mine.npz", **made_up())
-    (tmp_path / "mine.npz.unpacked").write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.warns(UserWarning, match=r"cache/fedjax_pcdd/unpacked/mine-\w+/x_\w+.npy was unpacked"):
-        sources.load("mine", tmp_path, mapped=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine.npz"))
-    with pytest.raises(UserError, match=r"mine.npz cannot be unpacked.*XDG_CACHE_HOME to a folder that can be written"):
-        sources.load("mine", tmp_path, mapped=True)
 
 
 def stored(folder, arrays, name="mine"):
@@ -306,187 +273,6 @@ def test_unknown_sets_are_only_scaled():
 def test_every_known_set_is_described():
     assert set(sources.TFDS_NAMES) < set(sources.DATASETS)
     assert all(text and "\n" not in text for text in sources.DATASETS.values())
-
-
-# Prepared TFDS folders
-
-
-@pytest.fixture(scope="module")
-def tfds():
-    pytest.importorskip("array_record", reason="array_record has no wheel for this platform")
-    return pytest.importorskip("tensorflow_datasets")
-
-
-def examples(n, seed):
-    """PNG files, so that TFDS has nothing to encode (for which it would need TensorFlow)."""
-    from PIL import Image
-
-    for i, image in enumerate(np.random.default_rng(seed).integers(0, 256, (n, 6, 5, 3), dtype=np.uint8)):
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, "PNG")
-        yield i, image, io.BytesIO(file.getvalue()), i % 3
-
-
-@pytest.fixture(scope="module")
-def builder_class(tfds):
-    class PcddTiny(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def _info(self):
-            features = {
-                "id": tfds.features.Text(),
-                "image": tfds.features.Image(shape=(6, 5, 3)),
-                "label": tfds.features.ClassLabel(names=["ant", "bee", "cat"]),
-            }
-            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
-
-        def _split_generators(self, dl_manager):
-            return {"train": self._generate_examples(9, 0), "validation": self._generate_examples(4, 1)}
-
-        def _generate_examples(self, n, seed):
-            for i, _, png, label in examples(n, seed):
-                yield i, {"id": str(i), "image": png, "label": label}
-
-    return PcddTiny
-
-
-@pytest.fixture(scope="module")
-def prepared_root(builder_class, tmp_path_factory):
-    root = tmp_path_factory.mktemp("tfds")
-    builder_class(data_dir=root, file_format="array_record").download_and_prepare()
-    return root
-
-
-@pytest.fixture
-def prepared(prepared_root, tmp_path):
-    """A folder of its own: root/pcdd_tiny/1.0.0."""
-    return Path(shutil.copytree(prepared_root / "pcdd_tiny", tmp_path / "pcdd_tiny")).parent
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("nothing may be downloaded")
-
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-def multiset(x, y):
-    return sorted((label, image.tobytes()) for image, label in zip(x, y.tolist(), strict=True))
-
-
-def test_prepared_folder_gives_back_the_images(prepared, no_network):
-    dataset = sources.load("pcdd_tiny", prepared)
-    for x, y, n, seed in ((dataset.x_train, dataset.y_train, 9, 0), (dataset.x_test, dataset.y_test, 4, 1)):
-        assert multiset(x, y) == sorted((label, image.tobytes()) for _, image, _, label in examples(n, seed))
-
-
-def test_prepared_folder_gives_back_the_classes(prepared):
-    dataset = sources.load("pcdd_tiny", prepared)
-    assert (dataset.num_classes, dataset.class_names) == (3, ("ant", "bee", "cat"))
-
-
-def test_prepared_folder_is_read_without_tensorflow(prepared, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow", None)
-    assert sources.load("pcdd_tiny", prepared).x_train.shape == (9, 6, 5, 3)
-
-
-def test_our_names_lead_to_tfds_names(prepared):
-    (prepared / "pcdd_tiny").rename(prepared / "svhn_cropped")
-    for file in (prepared / "svhn_cropped" / "1.0.0").iterdir():
-        file.rename(file.with_name(file.name.replace("pcdd_tiny", "svhn_cropped")))
-    info = prepared / "svhn_cropped" / "1.0.0" / "dataset_info.json"
-    info.write_text(info.read_text().replace("pcdd_tiny", "svhn_cropped"))
-    assert sources.load("svhn", prepared).name == "svhn"
-
-
-def test_npz_comes_before_tfds(prepared):
-    assert stored(prepared, made_up(), "pcdd_tiny").x_train.shape == (12, 5, 4, 3)
-
-
-def test_newest_version_is_read(prepared):
-    (prepared / "pcdd_tiny" / "1.0.0").rename(prepared / "pcdd_tiny" / "10.0.0")
-    for version in ("9.0.0", "incomplete.X_11.0.0"):
-        (prepared / "pcdd_tiny" / version).mkdir()
-        (prepared / "pcdd_tiny" / version / "dataset_info.json").write_text("{}")
-    assert len(sources.load("pcdd_tiny", prepared).y_train) == 9
-
-
-def test_several_configurations_must_be_named(tmp_path):
-    for configuration in ("letters", "digits"):
-        (tmp_path / "kinds" / configuration / "1.0.0").mkdir(parents=True)
-        (tmp_path / "kinds" / configuration / "1.0.0" / "dataset_info.json").write_text("{}")
-    with pytest.raises(UserError, match="kinds/digits, kinds/letters"):
-        sources.load("kinds", tmp_path)
-
-
-def test_other_file_formats_are_refused_with_the_command(prepared):
-    file = prepared / "pcdd_tiny" / "1.0.0" / "dataset_info.json"
-    info = json.loads(file.read_text())
-    info["fileFormat"] = "tfrecord"
-    file.write_text(json.dumps(info))
-    for shard in file.parent.glob("*.array_record*"):
-        shard.rename(shard.with_name(shard.name.replace("array_record", "tfrecord")))
-    with pytest.raises(UserError, match="fedjax-pcdd prepare pcdd_tiny"):
-        sources.load("pcdd_tiny", prepared)
-
-
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "pcdd_tiny-train.array_record*"])
-def test_damaged_prepared_folders_are_named(prepared, name):
-    (file,) = (prepared / "pcdd_tiny" / "1.0.0").glob(name)
-    file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(UserError, match=r"pcdd_tiny/1\.0\.0 cannot be used"):
-        sources.load("pcdd_tiny", prepared)
-
-
-def test_missing_split_is_named(prepared):
-    file = prepared / "pcdd_tiny" / "1.0.0" / "dataset_info.json"
-    info = json.loads(file.read_text())
-    info["splits"] = [split for split in info["splits"] if split["name"] == "train"]
-    file.write_text(json.dumps(info))
-    with pytest.raises(UserError, match="splits train and test"):
-        sources.load("pcdd_tiny", prepared)
-
-
-# experiments/prepare.py
-
-
-def pretend_tensorflow(monkeypatch, present):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if present else None)
-
-
-def test_prepare_without_tensorflow_is_one_sentence_and_exit_code_2(monkeypatch, tmp_path, capsys):
-    pretend_tensorflow(monkeypatch, False)
-    assert prepare_main(["mnist", f"--data-dir={tmp_path}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_prepare_without_network_is_one_sentence_and_exit_code_2(tfds, builder_class, monkeypatch, tmp_path, capsys):
-    def unreachable(*_, **__):
-        raise ConnectionError("no route to host")
-
-    pretend_tensorflow(monkeypatch, True)
-    monkeypatch.setattr(builder_class, "download_and_prepare", unreachable)
-    assert prepare_main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 2
-    assert "could not be downloaded" in capsys.readouterr().err
-
-
-def test_what_prepare_writes_is_what_load_reads(builder_class, monkeypatch, tmp_path):
-    pretend_tensorflow(monkeypatch, True)
-    assert prepare_main(["pcdd_tiny", f"--data-dir={tmp_path}"]) == 0
-    assert sources.load("pcdd_tiny", tmp_path).x_train.shape == (9, 6, 5, 3)
-
-
-@pytest.mark.parametrize(("name", "says"), [("digits", "built in"), ("usps", "usps.npz")])
-def test_prepare_says_what_needs_no_preparation(tmp_path, capsys, name, says):
-    assert prepare_main([name, f"--data-dir={tmp_path}"]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_prepare_lists_its_names(capsys):
-    assert prepare_main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(sources.TFDS_NAMES)
 
 
 # Real files

@@ -1,0 +1,85 @@
+"""Arrays of archives in mapped files: unpacked once, said, checked, and refused where there is no room."""
+
+import errno
+
+import numpy as np
+import pytest
+
+from fedjax_pcdd.data import npz, sources, unpacked
+from fedjax_pcdd.errors import UserError
+
+
+def made_up(seed=0):
+    random, labels = np.random.default_rng(seed), np.arange(18, dtype=np.uint8) % 3
+    x = random.integers(0, 256, (18, 5, 4, 3), dtype=np.uint8)
+    return {"x_train": x[:12], "y_train": labels[:12], "x_test": x[12:], "y_test": labels[12:]}
+
+
+def test_an_archive_is_unpacked_once_and_anew_where_it_is_another(tmp_path):
+    arrays = made_up()
+    for seed in (0, 1):
+        arrays = made_up(seed)
+        np.savez_compressed(tmp_path / "mine.npz", **arrays)
+        with pytest.warns(UserWarning, match=r"mine.npz.unpacked/x_\w+.npy was unpacked from"):
+            data = sources.load("mine", tmp_path, mapped=True)
+        assert isinstance(data.x_train.base, np.memmap)
+        np.testing.assert_array_equal(data.x_train, arrays["x_train"])
+    sources.load("mine", tmp_path, mapped=True)  # says nothing, as warnings are errors
+    file = tmp_path / "mine.npz.unpacked" / "x_test.npy"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.warns(UserWarning, match="x_test.npy was unpacked"):
+        np.testing.assert_array_equal(sources.load("mine", tmp_path, mapped=True).x_test, arrays["x_test"])
+
+
+def test_a_cache_that_cannot_be_written_is_another_or_a_sentence(tmp_path, monkeypatch):
+    np.savez(tmp_path / "mine.npz", **made_up())
+    (tmp_path / "mine.npz.unpacked").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.warns(UserWarning, match=r"cache/fedjax_pcdd/unpacked/mine-\w+/x_\w+.npy was unpacked"):
+        sources.load("mine", tmp_path, mapped=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine.npz"))
+    with pytest.raises(UserError, match=r"mine.npz cannot be unpacked.*XDG_CACHE_HOME to a folder that can be written"):
+        sources.load("mine", tmp_path, mapped=True)
+
+
+def delta_coded(images):
+    coded = images.copy()
+    coded[..., 0] -= images[..., 1]
+    coded[..., 2] -= images[..., 1]
+    coded[:, :, 1:] = coded[:, :, 1:] - coded[:, :, :-1].copy()
+    return coded.transpose(0, 3, 1, 2)
+
+
+def test_delta_coded_images_are_decoded_some_at_a_time_once_and_anew_where_they_are_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(npz, "_CHUNK", 150)  # two images and a half
+    for seed in (0, 1):
+        arrays = made_up(seed)
+        coded = {f"{key}_delta": delta_coded(arrays[key]) for key in ("x_train", "x_test")}
+        np.savez_compressed(tmp_path / "mine.npz", y_train=arrays["y_train"], y_test=arrays["y_test"], **coded)
+        with pytest.warns(UserWarning, match=r"mine.npz.unpacked/x_\w+.npy was unpacked from"):
+            data = sources.load("mine", tmp_path, mapped=True)
+        assert isinstance(data.x_train, np.memmap)
+        np.testing.assert_array_equal(data.x_train, arrays["x_train"])
+        np.testing.assert_array_equal(data.x_test, arrays["x_test"])
+    sources.load("mine", tmp_path, mapped=True)  # says nothing, as warnings are errors
+
+
+@pytest.mark.parametrize("folders", [1, 2])
+def test_a_full_disk_is_another_folder_or_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, folders):
+    np.savez(tmp_path / "mine.npz", **made_up())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    full = iter(folders * [True])
+
+    def copy(content, target, length):
+        target.write(content.read())
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(unpacked.shutil, "copyfileobj", copy)
+    if folders == 1:
+        with pytest.warns(UserWarning, match="x_t"):
+            sources.load("mine", tmp_path, mapped=True)
+    else:
+        with pytest.raises(UserError, match=r"into .*No space left on device.* and .*No space left.*: make room"):
+            sources.load("mine", tmp_path, mapped=True)
+    assert not list(tmp_path.rglob(".*"))
