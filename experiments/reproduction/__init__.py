@@ -4,6 +4,8 @@ plan.py          what to run, from the YAML files beside it
 cells.py         one cell, run or continued; eigenvalues.py adds FedMR's Table 7
 results.py       what is kept of a cell
 session.py       a plan worked off within a budget of time
+sharing.py       which of several processes runs a cell
+status.py        how far plans are, in one line
 columns.py       results as the columns of the papers' tables
 claims.py        which claims of the papers the results bear out (claims.yaml)
 ambiguities.py   what other readings change (ambiguities.yaml), and their page

@@ -17,6 +17,7 @@ from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import read_run
 from fedjax_pcdd.training.config import values
+from fedjax_pcdd.training.lock import InUse
 from fedjax_pcdd.training.presets import PAPERS
 from reproduction import results
 from reproduction.eigenvalues import add_eigenvalues
@@ -79,6 +80,7 @@ def run_cell(cell: Cell, folders: Folders) -> dict[str, Any]:
     """The result of a cell, run or continued in a folder of its own.
 
     Raises:
+      InUse: another process has the folder.
       UserError: files cannot be written; a run that itself fails is a result.
     """
     folder = run_folder(cell, folders)
@@ -93,6 +95,8 @@ def run_cell(cell: Cell, folders: Folders) -> dict[str, Any]:
         origin = {**cell.origin, "command": results.command(cell, options)}
         runs.run(*pair, origin, say=lambda text: None)
         return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
+    except InUse:
+        raise
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
             raise

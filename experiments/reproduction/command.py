@@ -4,10 +4,14 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from fedjax_pcdd.cli.messages import flag
 from fedjax_pcdd.cli.options import command
+from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import run_option
@@ -21,14 +25,16 @@ CPU_PLANS = ("cpu", "mid", "long", "full")
 class Options:
     """Run the unfinished cells of a plan, one after another, and keep a small file of results of each.
 
-    The same command goes on where it was interrupted, until every cell has its result.
+    The same command goes on where it was interrupted, until every cell has its result. Several at once, on one machine
+    or many with a shared file system, divide the cells that are left.
     """
 
-    scale: str = run_option(
-        "cpu",
+    scale: str | None = run_option(
+        None,
         "",
-        "the plan: cpu (small), full (the papers' settings for the small networks), gpu (those, most wanted first), "
-        "paper (every cell of every preset), or a YAML file",
+        "the plan: cpu (small; the default), mid (a residual network), long (as long as the papers), full (the papers' "
+        "settings for the small networks), gpu (those, most wanted first), paper (every cell of every preset), or a "
+        "YAML file",
     )
     only: str | None = run_option(
         None, "", "only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"
@@ -36,10 +42,15 @@ class Options:
     budget_minutes: float | None = run_option(
         None, "", "stop after this time; a cell in the making continues with the next call"
     )
+    workers: int = run_option(1, "", "processes that divide the cells, each with its share of the cores", low=1)
     data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
     runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")
     results_dir: Path = run_option(Path("results"), "", "folder of the results")
     list: bool = run_option(False, "", "list the cells and what is done")
+    status: bool = run_option(
+        False, "", "say in one line what is done and left, for how long, and who runs what; without `scale` and "
+        "`only` of all plans for a CPU"
+    )  # fmt: skip
     dry_run: bool = run_option(False, "", "print the commands of the unfinished cells")
     page: bool = run_option(
         False, "", "write docs/reproduction.md, ambiguities.md and coverage.md from the results, and run nothing"
@@ -65,9 +76,7 @@ def reproduce_main(experiments: Path, argv: Sequence[str] | None = None, papers:
 
 
 def _act(options: Options, experiments: Path, papers: Path) -> None:
-    # JAX is not needed for the help and for mistakes.
-    from reproduction import session
-    from reproduction.cells import Folders
+    from reproduction.cells import Folders  # JAX is not needed for the help and for mistakes
 
     if options.page:
         from reproduction.pages import write_pages
@@ -80,17 +89,52 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
         return
     if options.json:
         raise UserError("`json` is of a list: add `coverage` or `claims`.")
-    plan = read_plan(options.scale, experiments / "reproduction", papers / "presets")
-    cells = _chosen(plan.cells, options.only)
     folders = Folders(options.runs_dir, options.results_dir, options.data_dir, papers / "presets", papers / "expected")
+    if options.status:
+        from reproduction.status import status_line
+
+        names = [options.scale or "cpu"] if options.scale or options.only else CPU_PLANS
+        plans = [read_plan(name, experiments / "reproduction", folders.presets) for name in names]
+        print(status_line([plan._replace(cells=tuple(_chosen(plan.cells, options.only))) for plan in plans], folders))
+        return
+    plan = read_plan(options.scale or "cpu", experiments / "reproduction", folders.presets)
+    cells = _chosen(plan.cells, options.only)
     if options.list or options.dry_run:
         _show(cells, folders, commands=options.dry_run)
-        return
-    check(session.unfinished(cells, folders), folders.presets)
+    else:
+        _run(options, experiments, cells, folders)
+
+
+def _run(options: Options, experiments: Path, cells: Sequence[Cell], folders: Any) -> None:
+    """Run what has no result, in several processes where that is asked for."""
+    from reproduction import session
+    from reproduction.cells import OutOfTime, deadline
+    from reproduction.sharing import claims
+
+    before = session.unfinished(cells, folders)
+    check(before, folders.presets)
     seconds = None if options.budget_minutes is None else 60 * options.budget_minutes
-    outcome = session.work_off(cells, folders, session.Budget(seconds), say=lambda text: print(text, flush=True))
+    budget, stopped = session.Budget(seconds), False
+    if options.workers > 1 and before:
+        logs = claims(folders)
+        print(f"{options.workers} processes, whose words are in {logs}/worker-N.log", flush=True)
+        try:
+            with deadline(None):  # where this process is told to end, so are they
+                processes(_worker(options, experiments), logs, options.workers)
+        except OutOfTime:
+            stopped = True
+    if not stopped:  # what a process that died has left
+        stopped = session.work_off(cells, folders, budget, say=lambda text: print(text, flush=True)).out_of_time
     left = len(session.unfinished(cells, folders))
-    print(f"{outcome.done} cells done, {left} left{', the time is spent' if outcome.out_of_time else ''}.")
+    print(f"{len(before) - left} cells done, {left} left{', the time is spent' if stopped else ''}.")
+
+
+def _worker(options: Options, experiments: Path) -> list[str]:
+    """The command of one of the processes that divide the cells."""
+    names = ("scale", "only", "budget_minutes", "data_dir", "runs_dir", "results_dir")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    script = str(experiments / "reproduce.py")
+    return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in given.items())]
 
 
 def _listed(options: Options, experiments: Path, papers: Path) -> str:

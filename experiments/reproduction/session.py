@@ -1,15 +1,21 @@
-"""A session: the unfinished cells of a plan, one after another, until the time is spent."""
+"""A session: the unfinished cells of a plan, one after another, until the time is spent.
+
+Several processes may work on one plan: each claims the cell that it runs and leaves those of the others.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from fedjax_pcdd.api.sweep import PAUSE
 from fedjax_pcdd.training.config import values
+from fedjax_pcdd.training.lock import InUse
 from reproduction import results
 from reproduction.cells import Folders, OutOfTime, deadline, missing_data, run_cell, run_folder
 from reproduction.eigenvalues import needed
 from reproduction.plan import Cell, configured
+from reproduction.sharing import claimed
 
 
 class Budget:
@@ -59,26 +65,50 @@ def work_off(cells: Sequence[Cell], folders: Folders, budget: Budget, say: Calla
     """Run the unfinished cells until all are done or the time is spent.
 
     A cell with the options of one that is done (tables share cells) takes over its result; one whose data set cannot be
-    read is left for another time.
+    read is left for another time. Where other processes run the last ones, wait for them: one may die.
     """
-    known = results.read_results(folders.results)
     waiting, done, lacking = unfinished(cells, folders), 0, _Lacking(folders, say)
-    for number, cell in enumerate(waiting, 1):
-        if lacking(cell):
-            continue
-        name = f"[{number}/{len(waiting)}] {cell.table} {cell.name}"
-        try:
-            options = values(*configured(cell, folders.presets))
-            result = results.repeated(cell, options, known, needed(cell.table, folders.expected))
-            result = result or _run(cell, folders, budget, known)
-        except OutOfTime:
-            say(f"{name}: no time left")
-            return Outcome(done, lacking.cells, True)
-        results.write_result(folders.results, cell, result)
-        known.append(result)
-        done += 1
-        say(f"{name}: {_in_words(result)}")
+    names = [f"[{number}/{len(waiting)}] {cell.table} {cell.name}" for number, cell in enumerate(waiting, 1)]
+    left = [(name, cell) for name, cell in zip(names, waiting, strict=True) if not lacking(cell)]
+    while left:
+        others = []
+        for name, cell in left:
+            try:
+                taken, result = _taken(cell, folders, budget)
+            except OutOfTime:
+                say(f"{name}: no time left")
+                return Outcome(done, lacking.cells, True)
+            others += [] if taken else [(name, cell)]
+            if result is not None:
+                done += 1
+                say(f"{name}: {_in_words(result)}")
+        if len(others) == len(left):
+            time.sleep(PAUSE)
+        left = others
     return Outcome(done, lacking.cells, False)
+
+
+def _taken(cell: Cell, folders: Folders, budget: Budget) -> tuple[bool, dict[str, Any] | None]:
+    """Whether a cell needs no more, and its result where it is from this process; OutOfTime where there is no time."""
+    if budget.left is not None and budget.left <= 0:
+        raise OutOfTime
+    try:
+        with claimed(cell, folders) as mine:
+            if not mine or results.result_path(folders.results, cell).is_file():
+                return mine, None
+            result = _result(cell, folders, budget)
+            results.write_result(folders.results, cell, result)
+            return True, result
+    except InUse:  # the folder of its run: a process that has no claim continues it
+        return False, None
+
+
+def _result(cell: Cell, folders: Folders, budget: Budget) -> dict[str, Any]:
+    """The result of another cell with the same options, else that of a run."""
+    known = results.read_results(folders.results)  # anew: other processes add to them
+    options = values(*configured(cell, folders.presets))
+    shared = results.repeated(cell, options, known, needed(cell.table, folders.expected))
+    return shared or _run(cell, folders, budget, known)
 
 
 class _Lacking:
