@@ -8,6 +8,8 @@ diverges is a result.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,6 +155,15 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
 def read_results(results: Path) -> list[dict[str, Any]]:
     """Those below a folder, none where it is not there."""
     return [json.loads(read_text(path)) for path in sorted(results.glob("*/*/*.json"))]
+
+
+def brief(whole: Table) -> Table:
+    """The columns that fit on a console: best rounds, the last ten, what was chosen, failures where there are any."""
+    kept = ("best", GA["ga_mean_last10"], "chosen")
+    wanted = [column.heading.endswith(kept) for column in whole.columns]
+    wanted[-1] = any(row.cells[-1].text for row in whole.rows)
+    rows = tuple(row._replace(cells=tuple(compress(row.cells, wanted))) for row in whole.rows)
+    return replace(whole, columns=tuple(compress(whole.columns, wanted)), rows=rows)
 
 
 def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:

@@ -78,7 +78,7 @@ def _act(options: Options, argv: Sequence[str]) -> None:
             _write(options.page, [*_ranking(options.page, *leaderboard.over_splits(known, cells)), *map(_text, tables)])
         else:
             for table in tables:
-                console.print(terminal(table))
+                console.print(terminal(leaderboard.brief(table)))
     print(f"{done} of {len(cells)} cells have a result.")
 
 

@@ -74,6 +74,8 @@ def test_what_has_a_result_is_not_run_again(folder, capsys):
     printed = capsys.readouterr().out
     assert "Keep" in printed  # beside those that have results
     assert "1 of 1 cells have a result." in printed
+    assert all(heading in printed for heading in ("GA best", "GA, last 10", "chosen"))  # not squeezed at 80 columns
+    assert "failed" in printed
 
 
 def test_the_page_has_tables_and_ranks(folder):
