@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.blocks import Pass
 from fedjax_pcdd.engine.evaluation import client_batches
-from fedjax_pcdd.engine.program import Program, Samples, Tree, sum_over_samples
+from fedjax_pcdd.engine.program import Program, Samples, Tree, start_of, sum_over_samples
 from fedjax_pcdd.losses.logit_adjustment import l2_normalise
 from fedjax_pcdd.losses.prototypes import class_sums
 from fedjax_pcdd.models.classifier import forward
@@ -77,7 +77,7 @@ def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
     size = view.samples.size[view.row]
     used = jnp.minimum(size, PROBE)
     position = jnp.arange(PROBE) * size // jnp.maximum(used, 1)
-    index = view.samples.order[view.samples.start[view.row] + jnp.minimum(position, jnp.maximum(size - 1, 0))]
+    index = view.samples.order[start_of(view.samples, view.row) + jnp.minimum(position, jnp.maximum(size - 1, 0))]
     return index, jnp.arange(PROBE) < used
 
 

@@ -23,6 +23,7 @@ from fedjax_pcdd.engine.program import (
     facts_of,
     lift,
     of_experiment,
+    start_of,
     sum_over_samples,
     with_own,
 )
@@ -45,7 +46,7 @@ def client_batches(function: Callable, samples: Samples, row, how: Pass) -> Tree
     """Sum of function(index, mask) over the samples of one row, so many at a time."""
     index = jax.ShapeDtypeStruct((how.batch,), jnp.int32)
     template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((how.batch,), bool))
-    return sum_over_samples(function, samples, samples.start[row], samples.size[row], how, template)
+    return sum_over_samples(function, samples, start_of(samples, row), samples.size[row], how, template)
 
 
 def by_client(program: Program, function: Callable, clients: Tree) -> Tree:

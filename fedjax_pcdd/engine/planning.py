@@ -39,6 +39,7 @@ class Planner:
 
     Attributes:
       sizes, steps: [E, K] training samples, and steps of a local epoch.
+      able: [E] numbers of the clients with samples, in increasing order.
       epochs: [K] local epochs of a round.
       numbers: [E, K] of the clients in the whole federation.
       weights: [E, K] before normalisation.
@@ -60,8 +61,9 @@ class Planner:
         first = experiments[0]
         self.experiments, self.local, self.cohort_size = experiments, first.local, cohort
         self.sizes = np.stack([e.federation.sizes for e in experiments])
-        everyone = tuple(range(self.sizes.shape[1]))
-        self.numbers = np.array([e.numbers or everyone for e in experiments], np.int32)
+        self.able = [np.flatnonzero(sizes) for sizes in self.sizes]
+        everyone = np.arange(self.sizes.shape[1], dtype=np.int32)
+        self.numbers = np.stack([np.array(e.numbers, np.int32) if e.numbers else everyone for e in experiments])
         self.steps = schedule.batches_per_epoch(self.sizes, self.local.batch_size, self.local.last_batch)
         traits = first.method.traits()
         asked = self.local.epochs if traits.epochs is None else traits.epochs
@@ -92,10 +94,10 @@ class Planner:
         What these do is nobody's: they have no steps, no weight, and keep the state that they had.
         """
         cohorts = []
-        for e, sizes in zip(self.experiments, self.sizes, strict=True):
+        for e, able in zip(self.experiments, self.able, strict=True):
             known = e.availability
             there = known and known.there(e.seed, round)
-            chosen = schedule.cohort(e.seed, round, sizes, self.cohort_size, there)
+            chosen = schedule.cohort(e.seed, round, able, self.cohort_size, there)
             cohorts.append(chosen if known is None else chosen[known.stay(e.seed, round)[chosen]])
         return cohorts
 

@@ -77,14 +77,25 @@ def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, A
 
 
 class Samples(NamedTuple):
-    """Images, labels and who owns them: row r has order[start[r] : start[r] + size[r]]."""
+    """Images, labels and who owns them: row r has order[start : start + size[r]], whose start `start_of` knows."""
 
     images: jax.Array  # [n, H, W, channels] uint8
     labels: jax.Array  # [n] int32
     order: jax.Array  # [m] int32, the rows' index lists one after another
-    start: jax.Array  # [R] int32
+    start: jax.Array  # [R] int32, or [M] of the M rows that are here
     size: jax.Array  # [R] int32
     numbers: Any = ()  # [n] int32, of the samples in the data set where only some of them are here
+    rows: Any = ()  # [M] int32, which rows are here where these are not all; R for none
+
+
+def start_of(samples: Samples, row: Any) -> Any:
+    """Where in the order a row's list begins; 0 for a row that is not here.
+
+    A shard does not tell it of all R rows, which would have to be sent with it each round.
+    """
+    if isinstance(samples.rows, tuple):
+        return samples.start[row]
+    return jnp.where(samples.rows == row, samples.start, 0).max()
 
 
 class Data(NamedTuple):

@@ -66,21 +66,19 @@ def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generato
     return np.random.Generator(np.random.Philox(key=[seed, round], counter=[0, 0, client, epoch]))
 
 
-def cohort(seed: int, round: int, sizes: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
+def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
     """Clients of a round: S of those that have samples, or all of these, uniformly, in increasing order.
 
     It depends on (seed, round) alone, never on the method (methods are compared on the same selections).
 
     Args:
-      sizes: [K] training samples.
-      there: [K] which clients can be drawn; None for all.
+      able: numbers of the clients with training samples, in increasing order.
+      there: [K] which clients can be drawn; None for all, so that nothing is done for each of K clients.
     """
-    able = sizes > 0 if there is None else (sizes > 0) & there
-    count = np.count_nonzero(able)
-    if size >= count:
-        return np.flatnonzero(able)
-    chosen = np.sort(stream(seed, round, 2**63, 0).choice(count, size, replace=False))
-    return chosen if count == len(able) else np.flatnonzero(able)[chosen]
+    able = able if there is None else able[there[able]]
+    if size >= len(able):
+        return able
+    return able[np.sort(stream(seed, round, 2**63, 0).choice(len(able), size, replace=False))]
 
 
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:

@@ -24,9 +24,10 @@ from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.trees import select
 
-_SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT)
+_SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT, SPLIT)
 SHARDS = Data(_SHARDED, _SHARDED, EVERYWHERE, EVERYWHERE)  # how the data of several devices lie
 TESTS = Data(EVERYWHERE, _SHARDED, EVERYWHERE, EVERYWHERE)  # those of a test of personal models
+_OWN = ("images", "labels", "start", "numbers", "rows")  # what of its samples each device has for itself
 TESTED = 4096  # rows that are tested together at most, where that is more than a cohort
 
 
@@ -34,8 +35,8 @@ def own_shard(data: Data, tests: bool = False) -> Data:
     """Of data that lie like `SHARDS`, or like `TESTS`, this device's own."""
 
     def own(part: Samples) -> Samples:
-        images, labels, start, numbers = (x[0] for x in (part.images, part.labels, part.start, part.numbers))
-        return Samples(images, labels, part.order, start, part.size, numbers)
+        images, labels, start, numbers, rows = (getattr(part, name)[0] for name in _OWN)
+        return Samples(images, labels, part.order, start, part.size, numbers, rows)
 
     return data._replace(train=data.train if tests else own(data.train), test=own(data.test))
 
@@ -47,40 +48,47 @@ class Split:
         """Args: most: rows of a shard."""
         self.images, self.labels, self.lists = Rows(images), labels, lists
         self.largest = np.append(0, np.cumsum(np.sort(lists.sizes)[::-1]))  # samples of so many rows at most
-        self.most = self.most_of(most)
+        self.rows, self.most = most, self.most_of(most)
         self.sizes = jnp.asarray(lists.sizes.astype(np.int32))
 
     def most_of(self, rows: int) -> int:
         """M of so many rows."""
         return max(1, int(self.largest[min(rows, len(self.lists))]))
 
-    def shard(self, rows: np.ndarray, most: int | None = None) -> Samples:
-        """The samples of some rows, one after another, in arrays of the host; M is given, or that of all rounds."""
+    def shard(self, rows: np.ndarray, capacity: int | None = None) -> Samples:
+        """The samples of some rows, one after another, in arrays of the host with room for those of `capacity` rows.
+
+        Without it they have the room that all rounds have.
+        """
         sizes = self.lists.sizes[rows]
         ends = np.cumsum(sizes)
         first, total = ends - sizes, int(ends[-1]) if len(ends) else 0
-        numbers = np.zeros(most or self.most, np.int32)
+        numbers = np.zeros(self.most_of(capacity) if capacity else self.most, np.int32)
         numbers[:total] = self.lists.flat[np.repeat(self.lists.starts[rows] - first, sizes) + np.arange(total)]
-        start = np.zeros(len(self.lists), np.int32)
-        start[rows] = first
-        return self._samples(numbers, total, start)
+        start, here = self._table(capacity or self.rows)
+        start[: len(rows)], here[: len(rows)] = first, rows
+        return self._samples(numbers, total, start, here)
 
     def chunk(self, numbers: np.ndarray) -> Samples:
         """Samples by their numbers, which are no row's."""
-        return self._samples(numbers.astype(np.int32), len(numbers), np.zeros(1, np.int32))
+        return self._samples(numbers.astype(np.int32), len(numbers), *self._table(1))
 
     def nothing(self) -> Samples:
         """Of no row: how many samples each has is all that is known."""
-        return self._samples(np.zeros(0, np.int32), 0, np.zeros(len(self.lists), np.int32))
+        return self._samples(np.zeros(0, np.int32), 0, *self._table(1))
 
-    def _samples(self, numbers: np.ndarray, total: int, start: Any) -> Samples:
+    def _table(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """Starts of so many rows, and which they are, none yet."""
+        return np.zeros(capacity, np.int32), np.full(capacity, len(self.lists), np.int32)
+
+    def _samples(self, numbers: np.ndarray, total: int, start: np.ndarray, rows: np.ndarray) -> Samples:
         images, labels = (
             np.zeros((len(numbers), *self.images.shape), self.images.dtype),
             np.zeros(len(numbers), np.int32),
         )
         self.images.read(numbers[:total], images)
         labels[:total] = self.labels[numbers[:total]]
-        arrays: Any = images, labels, _order(max(1, len(numbers))), start, self.sizes, numbers
+        arrays: Any = images, labels, _order(max(1, len(numbers))), start, self.sizes, numbers, rows
         return Samples(*arrays)
 
 
@@ -159,8 +167,8 @@ class Streamed:
             self._ahead = rows, self._gathered([own[own >= 0] for own in rows])
         return self._ahead[1]
 
-    def _gathered(self, rows: Sequence[np.ndarray], most: int | None = None) -> Data:
-        """The data of the rows of each device [D], at `most` M the tests alone; a process reads those of its own."""
+    def _gathered(self, rows: Sequence[np.ndarray], capacity: int | None = None) -> Data:
+        """The data of the rows of each device [D], with a capacity tests alone; a process reads those of its own."""
         if self.devices == 1:
             return self._shard(rows[0])
         target = sharding(self.devices, SPLIT)
@@ -169,7 +177,7 @@ class Streamed:
         own = [(d, device) for d, device in enumerate(everyone) if device in target.addressable_devices]
 
         def split(part: Split) -> Samples:
-            shards = [part.shard(rows[d], most) for d, _ in own]
+            shards = [part.shard(rows[d], capacity) for d, _ in own]
 
             def joined(name: str) -> Any:
                 pieces = [
@@ -179,12 +187,12 @@ class Streamed:
                 shape = (self.devices, *pieces[0].shape[1:])
                 return jax.make_array_from_single_device_arrays(shape, target, pieces)
 
-            images, labels, start, numbers = map(joined, ("images", "labels", "start", "numbers"))
+            images, labels, start, numbers, here = map(joined, _OWN)
             order, sizes = distribute((shards[0].order, part.sizes), self.devices)
-            return Samples(images, labels, order, start, sizes, numbers)
+            return Samples(images, labels, order, start, sizes, numbers, here)
 
         test = split(self.test)
-        return self.known._replace(test=test) if most else self.known._replace(train=split(self.train), test=test)
+        return self.known._replace(test=test) if capacity else self.known._replace(train=split(self.train), test=test)
 
     def _shard(self, rows: np.ndarray) -> Data:
         return self.known._replace(train=self._placed(self.train.shard(rows)), test=self._placed(self.test.shard(rows)))
@@ -227,10 +235,10 @@ class Streamed:
 
     def of_tests(self, rows: np.ndarray) -> Data:
         """The rows' own test samples, each device's those of its part of the rows."""
-        most = self.test.most_of(len(rows) // self.devices)
+        capacity = len(rows) // self.devices
         if self.devices > 1:
-            return self._gathered([np.unique(own) for own in np.split(rows, self.devices)], most)
-        return self.known._replace(test=self._placed(self.test.shard(np.unique(rows), most)))
+            return self._gathered([np.unique(own) for own in np.split(rows, self.devices)], capacity)
+        return self.known._replace(test=self._placed(self.test.shard(np.unique(rows), capacity)))
 
     def whole_test(self, batch: int) -> Iterator[Data]:
         """All test samples in chunks, whose batches are those that the whole set would have.

@@ -102,14 +102,20 @@ def test_capacity_holds_for_every_cohort(steps, lanes, quantum, data):
 @given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 20))
 def test_cohort_is_a_set_of_clients_with_samples(seed, round, size):
     counts = np.array([0, 3, 1, 0, 9, 2, 8])
-    chosen = schedule.cohort(seed, round, counts, size)
+    chosen = schedule.cohort(seed, round, np.flatnonzero(counts), size)
     assert len(set(chosen)) == len(chosen) == min(size, 5)
     assert (counts[chosen] > 0).all()
 
 
+def test_cohorts_are_those_of_earlier_versions():
+    able, there = np.flatnonzero(np.arange(1000) % 7), np.arange(1000) % 2 == 0
+    assert schedule.cohort(0, 3, able, 6).tolist() == [50, 262, 457, 601, 844, 894]
+    assert schedule.cohort(0, 3, able, 6, there).tolist() == [48, 262, 454, 598, 842, 890]
+
+
 def test_cohorts_differ_between_rounds_and_seeds():
-    counts = np.ones(50)
-    draws = {tuple(schedule.cohort(s, r, counts, 10)) for s in range(3) for r in range(3)}
+    able = np.arange(50)
+    draws = {tuple(schedule.cohort(s, r, able, 10)) for s in range(3) for r in range(3)}
     assert len(draws) == 9
 
 

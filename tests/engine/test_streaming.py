@@ -12,7 +12,10 @@ import fedjax_pcdd as fp
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.engine.program import start_of
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.streaming import Split
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.tracking import Tracker
@@ -77,6 +80,19 @@ def test_a_device_holds_the_samples_of_a_cohort_alone():
     assert simulation.data.train.images.shape[0] == 0
     data = simulation.data_of(*simulation.plan(0))
     assert data.train.images.shape[0] == max(toy.SIZES)
+
+
+def test_what_is_sent_for_a_round_does_not_grow_with_the_clients():
+    """But for how many samples each has, which the device knows from the start."""
+    sent = []
+    for clients in (10, 1000):
+        images, labels = np.zeros((2 * clients, 4, 4, 1), np.uint8), np.zeros(2 * clients, np.int32)
+        split = Split(images, labels, Lists(np.arange(2 * clients), np.full(clients, 2)), 3)
+        shard = split.shard(np.array([7, 2, 9]))
+        assert [int(start_of(shard, row)) for row in (2, 7, 9, 5)] == [2, 0, 4, 0]
+        assert shard.size is split.sizes
+        sent.append([np.shape(array) for array in shard._replace(size=())])
+    assert sent[0] == sent[1]
 
 
 def test_fine_tuning_goes_through_the_clients_in_portions():
