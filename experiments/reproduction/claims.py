@@ -1,7 +1,7 @@
 """Which claims of the papers the results bear out: one method above another on a split, in the paper and here."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Claim(NamedTuple):
       tags: of the columns that may bear it out; "" for the table itself.
       printed_on: the split with the paper's numbers, where a table has means alone; None for the same one.
       hinges: what it is known or thought to depend on.
+      gpu_part: of the GPU plan (benchmarks/gpu) that runs both rows, by split.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Claim(NamedTuple):
     tags: tuple[str, ...] = ("",)
     printed_on: str | None = None
     hinges: str = ""
+    gpu_part: Mapping[str, int] = {}
 
 
 class Finding(NamedTuple):
@@ -130,33 +132,6 @@ def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
         one._replace(best=best, last_ten=ten, alone=one.best, in_table=of_table[i])
         for i, (one, best, ten) in enumerate(zip(all_findings, bests, tens, strict=True))
     ]
-
-
-def as_json(all_findings: Sequence[Finding], planned: Container[tuple[str, str]]) -> list[dict[str, Any]]:
-    """What `--claims --json` prints: each claim on each split, at the scale with most seeds.
-
-    Args:
-      all_findings: as `findings` gives them.
-      planned: tables and splits that a plan for a CPU has.
-    """
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in all_findings:
-        groups.setdefault((one.claim.text, one.split, one.tag), []).append(one)
-    rows = []
-    for own in groups.values():
-        one = max(own, key=lambda one: len(one.best.seeds) if one.best else 0)
-        needs_gpu = (one.claim.table, one.split) not in planned and one.best is None
-        best, alone = one.best, one.alone
-        command = f"python experiments/reproduce.py --scale=paper --only={one.claim.table} --data-dir=data"
-        rows.append({
-            "claim": one.claim.text, "table": one.claim.table, "split": one.split, "tag": one.tag,
-            "scale": one.scale or None, "seeds": len(best.seeds) if best else 0, "needs_gpu": needs_gpu,
-            "paper": one.paper, "difference": best and best.mean,
-            "interval": [best.low, best.high] if best and best.low is not None else None,
-            "p": alone and alone.p, "p_table": one.in_table, "p_page": best and best.p, "verdict": one.verdict,
-            "hinges_on": one.claim.hinges or None, "gpu_command": command if needs_gpu else None,
-        })  # fmt: skip
-    return rows
 
 
 class Count(NamedTuple):

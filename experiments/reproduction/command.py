@@ -12,7 +12,7 @@ from typing import Any
 from fedjax_pcdd.cli.messages import flag
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.cli.sweep import processes
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.training.fields import run_option
 from fedjax_pcdd.training.presets import PAPERS
@@ -39,6 +39,7 @@ class Options:
     only: str | None = run_option(
         None, "", "only cells whose table and name begin so, as fedmr/table1 or fedmr/table1/cpu-P10C2"
     )
+    claim: str | None = run_option(None, "", "only cells that a claim of the papers is about, by its text in `claims`")
     budget_minutes: float | None = run_option(
         None, "", "stop after this time; a cell in the making continues with the next call"
     )
@@ -98,7 +99,7 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
         print(status_line([plan._replace(cells=tuple(_chosen(plan.cells, options.only))) for plan in plans], folders))
         return
     plan = read_plan(options.scale or "cpu", experiments / "reproduction", folders.presets)
-    cells = _chosen(plan.cells, options.only)
+    cells = _chosen(plan.cells, options.only, _claim(options.claim, experiments))
     if options.list or options.dry_run:
         _show(cells, folders, commands=options.dry_run)
     else:
@@ -131,7 +132,7 @@ def _run(options: Options, experiments: Path, cells: Sequence[Cell], folders: An
 
 def _worker(options: Options, experiments: Path) -> list[str]:
     """The command of one of the processes that divide the cells."""
-    names = ("scale", "only", "budget_minutes", "data_dir", "runs_dir", "results_dir")
+    names = ("scale", "only", "claim", "budget_minutes", "data_dir", "runs_dir", "results_dir")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     script = str(experiments / "reproduce.py")
     return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in given.items())]
@@ -139,7 +140,8 @@ def _worker(options: Options, experiments: Path) -> list[str]:
 
 def _listed(options: Options, experiments: Path, papers: Path) -> str:
     """The list of what the papers show, or of their claims, as a table or as JSON."""
-    from reproduction import claims, coverage, pages
+    from reproduction import coverage, pages
+    from reproduction.claims_json import as_json
 
     folder = experiments / "reproduction"
     known = pages.known(options.results_dir, experiments)
@@ -147,7 +149,8 @@ def _listed(options: Options, experiments: Path, papers: Path) -> str:
         rows = coverage.as_json(coverage.read_coverage(folder / "coverage.yaml", known.results))
     else:
         cells = [one for name in CPU_PLANS for one in read_plan(name, folder, papers / "presets").cells]
-        rows = claims.as_json(known.findings, {(cell.table, cell.split or "") for cell in cells})
+        planned = {(cell.table, cell.split or "") for cell in cells}
+        rows = as_json(known.findings, planned, known.departures, known.needs)
     if options.json:
         return json.dumps(rows, indent=1)
     heads = [name for name in rows[0] if not name.endswith("command")]
@@ -155,12 +158,27 @@ def _listed(options: Options, experiments: Path, papers: Path) -> str:
     return markdown(texts("", heads, lines, left=heads), aligned=True)
 
 
-def _chosen(cells: Sequence[Cell], only: str | None) -> list[Cell]:
+def _claim(text: str | None, experiments: Path) -> Any:
+    """The claim of this text, None for none; UserError where there is no such claim."""
+    from reproduction.claims import read_claims
+
+    known = {one.text: one for one in read_claims(experiments / "reproduction" / "claims.yaml")} if text else {}
+    if text and text not in known:
+        raise UserError(f"names no claim by '{text}': {nearest(text, list(known))}", field="claim")
+    return known.get(text or "")
+
+
+def _chosen(cells: Sequence[Cell], only: str | None, claim: Any = None) -> list[Cell]:
+    """The cells whose table and name begin so, and that a claim is about."""
+    from reproduction.only_gpu import about
+
     start = f"{only}/" if only in {cell.table for cell in cells} else only or ""  # of Table 1, nothing of Table 11
     chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(start)]
+    chosen = [cell for cell in chosen if claim is None or about(claim, cell)]
     if not chosen:
         tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
-        raise UserError(f"--only={only} leaves no cell: the plan has {tables}.")
+        of_claim = f" --claim={claim.text}" if claim else ""
+        raise UserError(f"--only={only}{of_claim} leaves no cell: the plan has {tables}.")
     return chosen
 
 

@@ -7,21 +7,32 @@ from fedjax_pcdd.errors import failed_write
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.training.presets import PRESETS
 from reproduction.ambiguities import Ambiguity, ambiguities_page, read_ambiguities, tags_of
-from reproduction.claims import Finding, counts, findings, read_claims
+from reproduction.claims import Claim, Finding, counts, findings, read_claims
 from reproduction.columns import Column, Expectations, columns, with_means
 from reproduction.coverage import coverage_page, read_coverage
+from reproduction.figures import figures_section
+from reproduction.hinges import Departure, departures, hinges_section
+from reproduction.only_gpu import Need, gpu_section, needs, predicted_hours
+from reproduction.plan import read_plan
 from reproduction.results import read_results, repeating
 from reproduction.results_page import results_page
+from reproduction.summary import Facts, summary_section
 
 
 class Known(NamedTuple):
-    """What the results say: all of them, all columns, those of the papers' tables, printed numbers, and the claims."""
+    """What the results say: all of them, all columns, those of the papers' tables, printed numbers, and the claims.
+
+    The claims also under other settings, and what of them only a GPU can decide.
+    """
 
     results: list[dict[str, Any]]
     every: list[Column]
     tables: list[Column]
     expected: Expectations
+    claims: list[Claim]
     findings: list[Finding]
+    departures: list[Departure]
+    needs: list[Need]
     ambiguities: list[Ambiguity]
 
 
@@ -46,17 +57,32 @@ def known(results: Path, experiments: Path, *, repeated: bool = False) -> Known:
     every = columns(rows, expected)
     readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
     tables = with_means([one for one in every if one.tag not in readings], expected)
-    return Known(rows, every, tables, expected, findings(claims, tables, expected), texts)
+    judged = findings(claims, tables, expected)
+    printed = {(one.claim.text, one.split): one.claimed for one in judged}
+    departed = departures(claims, every, lambda claim, split: printed[claim.text, split])
+    return Known(rows, every, tables, expected, claims, judged, departed, _needs(judged, experiments), texts)
+
+
+def _needs(judged: list[Finding], experiments: Path) -> list[Need]:
+    plans = {name: read_plan(name, experiments / "reproduction", PRESETS).cells for name in ("paper", "full", "gpu")}
+    return needs(judged, plans, predicted_hours(experiments.parent, PRESETS))
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
-    """The text of every generated page by its file name; arguments and errors as of `known`."""
-    rows, every, tables, expected, judged, texts = known(results, experiments, repeated=True)
+    """The text of every generated page and picture by its path in docs/; arguments and errors as of `known`."""
+    all_known = known(results, experiments, repeated=True)
+    rows, tables, expected = all_known.results, all_known.tables, all_known.expected
+    facts = Facts(rows, all_known.findings, all_known.departures, all_known.needs)
+    drawn, pictures = figures_section(all_known.findings)
+    more = [*drawn, *hinges_section(all_known.claims, all_known.departures), *gpu_section(all_known.needs)]
+    counted = counts(tables, expected)
+    page = results_page(rows, tables, expected, all_known.findings, counted, summary_section(facts), more)
     items = read_coverage(experiments / "reproduction" / "coverage.yaml", rows)
     return {
-        "reproduction.md": results_page(rows, tables, expected, judged, counts(tables, expected)),
-        "ambiguities.md": ambiguities_page(texts, every, expected, rows),
+        "reproduction.md": page,
+        "ambiguities.md": ambiguities_page(all_known.ambiguities, all_known.every, expected, rows),
         "coverage.md": coverage_page(items),
+        **pictures,
     }
 
 

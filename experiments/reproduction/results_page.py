@@ -18,8 +18,8 @@ Written by `python experiments/reproduce.py --page` from `results/` and `fedjax_
 What the papers claim, what they print, and what came out here. Every row has the command that repeats it (`DATA` is the
 folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` runs all of them, and what is missing
 ([presets.md](presets.md)). Other readings of what the papers leave open are in [ambiguities.md](ambiguities.md).
-
-How to read it:
+"""
+READING = """## How to read it
 
 - The scale `cpu` is a small network on a few thousand images for a few rounds: its numbers are no reproduction of the
   printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or refute
@@ -51,12 +51,20 @@ def results_page(
     expected: Expectations,
     findings: Sequence[Finding],
     counts: Sequence[Count],
+    summary: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> str:
-    """The text of the page."""
-    lines = [INTRODUCTION]
+    """The text of the page.
+
+    Args:
+      results, columns, expected, findings, counts: what it shows.
+      summary: lines that stand at its top.
+      more: lines that stand below the list of claims.
+    """
     if not results:
-        return "\n".join([*lines, "Nothing has been run yet."]) + "\n"
-    lines += [_extent(results), "", *_summary(findings), *_claims(findings), *_counts(counts)]
+        return "\n".join([INTRODUCTION, READING, "Nothing has been run yet."]) + "\n"
+    lines = [INTRODUCTION, *summary, READING, _extent(results), ""]
+    lines += [*_summary(findings), *_claims(findings), *more, *_counts(counts)]
     for scale, table in dict.fromkeys((one.scale, one.table) for one in columns):
         members = [one for one in columns if (one.scale, one.table) == (scale, table)]
         lines += _table(scale, table, members, expected.get(table, ()), results)
@@ -120,9 +128,7 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
     headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = "Differences in percent points, in the metric of the table."
-    hinges = {one.claim.text: one.claim.hinges for one in findings if one.claim.hinges}
-    words = ["What they hinge on:", "", *(f"- {text}: {on}" for text, on in hinges.items()), ""] if hinges else []
-    return [markdown(replace(table, remarks=remarks)), *words] if lines else []
+    return [markdown(replace(table, remarks=remarks))] if lines else []
 
 
 def _counts(counts: Sequence[Count]) -> list[str]:
@@ -132,9 +138,9 @@ def _counts(counts: Sequence[Count]) -> list[str]:
         for one in counts
     ]
     headings = ("table", "metric", "scale", *VERDICTS)
-    table = texts("Every method against FedAvg", headings, lines, left=("metric", "scale"))
+    table = texts("", headings, lines, left=("metric", "scale"))
     remarks = "How many differences to FedAvg have the sign that the paper prints."
-    return [markdown(replace(table, remarks=remarks))] if lines else []
+    return ["## Every method against FedAvg", "", markdown(replace(table, remarks=remarks))] if lines else []
 
 
 def _table(

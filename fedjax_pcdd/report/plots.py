@@ -55,7 +55,7 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
         lines = [axes.plot([], [], color=colour, linestyle=style)[0] for colour, style, _ in legend(group)]
         texts = [text for _, _, text in legend(group)]
         figure.legend(lines, texts, loc="outside lower left", frameon=False, fontsize=8, labelcolor=GREY)
-    return _svg(figure, in_words(group, name))
+    return as_svg(figure, in_words(group, name))
 
 
 def in_words(group: Group, name: str) -> str:
@@ -70,10 +70,16 @@ def legend(group: Group) -> list[tuple[str, str, str]]:
     return [(*look(i), name) for i, name in enumerate(names)]
 
 
-def _svg(figure: Figure, words: str) -> str:
+def as_svg(figure: Figure, words: str) -> str:
+    """A picture as an SVG file, the same bytes each time.
+
+    Args:
+      figure: what is drawn.
+      words: what it shows, for who does not see it.
+    """
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return text.getvalue().replace("<svg ", f'<svg role="img" aria-label="{escape(words)}" ', 1)
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from made_up_results import CLAIM, PAPER, made_up
 
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
 from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
 from reproduction.ambiguities import effects, read_ambiguities, tags_of
-from reproduction.claims import Claim, as_json, counts, findings, read_claims
+from reproduction.claims import counts, findings, read_claims
+from reproduction.claims_json import as_json
 from reproduction.columns import columns, with_means
 from reproduction.command import reproduce_main
+from reproduction.only_gpu import Need
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
 from reproduction.results_page import results_page
@@ -24,28 +27,6 @@ EXPERIMENTS = REPOSITORY / "experiments"
 PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in {
     "claims", "ambiguities", "coverage"
 })  # fmt: skip
-
-
-def made_up(method, ga, seed=0, *, split="A", variant=None, tag="", status="finished", **over):
-    """A result of the table toy/table1."""
-    name = f"{method}-{split}"
-    return {
-        "status": status, "scale": "cpu", "table": "toy/table1", "split": split, "method": method, "variant": variant,
-        "tag": tag, "seed": seed, "command": f"python experiments/run.py --method={name} --seed={seed}",
-        "over_preset": over, "metrics": {"ga_pct": ga}, "ga_best": ga / 100, "ga_best_round": 3,
-        "ga_last": (ga - 2) / 100, "ga_mean_last10": (ga - 5) / 100, "seconds": 36.0, "machine": {"device": "cpu"},
-        "sentence": "it diverged.",
-    }  # fmt: skip
-
-
-def printed_numbers(**values):
-    """Expected numbers of the split A; the mean of A and B is that of A plus one."""
-    numbers = [Expected("A", name, "", "ga_pct", value, None, "", ()) for name, value in values.items()]
-    means = [Expected("avg", name, "", "ga_pct", value + 1, None, "", ("A", "B")) for name, value in values.items()]
-    return {"toy/table1": [*numbers, *means]}
-
-
-PAPER = printed_numbers(fedavg=60.0, fedmr=70.0, moon=65.0)
 
 
 # Tables
@@ -90,9 +71,6 @@ def test_a_mean_without_one_of_its_splits_is_left_out():
 # Claims
 
 
-CLAIM = Claim("FedMR is above FedAvg", "toy/table1", "fedmr", "fedavg", "ga_pct", ("A", "B"))
-
-
 def test_a_claim_is_judged_by_the_sign_that_the_paper_prints():
     results = [made_up(name, ga, seed) for seed in (0, 1) for name, ga in (("fedmr", 50.0 + seed), ("fedavg", 40.0))]
     first, second = findings([CLAIM], columns(results, PAPER), PAPER)
@@ -130,11 +108,13 @@ def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
 
 def test_claims_are_listed_with_what_only_a_gpu_can_decide():
     results = [made_up(name, ga, seed) for seed in (0, 1) for name, ga in (("fedmr", 50.0 + seed), ("fedavg", 40.0))]
-    tried, not_tried = as_json(findings([CLAIM], columns(results, PAPER), PAPER), {("toy/table1", "A")})
+    judged = findings([CLAIM], columns(results, PAPER), PAPER)
+    tried, not_tried = as_json(judged, {("toy/table1", "A")}, [], [Need(CLAIM, "B", {"a": 1.0, "b": 2.0}, 3, True)])
     assert (tried["seeds"], tried["needs_gpu"], tried["gpu_command"]) == (2, False, None)
     assert tried["interval"][0] < tried["difference"] == 10.5 < tried["interval"][1]
     assert (not_tried["seeds"], not_tried["needs_gpu"], not_tried["verdict"]) == (0, True, "not tried")
-    assert "--only=toy/table1" in not_tried["gpu_command"]
+    assert "--only=toy/table1/paper-B-" in not_tried["gpu_command"]
+    assert (not_tried["gpu_hours_predicted"], not_tried["gpu_part"]) == (3.0, 3)
 
 
 def test_the_papers_claims_are_printed_as_json(capsys):

@@ -1,0 +1,60 @@
+"""What `--claims --json` prints: each claim on each split, at the scale with most seeds."""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+from reproduction.claims import Finding
+from reproduction.hinges import Departure
+from reproduction.only_gpu import Need
+
+
+def as_json(
+    findings: Sequence[Finding],
+    planned: Container[tuple[str, str]],
+    departures: Iterable[Departure] = (),
+    needs: Iterable[Need] = (),
+) -> list[dict[str, Any]]:
+    """One entry for each claim, split and tag.
+
+    Args:
+      findings: of all claims.
+      planned: tables and splits that a plan for a CPU has.
+      departures: the claims under other settings.
+      needs: what only a GPU can decide in the papers' settings.
+    """
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault((one.claim.text, one.split, one.tag), []).append(one)
+    turned: dict[tuple[str, str], list[str]] = {}
+    for one in departures:
+        if one.turns:
+            turned.setdefault((one.claim.text, one.split), []).append(f"{one.scale} {one.tag}: {one.settings}".strip())
+    by_gpu = {(one.claim.text, one.split): one for one in needs}
+    rows = []
+    for (text, split, _), own in groups.items():
+        one = max(own, key=lambda one: len(one.best.seeds) if one.best else 0)
+        needs_gpu = (one.claim.table, split) not in planned and one.best is None
+        rows.append(
+            _row(one) | {"needs_gpu": needs_gpu, "turns_with": turned.get((text, split), [])}
+            | _on_gpu(by_gpu.get((text, split)))
+        )  # fmt: skip
+    return rows
+
+
+def _row(one: Finding) -> dict[str, Any]:
+    best, alone = one.best, one.alone
+    return {
+        "claim": one.claim.text, "table": one.claim.table, "split": one.split, "tag": one.tag,
+        "scale": one.scale or None, "seeds": len(best.seeds) if best else 0,
+        "paper": one.paper, "difference": best and best.mean,
+        "interval": [best.low, best.high] if best and best.low is not None else None,
+        "p": alone and alone.p, "p_table": one.in_table, "p_page": best and best.p, "verdict": one.verdict,
+        "hinges_on": one.claim.hinges or None,
+    }  # fmt: skip
+
+
+def _on_gpu(need: Need | None) -> dict[str, Any]:
+    """How a GPU decides it in the paper's own settings: command, predicted hours and part of the GPU plan."""
+    if need is None:
+        return {"gpu_command": None, "gpu_hours_predicted": None, "gpu_part": None}
+    return {"gpu_command": need.command, "gpu_hours_predicted": need.hours, "gpu_part": need.part}

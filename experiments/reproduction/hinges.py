@@ -1,0 +1,161 @@
+"""What the claims hinge on: the same difference under other readings, longer training or another network, where run."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from fedjax_pcdd.report.statistics import Difference, paired
+from fedjax_pcdd.training.config import RUN
+from reproduction.claims import Claim
+from reproduction.columns import Column, Row, in_words
+
+CPU = "cpu"  # the scale that the others are compared with
+# What a departure is of, by the options in which it departs: the first that has one of them.
+KINDS = {
+    "network and norm": {"model", "bn"},
+    "length of training": {"rounds", "local_epochs", "train_samples"},
+    "images": {"dataset"},
+    "readings": set(),
+}
+MOST_NAMED = 4  # departures of a kind that a line tells of
+HEADING = """## What the claims hinge on
+
+Each claim on each split again under every other setting that was run: other readings of the paper
+([ambiguities.md](ambiguities.md)), longer training, another network or norm, other images. *Turns* means that the sign
+of the best round's difference is another one, or that a paired t-test, whose p-value is not adjusted here, says
+something else. One seed turns easily: only differences with ± have more. A row that a reading does not concern is that
+of the default.
+"""
+
+
+class Departure(NamedTuple):
+    """A claim on a split under other settings, beside the usual ones.
+
+    Args:
+      claim, split: which.
+      kind: of `KINDS`.
+      scale, tag: of the column that departs.
+      settings: the options in which it departs, as `local_epochs=10`.
+      usual, other: the differences, best round, in the metric of the table.
+      claimed: the paper's difference, or its sign.
+    """
+
+    claim: Claim
+    split: str
+    kind: str
+    scale: str
+    tag: str
+    settings: str
+    usual: Difference
+    other: Difference
+    claimed: float
+
+    @property
+    def turns(self) -> bool:
+        """Whether the sign, or what a test over several seeds says, is another."""
+        pair = self.usual, self.other
+        if self.usual.mean * self.other.mean <= 0:
+            return True
+        return all(one.p is not None for one in pair) and len({one.against(self.claimed) for one in pair}) > 1
+
+
+def departures(
+    claims: Iterable[Claim], every: Sequence[Column], paper: Callable[[Claim, str], float]
+) -> list[Departure]:
+    """All that the results have.
+
+    Args:
+      claims: of the papers.
+      every: all columns, those of other readings too.
+      paper: the printed difference of a claim on a split, or its sign.
+    """
+    return [
+        one
+        for claim in claims
+        for split in claim.splits
+        for column in every
+        if (column.table, column.split) == (claim.table, split)
+        and "before" not in column.tag.split("-")
+        and (one := _departure(claim, column, _usual(claim, column, every), paper(claim, split))) is not None
+    ]
+
+
+def _usual(claim: Claim, column: Column, every: Sequence[Column]) -> Column | None:
+    """The column that one departs from, the nearest by its options: of its scale, else of the scale of a CPU."""
+    own = claim.tags.index(column.tag) if column.tag in claim.tags else len(claim.tags)
+    for scale, tags in ((column.scale, claim.tags[:own]), (CPU, claim.tags if column.scale != CPU else ())):
+        near = [one for one in every if (one.scale, one.table, one.split) == (scale, column.table, column.split)
+                and one.tag in tags and _settings(claim, one, column)]  # fmt: skip
+        if near:
+            return min(near, key=lambda one: (len(_settings(claim, one, column)), tags.index(one.tag)))
+    return None
+
+
+def _settings(claim: Claim, usual: Column, other: Column) -> dict[str, str]:
+    """Options in which the upper or the lower row of a claim departs, {} where one column lacks the upper."""
+    if usual.row(claim.higher) is None or other.row(claim.higher) is None:
+        return {}
+    changed: dict[str, str] = {}
+    for name in (claim.lower, claim.higher):
+        old, new = _over_preset(usual.row(name)), _over_preset(other.row(name))
+        if old is not None and new is not None:
+            keys = dict.fromkeys([*new, *old])
+            changed |= {key: new.get(key, "preset") for key in keys if new.get(key) != old.get(key)}
+    return changed
+
+
+def _over_preset(row: Row | None) -> Mapping[str, str] | None:
+    return None if row is None or "over_preset" not in row.results[0] else row.results[0]["over_preset"]
+
+
+def _departure(claim: Claim, column: Column, usual: Column | None, claimed: float) -> Departure | None:
+    if usual is None:
+        return None
+    settings = _settings(claim, usual, column)
+    base, other = _difference(claim, usual, usual), _difference(claim, column, usual, settings)
+    if base is None or other is None:
+        return None
+    kind = next(name for name, options in KINDS.items() if not options or options & settings.keys())
+    return Departure(claim, column.split, kind, column.scale, column.tag, in_words(settings), base, other, claimed)
+
+
+def _difference(
+    claim: Claim, column: Column, usual: Column, settings: Mapping[str, str] | None = None
+) -> Difference | None:
+    """Of a column; the lower row may be the usual one's where only options of a method depart."""
+    higher, lower = column.row(claim.higher), column.row(claim.lower)
+    if lower is None and not RUN.keys() & (settings or {}).keys():
+        lower = usual.row(claim.lower)
+    return None if higher is None or lower is None else paired(higher.values(claim.metric), lower.values(claim.metric))
+
+
+def hinges_section(claims: Sequence[Claim], known: Sequence[Departure]) -> list[str]:
+    """A part of the page: a line for each claim of which something is known or thought."""
+    lines = [HEADING]
+    for claim in claims:
+        own = [one for one in known if one.claim == claim]
+        if not own and not claim.hinges:
+            continue
+        thought = f" Thought to hinge on: {claim.hinges}." if claim.hinges else ""
+        lines.append(f"- **{claim.text}.**{thought}{'' if own else ' No other setting was run.'}")
+        for kind in KINDS:
+            lines += _of_kind(kind, [one for one in own if one.kind == kind])
+    return [*lines, ""]
+
+
+def _of_kind(kind: str, own: Sequence[Departure]) -> list[str]:
+    turned = sorted((one for one in own if one.turns), key=lambda one: -len(one.other.seeds))
+    if not own:
+        return []
+    named = [f"{where(one)}: {one.usual} → {one.other}" for one in turned[:MOST_NAMED]]
+    more = [f"and {len(turned) - MOST_NAMED} more"] * (len(turned) > MOST_NAMED)
+    told = f" ({'; '.join([*named, *more])})" if turned else ""
+    return [f"    - {kind}: turns under {len(turned)} of {len(own)}{told}"]
+
+
+def where(one: Departure) -> str:
+    """Split, and tag or scale, of a departure."""
+    return (
+        f"{one.split} `{one.tag}`" + (f", scale `{one.scale}`" if one.scale != CPU else "")
+        if one.tag
+        else (f"{one.split}, scale `{one.scale}`")
+    )
