@@ -63,12 +63,12 @@ def _present(nav: list, known: set[str]) -> list:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links as the site has them."""
-    return relinked(markdown, page.file.src_uri)
+    """Links as the site has them, and Markdown within what is folded, as GitHub has it."""
+    return relinked(markdown, page.file.src_uri).replace("<details>", "<details markdown>")
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Options in running text are not cut at their hyphens."""
+    """Options are not cut at their hyphens."""
     return whole_options(html)
 
 
@@ -78,8 +78,8 @@ def whole_options(html: str) -> str:
     >>> whole_options("<code>run --lr-decay=0.9</code>, <pre><code>run --lr=1</code></pre>")
     '<code>run <span class="word">--lr-decay=0.9</span></code>, <pre><code>run --lr=1</code></pre>'
     """
-    parts = re.split(r"(<pre.*?</pre>|<code>.*?</code>)", html, flags=re.DOTALL)
-    return "".join(OPTION.sub(r'<span class="word">\g<0></span>', x) if x.startswith("<code>") else x for x in parts)
+    parts = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
+    return "".join(x if x.startswith("<") else OPTION.sub(r'<span class="word">\g<0></span>', x) for x in parts)
 
 
 def relinked(markdown: str, path: str) -> str:

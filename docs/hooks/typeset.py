@@ -5,12 +5,13 @@ import re
 
 _LETTERS = {
     "alpha": "α", "beta": "β", "gamma": "γ", "eta": "η", "theta": "θ", "kappa": "κ", "lambda": "λ", "mu": "μ",
-    "nu": "ν", "phi": "φ", "psi": "ψ", "sigma": "σ", "tau": "τ", "Delta": "Δ", "Phi": "Φ",
+    "nu": "ν", "xi": "ξ", "rho": "ρ", "phi": "φ", "psi": "ψ", "sigma": "σ", "tau": "τ", "omega": "ω", "epsilon": "ε",
+    "Delta": "Δ", "Phi": "Φ",
 }  # fmt: skip
 _SIGNS = {"<=": "≤", ">=": "≥", "<-": "←", "->": "→", "||": "‖", " * ": " · ", " - ": " − "}
 _GREEK = re.compile(rf"(?<![A-Za-z0-9])(?<![\w-]-)({'|'.join(_LETTERS)})(?![a-z])")
-_GROUP = r"(\{[^}]*\}|\([^)]*\)|\w+(?:[+-]\d)?)"
-_INDEX = re.compile(rf"(?<!\w)(\w\d?|mean)_{_GROUP}")
+_GROUP = r"(\{[^}]*\}|\([^)]*\)|\w+(?:[+-]\d)?|\+)"
+_INDEX = re.compile(rf"((?<!\w)(?:\w\d?|mean)|‖)_{_GROUP}")
 _POWER = re.compile(rf"\^{_GROUP}")
 _MARKUP = {ord(sign): f"&#{ord(sign)};" for sign in "*_[]|"}
 
@@ -22,6 +23,8 @@ def typeset(text: str) -> str:
     'μ1 · L<sub>intra</sub> + ‖w − w<sup>t</sup>‖<sup>2</sup> ≤ c, see `a_b`'
     >>> typeset("w^{t+1} = sum_{k} p_k w_k [B, C], weight_decay")
     'w<sup>t+1</sup> = Σ<sub>k</sub> p<sub>k</sub> w<sub>k</sub> &#91;B, C&#93;, weight&#95;decay'
+    >>> typeset("c_k^+ - rho ||psi||_1")
+    'c<sub>k</sub><sup>+</sup> − ρ ‖ψ‖<sub>1</sub>'
     """
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else _formulas(part) for part in parts)
