@@ -135,6 +135,6 @@ def _write(path: Path, parts: Sequence[str]) -> None:
     """Between the two marks of a page, or a page of them alone."""
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
     before, _, rest = text.partition(BEGIN)
-    whole = "\n".join(parts)
+    whole = "\n".join(parts) or "No method has a result yet.\n"
     path.write_text(f"{before}{BEGIN}\n{whole}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     print(f"written: {path}")
