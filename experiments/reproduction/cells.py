@@ -1,8 +1,8 @@
-"""One cell: run it, or continue it, and say what came of it."""
+"""Cells: run one, or several that share a program, or continue them, and say what came of them."""
 
 import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pcdd.api import runs
+from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.cli.messages import sentence
 from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
@@ -76,34 +77,66 @@ def run_folder(cell: Cell, folders: Folders) -> Path:
     return folders.runs / cell.table / cell.name
 
 
-def run_cell(cell: Cell, folders: Folders) -> dict[str, Any]:
-    """The result of a cell, run or continued in a folder of its own.
+def run_cells(cells: Sequence[Cell], folders: Folders) -> list[dict[str, Any]]:
+    """The results of one cell, or of several that share a program, run or continued in folders of their own.
 
     Raises:
-      InUse: another process has the folder.
+      InUse: another process has a folder.
       UserError: files cannot be written; a run that itself fails is a result.
     """
-    folder = run_folder(cell, folders)
-    more = {**_data(folders), "quiet": "true"}
-    config, method = configured(cell, folders.presets, **more)
-    options = values(config, method)
+    for cell in cells:
+        configured(cell, folders.presets)  # a mistake in a plan is no failed run
     try:
-        if (folder / "config.yaml").is_file():
-            pair = configure({"resume": str(folder), **more}, folders.presets)
-        else:
-            pair = configured(cell, folders.presets, **more, run_dir=str(folder))
-        origin = {**cell.origin, "command": results.command(cell, options)}
-        runs.run(*pair, origin, say=lambda text: None)
-        return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
-    except InUse:
-        raise
-    except UserError as error:
-        if isinstance(error.__cause__, OSError | ValueError):
-            raise
-        return results.failed(cell, options, sentence(error.sentence).replace(str(folder), "its run folder"))
+        trained = zip(cells, _trained(cells, folders), strict=True)
+        return [_result(cell, error, folders) for cell, error in trained]
     finally:
         jax.clear_caches()
         gc.collect()
+
+
+def _trained(cells: Sequence[Cell], folders: Folders) -> list[UserError | None]:
+    """Train the cells to their end, together if there are several; why each failed, None for one that did not."""
+    try:
+        asked = [_asked(cell, folders) for cell in cells]
+        if len(asked) == 1:
+            runs.run(asked[0].config, asked[0].method, asked[0].origin, say=_silent)
+            return [None]
+        outcomes = runs.run_together(asked, _silent)
+        return [one if isinstance(one, UserError) else None for one in outcomes]
+    except InUse:
+        raise
+    except UserError as error:
+        if len(cells) == 1:
+            return [error]
+    return [error for cell in cells for error in _trained([cell], folders)]  # which of them it concerns, they say alone
+
+
+def _asked(cell: Cell, folders: Folders) -> Asked:
+    """What is to be run of a cell: all, or the rest."""
+    folder, more = run_folder(cell, folders), {**_data(folders), "quiet": "true"}
+    config, method = configured(cell, folders.presets, **more)
+    origin = {**cell.origin, "command": results.command(cell, values(config, method))}
+    if (folder / "config.yaml").is_file():
+        return Asked(*configure({"resume": str(folder), **more}, folders.presets), origin)
+    return Asked(*configured(cell, folders.presets, **more, run_dir=str(folder)), origin)
+
+
+def _result(cell: Cell, error: UserError | None, folders: Folders) -> dict[str, Any]:
+    """What is kept of a cell that was run, or that failed for its own reasons."""
+    folder = run_folder(cell, folders)
+    try:
+        if error is not None:
+            raise error
+        return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError | ValueError):
+            raise
+        options = values(*configured(cell, folders.presets))
+        return results.failed(cell, options, sentence(error.sentence).replace(str(folder), "its run folder"))
+
+
+def _silent(text: str) -> None:
+    """Nothing is said of single runs."""
 
 
 def _data(folders: Folders) -> dict[str, str]:

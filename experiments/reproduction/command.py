@@ -44,6 +44,10 @@ class Options:
         None, "", "stop after this time; a cell in the making continues with the next call"
     )
     workers: int = run_option(1, "", "processes that divide the cells, each with its share of the cores", low=1)
+    together: int = run_option(
+        1, "", "most cells of one program that are trained together, compiled once; 1: each alone, so that its command "
+        "repeats its numbers bit for bit, as those of several are but for rounding", low=1
+    )  # fmt: skip
     data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
     runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")
     results_dir: Path = run_option(Path("results"), "", "folder of the results")
@@ -125,14 +129,15 @@ def _run(options: Options, experiments: Path, cells: Sequence[Cell], folders: An
         except OutOfTime:
             stopped = True
     if not stopped:  # what a process that died has left
-        stopped = session.work_off(cells, folders, budget, say=lambda text: print(text, flush=True)).out_of_time
+        outcome = session.work_off(cells, folders, budget, lambda text: print(text, flush=True), options.together)
+        stopped = outcome.out_of_time
     left = len(session.unfinished(cells, folders))
     print(f"{len(before) - left} cells done, {left} left{', the time is spent' if stopped else ''}.")
 
 
 def _worker(options: Options, experiments: Path) -> list[str]:
     """The command of one of the processes that divide the cells."""
-    names = ("scale", "only", "claim", "budget_minutes", "data_dir", "runs_dir", "results_dir")
+    names = ("scale", "only", "claim", "budget_minutes", "together", "data_dir", "runs_dir", "results_dir")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     script = str(experiments / "reproduce.py")
     return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in given.items())]

@@ -24,7 +24,7 @@ from reproduction.plan import Cell
 KEPT = (
     *("ga_best", "ga_best_round", "ga_last", "ga_mean_last10"),
     *("pa_best", "pa_best_round", "pa_last", "pa_mean_last10", "pa_protocol"),
-    *("domains", "inter", "intra", "seconds_per_round", "compile_seconds", "lanes"),
+    *("domains", "inter", "intra", "seconds_per_round", "compile_seconds", "lanes", "together"),
 )
 OTHERS = ("methods", "leaderboard")  # folders with results of other kinds
 # Options that every result names, whether or not they are the preset's.

@@ -40,7 +40,8 @@ READING = """## How to read it
   does; the column "PA last" has the model after the last epoch. A claim about PA is judged by both; where they
   disagree it is not distinguishable.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
-  Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away.
+  Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
+  it is with runs that were trained together with others of their program, which are counted below where there are some.
 """
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
@@ -82,6 +83,8 @@ def _extent(results: Sequence[Result]) -> str:
         devices = ", ".join(dict.fromkeys(str(one["machine"]["device"]) for one in own))
         notes = [f"{shared} more cells share a run with another table"] * bool(shared)
         notes += [f"{failed} failed"] * bool(failed)
+        together = sum("together" in one and "same_run_as" not in one for one in own)
+        notes += [f"{together} of the runs trained together with others"] * bool(together)
         cells = f"; {', '.join(notes)}" if notes else ""
         parts.append(f"Scale `{scale}`: {runs} run{'s' * (runs != 1)}, {hours:.1f} hours on {devices}{cells}.")
     return " ".join(parts)

@@ -4,18 +4,20 @@ Several processes may work on one plan: each claims the cell that it runs and le
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.api.sweep import PAUSE
+from fedjax_pcdd.api.sweep import PAUSE, groups, portions
 from fedjax_pcdd.training.config import values
 from fedjax_pcdd.training.lock import InUse
 from reproduction import results
-from reproduction.cells import Folders, OutOfTime, deadline, missing_data, run_cell, run_folder
+from reproduction.cells import Folders, OutOfTime, deadline, missing_data, run_cells, run_folder
 from reproduction.eigenvalues import needed
 from reproduction.plan import Cell, configured
-from reproduction.sharing import claimed
+from reproduction.sharing import claim_name, claimed
 
 
 class Budget:
@@ -61,54 +63,86 @@ def typical_seconds(cell: Cell, known: Sequence[dict[str, Any]]) -> float | None
     return median(r["seconds"] for r in nearer) if nearer else None
 
 
-def work_off(cells: Sequence[Cell], folders: Folders, budget: Budget, say: Callable[[str], None] = print) -> Outcome:
+def work_off(
+    cells: Sequence[Cell], folders: Folders, budget: Budget, say: Callable[[str], None] = print, together: int = 1
+) -> Outcome:
     """Run the unfinished cells until all are done or the time is spent.
 
     A cell with the options of one that is done (tables share cells) takes over its result; one whose data set cannot be
     read is left for another time. Where other processes run the last ones, wait for them: one may die.
+
+    Args:
+      cells, folders, budget: what, where and for how long.
+      say: told of each cell.
+      together: most cells of one program that are trained together.
     """
     waiting, done, lacking = unfinished(cells, folders), 0, _Lacking(folders, say)
-    names = [f"[{number}/{len(waiting)}] {cell.table} {cell.name}" for number, cell in enumerate(waiting, 1)]
-    left = [(name, cell) for name, cell in zip(names, waiting, strict=True) if not lacking(cell)]
+    names = {run_folder(cell, folders): f"[{i}/{len(waiting)}] {cell.table} {cell.name}"
+             for i, cell in enumerate(waiting, 1)}  # fmt: skip
+    left = {run_folder(cell, folders): cell for cell in waiting if not lacking(cell)}
     while left:
-        others = []
-        for name, cell in left:
+        before = len(left)
+        for part in _parts(list(left.values()), folders, together):
             try:
-                taken, result = _taken(cell, folders, budget)
+                for cell, result in _taken(part, folders, budget):
+                    del left[folder := run_folder(cell, folders)]
+                    if result is not None:
+                        done += 1
+                        say(f"{names[folder]}: {_in_words(result)}")
             except OutOfTime:
-                say(f"{name}: no time left")
+                say(f"{names[run_folder(part[0], folders)]}: no time left")
                 return Outcome(done, lacking.cells, True)
-            others += [] if taken else [(name, cell)]
-            if result is not None:
-                done += 1
-                say(f"{name}: {_in_words(result)}")
-        if len(others) == len(left):
+        if len(left) == before:
             time.sleep(PAUSE)
-        left = others
     return Outcome(done, lacking.cells, False)
 
 
-def _taken(cell: Cell, folders: Folders, budget: Budget) -> tuple[bool, dict[str, Any] | None]:
-    """Whether a cell needs no more, and its result where it is from this process; OutOfTime where there is no time."""
+def _parts(cells: Sequence[Cell], folders: Folders, together: int) -> list[list[Cell]]:
+    """The cells as they are run, in the order of the first of each part."""
+    if together == 1:
+        return [[cell] for cell in cells]
+    pairs = []
+    for cell in cells:
+        config, method = configured(cell, folders.presets)
+        folder = run_folder(cell, folders)
+        begun = folder if (folder / "config.yaml").is_file() else None  # which shares no program with a new one
+        pairs.append((replace(config, resume=begun), method))
+    return [[cells[i] for i in part] for group in groups(pairs) for part in portions(group, together)]
+
+
+def _taken(part: Sequence[Cell], folders: Folders, budget: Budget) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
+    """The cells of a part that need no more, and the result of each that is from this process.
+
+    Raises:
+      OutOfTime: there is no time for the others.
+    """
     if budget.left is not None and budget.left <= 0:
         raise OutOfTime
-    try:
-        with claimed(cell, folders) as mine:
-            if not mine or results.result_path(folders.results, cell).is_file():
-                return mine, None
-            result = _result(cell, folders, budget)
+    with ExitStack() as claims:
+        mine: dict[str, Cell] = {}  # of cells with the same options but one: the others take over its result later
+        for cell in part:
+            name = claim_name(cell, folders)
+            if name not in mine and claims.enter_context(claimed(cell, folders)):
+                mine[name] = cell
+        known = results.read_results(folders.results)  # anew: other processes add to them
+        to_run = []
+        for cell in mine.values():
+            if results.result_path(folders.results, cell).is_file():
+                yield cell, None
+            elif (shared := _shared(cell, folders, known)) is not None:
+                results.write_result(folders.results, cell, shared)
+                yield cell, shared
+            else:
+                to_run.append(cell)
+        for cell, result in zip(to_run, _run(to_run, folders, budget, known), strict=False):
             results.write_result(folders.results, cell, result)
-            return True, result
-    except InUse:  # the folder of its run: a process that has no claim continues it
-        return False, None
+            yield cell, result
 
 
-def _result(cell: Cell, folders: Folders, budget: Budget) -> dict[str, Any]:
-    """The result of another cell with the same options, else that of a run."""
-    known = results.read_results(folders.results)  # anew: other processes add to them
+def _shared(cell: Cell, folders: Folders, known: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The result of another cell with the same options."""
     options = values(*configured(cell, folders.presets))
-    shared = results.repeated(cell, options, known, needed(cell.table, folders.expected))
-    return shared or _run(cell, folders, budget, known)
+    return results.repeated(cell, options, known, needed(cell.table, folders.expected))
 
 
 class _Lacking:
@@ -129,13 +163,26 @@ class _Lacking:
         return self._reasons[data] is not None
 
 
-def _run(cell: Cell, folders: Folders, budget: Budget, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The result of a cell; OutOfTime where it is not begun, or is interrupted, for want of time."""
-    begun = (run_folder(cell, folders) / "config.yaml").is_file()
-    if not budget.allows(None if begun else typical_seconds(cell, known)):
+def _run(
+    cells: Sequence[Cell], folders: Folders, budget: Budget, known: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The results of cells that are run together, [] where a process without a claim has the folder of one.
+
+    Raises:
+      OutOfTime: they are not begun, or are interrupted, for want of time.
+    """
+    begun = all((run_folder(cell, folders) / "config.yaml").is_file() for cell in cells)
+    typical = [typical_seconds(cell, known) for cell in cells]
+    seconds = None if begun or None in typical else sum(one for one in typical if one is not None)
+    if not cells:
+        return []
+    if not budget.allows(seconds):
         raise OutOfTime
-    with deadline(budget.left):
-        return run_cell(cell, folders)
+    try:
+        with deadline(budget.left):
+            return run_cells(cells, folders)
+    except InUse:
+        return []
 
 
 def _in_words(result: dict[str, Any]) -> str:

@@ -186,6 +186,12 @@ def test_pa_after_the_last_epoch_has_a_column_of_its_own_where_pa_is_chosen_on_t
         assert cells.get("PA last") == ("83.50" if known else None)
 
 
+def test_runs_that_were_trained_together_are_counted():
+    results = [made_up("fedavg", 50.0), made_up("fedmr", 50.0) | {"together": 2}]
+    text = results_page(results, columns(results, PAPER), PAPER, [], [])
+    assert "1 of the runs trained together with others." in text
+
+
 def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
     command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
     own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}

@@ -103,7 +103,7 @@ def test_workers_divide_the_cells_and_the_command_says_what_is_left(tmp_path, pl
 def test_a_cell_that_another_process_runs_is_left_to_it(folders, plan, held, monkeypatch):
     cell = plan.cells[0]
     held(claims(folders) / claim_name(cell, folders))
-    monkeypatch.setattr(session, "run_cell", lambda *_: pytest.fail("run twice"))
+    monkeypatch.setattr(session, "run_cells", lambda *_: pytest.fail("run twice"))
     assert work_off([cell], folders, Budget(3.0), lambda text: None) == (0, 0, True)
 
 
