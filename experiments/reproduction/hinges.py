@@ -96,15 +96,22 @@ def _settings(claim: Claim, usual: Column, other: Column) -> dict[str, str]:
         return {}
     changed: dict[str, str] = {}
     for name in (claim.lower, claim.higher):
-        old, new = _over_preset(usual.row(name)), _over_preset(other.row(name))
-        if old is not None and new is not None:
-            keys = dict.fromkeys([*new, *old])
-            changed |= {key: new.get(key, "preset") for key in keys if new.get(key) != old.get(key)}
+        old, new = _options(usual.row(name)), _options(other.row(name))
+        for key in dict.fromkeys([*new, *old]) if old is not None and new is not None else ():
+            then, now = (_value(one.row(name), key) for one in (usual, other))
+            changed |= {key: now} if then != now else {}
     return changed
 
 
-def _over_preset(row: Row | None) -> Mapping[str, str] | None:
-    return None if row is None or "over_preset" not in row.results[0] else row.results[0]["over_preset"]
+def _options(row: Row | None) -> Mapping[str, str] | None:
+    """What a row has over its preset, None of no row and of a mean over splits."""
+    return None if row is None else row.results[0].get("over_preset")
+
+
+def _value(row: Row | None, option: str) -> str:
+    """What a row was run with; a scale may have the preset's value over the preset."""
+    known = row.results[0].get("decisive", {}) if row else {}
+    return known.get(option) or (_options(row) or {}).get(option, "preset")
 
 
 def _departure(claim: Claim, column: Column, usual: Column | None, claimed: float) -> Departure | None:

@@ -89,6 +89,14 @@ def test_another_scale_is_beside_the_one_of_a_cpu():
     assert (one.scale, one.kind, one.turns) == ("mid", "network and norm", True)
 
 
+def test_the_presets_own_value_over_the_preset_is_no_departure():
+    run = {"decisive": {"model": "mlp", "rounds": "30"}}
+    small = [one | run for one in pair(50.0, 40.0, model="mlp", rounds="30")]
+    whole = [one | {"scale": "full", "decisive": {"model": "mlp", "rounds": "120"}} for one in pair(50.0, 40.0, lr="1")]
+    (one,) = departed([*small, *whole])
+    assert (one.kind, one.settings) == ("length of training", "lr=1, rounds=120")
+
+
 def test_the_section_names_what_turns_with_both_differences():
     results = [*pair(50.0, 40.0), *pair(35.0, 40.0, tag="form", own={"form": "x"})]
     claim = CLAIM._replace(hinges="the moon")
