@@ -83,8 +83,12 @@ def in_one_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def failed_write(error: Exception, path: Path) -> Exception:
-    """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself."""
+def failed_write(error: Exception, path: Path, instead: str = "another `run_dir`") -> Exception:
+    """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself.
+
+    Args:
+      instead: what could be chosen where the path cannot be written at all.
+    """
     # TensorStore reports a full disk as a ValueError that quotes the operating system.
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT) or re.search("No space left|quota exceeded", str(error)):
@@ -94,5 +98,5 @@ def failed_write(error: Exception, path: Path) -> Exception:
     if number == errno.ELOOP:
         return UserError(f"{path} is a symbolic link, which nothing is written through: remove it.")
     if isinstance(error, OSError):
-        return UserError(f"cannot write to {path} ({error.strerror or error}): choose another `run_dir`.")
+        return UserError(f"cannot write to {path} ({error.strerror or error}): choose {instead}.")
     return error

@@ -8,8 +8,8 @@ takes over those of processes that died, and ends with the results of all.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.engine.devices import free_memory
-from fedjax_pcdd.errors import UserError, as_path, shortened
+from fedjax_pcdd.errors import UserError, as_path, failed_write, shortened
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
@@ -87,8 +87,10 @@ class Sweep:
           failed: told of the name of an experiment that failed, and why.
 
         Raises:
-          UserError: a folder holds another experiment than is planned for it; nothing is run then.
+          UserError: a folder holds another experiment than is planned for it, or is none; nothing is run then.
         """
+        if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
+            raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
         self.folder, self._failed, self._planned = folder, failed, {one.name: one for one in planned}
         self.results: dict[str, Result | UserError] = {}
         self._most: dict[Hashable, int] = {}  # experiments in one program, by its key
@@ -144,7 +146,8 @@ class Sweep:
           bar: told of every round.
           together: most experiments in one program, None for as many as fit into memory.
         """
-        (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         with bar:
             while self.left:
                 if not self._pass(bar, together):
@@ -209,11 +212,21 @@ class Sweep:
     def _conclude(self, name: str, result: Result | UserError) -> None:
         """Note a result, and a failure for other processes, too."""
         file = self.folder / CLAIMS / f"{name}.failed"
-        if isinstance(result, UserError):
-            file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
-        else:
-            file.unlink(missing_ok=True)
+        with writing(self.folder):
+            if isinstance(result, UserError):
+                file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
+            else:
+                file.unlink(missing_ok=True)
         self._note(name, result)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What is written within to a sweep's folder, or a sentence that says why it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise failed_write(error, folder, "another folder for the sweep") from error
 
 
 def _silent(sentence: str) -> None:

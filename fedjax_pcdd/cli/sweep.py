@@ -165,7 +165,9 @@ def conclude(
     folder: Path, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str], shown: Sequence[str] = ()
 ) -> int:
     """Write and show the table; the exit code, 1 where something failed."""
-    with open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+    from fedjax_pcdd.api.sweep import writing
+
+    with writing(folder), open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -201,7 +203,10 @@ def status(standings: Sequence["Standing"]) -> Table:
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:
     """Start workers that divide a sweep, and wait for them; what one that dies leaves, the others or the caller do."""
-    logs.mkdir(parents=True, exist_ok=True)
+    from fedjax_pcdd.api.sweep import writing
+
+    with writing(logs.parent):
+        logs.mkdir(parents=True, exist_ok=True)
     if own["launcher"] == "processes":
         processes(command, logs, own["workers"])
         return

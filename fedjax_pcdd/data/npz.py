@@ -92,7 +92,7 @@ class Archive:
         if size > free_memory():
             raise UserError(
                 f"{self.file} cannot be used: {name} {list(shape)} of {dtype} needs {size / 1e9:.1f} GB of memory, of "
-                f"which {free_memory() / 1e9:.1f} GB are free: ask for fewer samples, or store fewer."
+                f"which {free_memory() / 1e9:.1f} GB are free: ask for or store fewer samples, or use `data=stream`."
             )
 
 

@@ -251,6 +251,13 @@ class OnHost(OnDevice):
             yield np.concatenate([part, np.full(self.chunk - len(part), rows[0], part.dtype)])
 
 
+def _no_room(size: int, error: OSError) -> UserError:
+    return UserError(
+        f"{tempfile.gettempdir()} has no room for {size / 1e6:.0f} MB of clients' state ({error.strerror}): set TMPDIR "
+        "to a folder on a larger disk, and resume the run if it had begun."
+    )
+
+
 class OnDisk(OnHost):
     """All rows in files that are mapped into memory, and gone with the process: what lasts is in checkpoints.
 
@@ -272,10 +279,7 @@ class OnDisk(OnHost):
                 if last >= first:  # a disk that is full later would end the process
                     os.posix_fallocate(file.fileno(), int(first) * each, int(last + 1 - first) * each)
             except OSError as error:
-                raise UserError(
-                    f"{tempfile.gettempdir()} has no room for {size / 1e6:.0f} MB of clients' state "
-                    f"({error.strerror}): set TMPDIR to a folder on a larger disk."
-                ) from None
+                raise _no_room(size, error) from None
             memory, descriptor = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
         memory.madvise(mmap.MADV_RANDOM)  # else rows that nobody asked for are read around each one
         self._files[memory] = descriptor
@@ -288,7 +292,10 @@ class OnDisk(OnHost):
         return values
 
     def _put(self, array, rows, values):
-        self._transfer(os.pwrite, array, rows, np.ascontiguousarray(values))
+        try:
+            self._transfer(os.pwrite, array, rows, np.ascontiguousarray(values))
+        except OSError as error:  # where a file system gives no room before it is written to
+            raise _no_room(array.nbytes, error) from None
 
     def _transfer(
         self, call: Callable[[int, memoryview, int], int], array: np.ndarray, rows: np.ndarray, values: np.ndarray

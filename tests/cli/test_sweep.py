@@ -232,6 +232,16 @@ def test_a_launcher_that_is_missing_or_refuses_is_a_sentence(tmp_path, monkeypat
         launch(["true"], tmp_path, own, ["--slurm.partition=gpu"])
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["file", "file/below", "/proc/nothing/sweep"])
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, capsys, name, workers):
+    (tmp_path / "file").touch()
+    argv = ["--method=fedavg", *SMALL, f"--workers={workers}", f"--sweep-dir={tmp_path / name}"]
+    assert sweep_main(argv) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "for the sweep." in err) == (1, True)
+
+
 class Refusing:
     """A scheduler that takes nothing."""
 

@@ -1,11 +1,15 @@
 """Arrays of archives in mapped files: unpacked once, said, checked, and refused where there is no room."""
 
 import errno
+import json
+import os
 
 import numpy as np
 import pytest
 
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import npz, sources, unpacked
+from fedjax_pcdd.engine.streaming import Streamed
 from fedjax_pcdd.errors import UserError
 
 
@@ -83,3 +87,30 @@ def test_a_full_disk_is_another_folder_or_a_sentence_and_leaves_nothing(tmp_path
         with pytest.raises(UserError, match=r"into .*No space left on device.* and .*No space left.*: make room"):
             sources.load("mine", tmp_path, mapped=True)
     assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.filterwarnings("ignore:.*was unpacked from")
+def test_a_copy_that_is_cut_under_a_run_is_a_sentence_and_the_resumed_run_has_another(tmp_path, monkeypatch, capsys):
+    np.savez(tmp_path / "mine.npz", **made_up())
+    options = ["--method=fedmr", "--dataset=mine", f"--data-dir={tmp_path}", "--data=stream", "--clients=2"]
+    options += ["--beta=100", "--min-samples=1", "--rounds=4", "--local-epochs=1", "--batch-size=2", "--lanes=1"]
+    options += ["--model=mlp", "--cohort=1", "--fine-tune-epochs=1", "--quiet"]
+    assert main([*options, f"--run-dir={tmp_path / 'whole'}"]) == 0
+    sent, copy = [], tmp_path / "mine.npz.unpacked" / "x_train.npy"
+
+    def prefetch(self, plan, jobs, original=Streamed.prefetch):
+        sent.append(plan)
+        if len(sent) == 2:
+            os.truncate(copy, 200)
+        original(self, plan, jobs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Streamed, "prefetch", prefetch)
+        assert main([*options, f"--run-dir={tmp_path / 'cut'}"]) == 2
+    err = capsys.readouterr().err
+    assert err == f"{copy} was changed during the run: put it back as it was and resume the run.\n"
+    assert main([f"--resume={tmp_path / 'cut'}"]) == 0
+    known = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")]
+    rows = [[[json.loads(line)[key] for key in ("ga", "pa", "loss")] for line in lines] for lines in known]
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 4

@@ -77,6 +77,18 @@ def test_a_disk_without_room_for_clients_is_a_sentence(monkeypatch):
         toy.simulation("moon", client_state="disk").start()
 
 
+def test_a_disk_that_is_full_when_state_is_written_is_a_sentence(monkeypatch):
+    simulation = toy.simulation("moon", client_state="disk")
+    state, plan = simulation.start(), simulation.plan(0)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(UserError, match=r"has no room .*No space left on device.* resume the run if it had begun"):
+        simulation.step(state, 0, plan)
+
+
 @pytest.mark.parametrize("method", ["fedrep", "feddyn"])
 def test_a_run_gives_the_same_result_and_can_be_resumed(method, tmp_path):
     """Fine-tuning included, which visits everybody."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.training import client_log
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.client_log import Changed, ClientLog
 
@@ -167,6 +168,23 @@ def test_a_run_is_resumed_from_its_log_to_the_same_bits(whole, tmp_path, damaged
     assert main([f"--resume={tmp_path / 'run'}", "--no-quiet"]) == 0
     assert rows(tmp_path / "run") == rows(whole)
     assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
+
+
+def test_a_disk_that_is_full_when_the_log_is_written_is_a_sentence_and_loses_nothing(
+    whole, tmp_path, capsys, monkeypatch
+):
+    def full(folder, rows, values, original=client_log._save):
+        if folder.name.startswith("3"):
+            raise OSError(28, "No space left on device")
+        original(folder, rows, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_log, "_save", full)
+        assert main([*RUN, "--client-state=disk", f"--run-dir={tmp_path / 'run'}"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), "free some and resume the run" in err) == (1, True)
+    assert main([f"--resume={tmp_path / 'run'}"]) == 0
+    assert rows(tmp_path / "run") == rows(whole)
 
 
 def test_a_checkpoint_with_all_states_is_resumed_and_logged_from_there_on(tmp_path):
