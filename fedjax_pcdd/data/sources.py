@@ -153,8 +153,8 @@ def _digits() -> Dataset:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    x = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
-    y = labels.astype(np.int32)
+    x = np.rint(np.asarray(images) * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+    y = np.asarray(labels, np.int32)
     test = ranks(y) % 5 == 4
     return Dataset("digits", x[~test], y[~test], x[test], y[test], num_classes=10, class_names=tuple("0123456789"))
 
