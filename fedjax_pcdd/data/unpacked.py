@@ -33,7 +33,7 @@ def unpacked(archive: str | os.PathLike, name: str) -> np.ndarray:
         info = opened.getinfo(f"{name}.npy")
 
         def is_copy(file: Path) -> bool:
-            return file.stat().st_size == info.file_size and _checksum(file) == info.CRC
+            return file.stat().st_size == info.file_size and checksum(file) == info.CRC
 
         def write(file: Path) -> None:
             with opened.open(info) as content, _whole_or_nothing(file) as target:
@@ -63,7 +63,7 @@ def decoded(
 
     def is_copy(file: Path) -> bool:
         known = json.loads(file.with_suffix(".json").read_text())
-        return known == {"source": digest, "checksum": _checksum(file)}
+        return known == {"source": digest, "checksum": checksum(file)}
 
     def write(file: Path) -> None:
         with _whole_or_nothing(file) as target:
@@ -72,7 +72,7 @@ def decoded(
             for piece in pieces():
                 target.write(np.ascontiguousarray(piece).data)
         with _whole_or_nothing(file.with_suffix(".json")) as target:
-            target.write(json.dumps({"source": digest, "checksum": _checksum(file)}).encode())
+            target.write(json.dumps({"source": digest, "checksum": checksum(file)}).encode())
 
     return _unpack(source.absolute(), f"{name}.npy", count * like.nbytes, is_copy, write)
 
@@ -117,9 +117,10 @@ def _whole_or_nothing(file: Path) -> Iterator[IO[bytes]]:
         half.unlink(missing_ok=True)
 
 
-def _checksum(file: Path) -> int:
-    checksum = 0
+def checksum(file: Path) -> int:
+    """CRC-32 of a file of any size."""
+    crc = 0
     with file.open("rb") as opened:
         while part := opened.read(_CHUNK):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
+            crc = zlib.crc32(part, crc)
+    return crc

@@ -35,6 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from fedjax_pcdd.data.unpacked import checksum
 from fedjax_pcdd.engine.mesh import distribute, own_copy
 from fedjax_pcdd.engine.storage import OnHost
 from fedjax_pcdd.errors import UserError, failed_write
@@ -281,7 +282,7 @@ class Checkpoints:
             _remove_unfinished(self._folder)
             raise
         checkpoint = self._folder / str(round)
-        files = {str(f.relative_to(checkpoint)): _crc(f) for f in checkpoint.rglob("*") if f.is_file()}
+        files = {str(f.relative_to(checkpoint)): checksum(f) for f in checkpoint.rglob("*") if f.is_file()}
         (checkpoint / _FILES).write_text(json.dumps(files))
         shutil.rmtree(self._folder / REMOVED, ignore_errors=True)
 
@@ -579,17 +580,8 @@ def _check_files(checkpoint: Path) -> None:
     for name, crc in files.items():
         if not (checkpoint / name).is_file():
             raise ValueError(f"the file {name} is missing")
-        if _crc(checkpoint / name) != crc:
+        if checksum(checkpoint / name) != crc:
             raise ValueError(f"the file {name} has other bytes than were written")
-
-
-def _crc(file: Path) -> int:
-    """CRC-32 of a file of any size."""
-    crc = 0
-    with open(file, "rb") as content:
-        while block := content.read(2**20):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,6 @@ folder `<round>.parts/<process>` that counts once the entry has its checksums.
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fedjax_pcdd.data.unpacked import checksum
 from fedjax_pcdd.engine.mesh import owners_of
 from fedjax_pcdd.engine.program import Tree
 
 SLACK = 2  # times the states' size that the entries may have before they are merged
 NOTHING: Mapping[str, int] = {}
-CHUNK = 2**24  # bytes of a file that are read at once
 NOTED, MERGED, PARTS = "entry.json", "-merged", ".parts"
 
 
@@ -82,7 +81,7 @@ class ClientLog:
         _save(unfinished, rows, values)
         _flush(unfinished)
         unfinished.rename(folder)
-        return Part(process, [_checksum(folder / name) for name in _names(len(values))])
+        return Part(process, [checksum(folder / name) for name in _names(len(values))])
 
     def replay(self, round: int, states: Tree) -> None:
         """Bring initial states to what they were after a round, in place; those of this process's clients."""
@@ -98,7 +97,7 @@ class ClientLog:
         last = 0
         for entry in self._needed(round):
             noted = json.loads((entry / NOTED).read_text())
-            if noted["before"] != last or any(_checksum(entry / name) != crc for name, crc in noted["files"].items()):
+            if noted["before"] != last or any(checksum(entry / name) != crc for name, crc in noted["files"].items()):
                 raise ValueError(
                     f"the entry {entry.name} of {self.folder.name} is damaged, or the one before is missing"
                 )
@@ -153,7 +152,7 @@ class ClientLog:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
-        files = {file.name: _checksum(file) for file in sorted(unfinished.iterdir())} | dict(theirs)
+        files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(theirs)
         (unfinished / NOTED).write_text(json.dumps({"before": before, "files": files}))
         _flush(unfinished)
         if path.exists():
@@ -189,11 +188,3 @@ def _names(leaves: int) -> list[str]:
 
 def _round(entry: Path) -> int:
     return int(entry.name.removesuffix(MERGED))
-
-
-def _checksum(file: Path) -> int:
-    crc = 0
-    with file.open("rb") as opened:
-        while part := opened.read(CHUNK):
-            crc = zlib.crc32(part, crc)
-    return crc
