@@ -6,6 +6,7 @@
 
 A method runs at its defaults, some also otherwise. A result is experiments/equal_data/TABLE/METHOD.json: accuracies of
 every seed, the command and the version, or the sentence with which it failed. What has a result is not run again.
+The tuned setting beside the defaults is that of the leaderboard, whose splits have the same names.
 """
 
 import argparse
@@ -16,12 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fedjax_pcdd.api.leaderboard import read_results
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, markdown, over_seeds
 from fedjax_pcdd.training.folder import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "experiments" / "equal_data", ROOT / "docs" / "results.md"
+LEADERBOARD = ROOT / "results" / "leaderboard"
 BEGIN, END = "<!-- all methods: begin -->\n", "<!-- all methods: end -->\n"
 
 _MNIST = (
@@ -43,7 +46,7 @@ TITLES = {
 SECOND = {
     "feddyn": "--server-step=none", "feddc": "--server-step=none", "fedmr": "--negatives=all",
     "scaffold": "--momentum=0 --lr=0.02", "fedgela": "--ew=1", "fedgf": "--momentum=0",
-    "fedcm": "--momentum=0 --lr=0.1", "mofedsam": "--momentum=0 --lr=0.1",
+    "fedcm": "--momentum=0 --lr=0.1", "mofedsam": "--momentum=0 --lr=0.1", "fedloge": "--ssec-norm=1",
 }  # fmt: skip
 ROWS = (*METHODS, *(f"{method} {others}" for method, others in SECOND.items()))
 MEASURES = ("ga_best", "ga_last", "ga_mean_last10", "pa_best", "pa_last")
@@ -97,7 +100,7 @@ def _version() -> str:
 
 def table(name: str) -> Table:
     """The results so far, by the mean of the last ten rounds' GA."""
-    rows = []
+    rows, tuned = [], _tuned(name)
     for row in ROWS:
         if path_of(name, row).is_file():
             result = json.loads(path_of(name, row).read_text())
@@ -106,13 +109,27 @@ def table(name: str) -> Table:
             cells = [*ga, best, last, Cell(), Cell()] if tunes else [*ga, Cell(), Cell(), best, last]
             failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
             note = f"{failed} of {all_seeds} seeds stopped: loss not finite" if failed else ""
-            rows.append(Row(row, (*cells, Cell(text=result["version"]), Cell(text=note))))
+            others = tuned.get(row, (Cell(), Cell())) if tuned else ()
+            rows.append(Row(row, (*cells, *others, Cell(text=result["version"]), Cell(text=note))))
     rows.sort(key=lambda row: -(row.cells[2].mean or 0))
-    columns = (*(Column(text, digits=1, best=1) for text in HEADINGS), Column("version"), Column("", left=True))
+    own = (Column("tuned: GA, mean of last 10", digits=1, best=1), Column("tuned", left=True)) if tuned else ()
+    accuracies = (Column(text, digits=1, best=1) for text in HEADINGS)
+    columns = (*accuracies, *own, Column("version"), Column("", left=True))
     missing = [row for row in ROWS if not path_of(name, row).is_file()]
     remarks = f"`python experiments/sweep.py --method=METHOD {TABLES[name]} --data-dir=DATA`. "
     remarks += f"{len(rows)} of {len(ROWS)} rows" + (f"; not run yet: {', '.join(missing)}." if missing else ".")
     return Table(TITLES[name], columns, tuple(rows), remarks)
+
+
+def _tuned(name: str) -> dict[str, tuple[Cell, Cell]]:
+    """Accuracy and setting of each method that the leaderboard has on this split."""
+    own = [one for one in read_results(LEADERBOARD) if (one["network"], one["split"]) == ("simple_cnn", name)]
+    chosen = {one["method"]: ", ".join(f"{key} {value}" for key, value in (one["chosen"] or {}).items()) for one in own}
+    return {
+        one["method"]: (
+            over_seeds(_percent(seed.get("ga_mean_last10")) for seed in one["seeds"]), Cell(text=chosen[one["method"]])
+        ) for one in own
+    }  # fmt: skip
 
 
 def _percent(share: float | None) -> float | None:

@@ -76,7 +76,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         if name not in self and name in _recorded:
             return load_object(_import_path(_recorded[name]))
         if name not in self:
-            raise UserError(f"there is no {self.kind} '{name}': {nearest(name, self)}")
+            hint = "several are for a sweep." if "," in name else nearest(name, self)
+            raise UserError(f"there is no {self.kind} '{name}': {hint}")
         return self[name]
 
     def __getitem__(self, name: str) -> T:

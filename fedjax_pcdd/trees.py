@@ -4,6 +4,8 @@ A tree here is any pytree whose leaves are arrays: parameters, gradients, a clie
 carries one leading axis S on every leaf, a row per client. Trees that meet in a call have the same structure.
 """
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -35,6 +37,11 @@ def select(tree: Tree, row: Any) -> Tree:
 def zeros_like(tree: Tree) -> Tree:
     """Zeros with the shapes and dtypes of the leaves; takes arrays or `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def total(trees: Iterable[Tree]) -> Tree:
+    """The sum of one tree or more, leaf by leaf."""
+    return functools.reduce(functools.partial(jax.tree.map, jnp.add), trees)
 
 
 def where(flag: jax.Array | bool, a: Tree, b: Tree) -> Tree:

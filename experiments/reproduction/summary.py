@@ -109,9 +109,8 @@ def _fedmr_hinges(facts: Facts) -> str:
     turned = [one for one in own if one.turns]
     several = sorted((one for one in turned if len(one.other.seeds) > 1), key=lambda one: -len(one.other.seeds))
     named = "; ".join(f"{where(one)}, {one.settings}: {_told(one.other)}" for one in several[:MOST_NAMED])
-    told = (
-        f", with more than one seed in {len(several)}: {named}" if several else ", none of them with more than one seed"
-    )
+    count = f"with more than one seed in {len(several)}, among them: {named}"
+    told = f", {count if several else 'none of them with more than one seed'}"
     return (
         f"Under {len(turned)} of {len(own)} other settings that were run (readings, length, network) the difference of "
         f"FedMR to FedAvg turns{told if turned else ''}."

@@ -96,9 +96,9 @@ class Watched(Method):
         """The other method's; of several steps that it asks for, the last one counts."""
         gradients = []
 
-        def noted(given):
+        def noted(given, **apart):
             gradients.append(given)
-            return step(given)
+            return step(given, **apart)
 
         loss, state, taken = self.inner.local_update(evaluate, noted, without_steps(variables), batch, _known(context))
         if self.of_steps and gradients:

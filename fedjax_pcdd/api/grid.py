@@ -35,6 +35,8 @@ def values_of(name: str, text: str) -> list[str]:
 
     >>> values_of("seed", "0:3")
     ['0', '1', '2']
+    >>> values_of("seed", "0:3,2")
+    ['0', '1', '2']
     >>> values_of("beta", "0.1,0.5")
     ['0.1', '0.5']
     >>> values_of("models", "mlp,simple_cnn")
@@ -51,7 +53,7 @@ def values_of(name: str, text: str) -> list[str]:
             values.append(part.strip())
     if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
-    return values
+    return list(dict.fromkeys(values))
 
 
 def expand(given: Mapping[str, str]) -> list[Experiment]:

@@ -3,13 +3,14 @@
 Letters: K clients, C classes, T rounds.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.api.data import options_that_load
+from fedjax_pcdd.api.data import options_that_load, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, finished, load_run, recorded
@@ -33,7 +34,7 @@ OPTIONS = tuple(
     if option.group in ("model", "training", "evaluation") and name != "model" and not name.startswith("track")
 ) + (
     *("cohort", "client_state", "data", "data_memory", "tune", "data_dir", "models", "public", "public_samples"),
-    *("public_batch", "pretrain_epochs", "pretrain_batch_size", "validation", "select_on"),
+    *("public_batch", "pretrain_epochs", "pretrain_batch_size", "validation", "select_on", "select_by"),
 )
 
 
@@ -84,7 +85,7 @@ def simulate(
       label: what curves and tables call this experiment; None for the method's name.
       progress: whether a bar is shown.
       options: further options of the command line, with its defaults: cohort, momentum, weight_decay, optimizer,
-        optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augment, bn, precision,
+        optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augmentation, neck, bn, precision,
         local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
         client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol, eval_batch,
         validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
@@ -108,7 +109,7 @@ def simulate(
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
     _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume)
     chosen = methods.get(method)() if isinstance(method, str) else method
-    config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options)))
+    config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
     if callback is not None:
@@ -160,11 +161,18 @@ def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any) -> 
         raise UserError(f"takes a function of the history, not {callback!r}.", field="callback")
 
 
-def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
     """The options, none of which is unknown."""
     for name in options:
-        if name not in OPTIONS:
-            raise UserError(f"simulate takes no argument '{name}': {nearest(name, OPTIONS)}")
+        if name in OPTIONS:
+            continue
+        if name in options_of(type(method)):
+            hint = f"give it to the method, as {type(method).__name__}({name}={shortened(options[name])})."
+        elif name in inspect.signature(partition).parameters:
+            hint = "give it to fp.partition, which makes the federation."
+        else:
+            hint = nearest(name, OPTIONS)
+        raise UserError(f"simulate takes no argument '{name}': {hint}")
     return options
 
 

@@ -22,6 +22,8 @@ from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
+from fedjax_pcdd.data.augment import draws_once
+from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import free_memory
 from fedjax_pcdd.errors import UserError, as_path, failed_write, shortened
 from fedjax_pcdd.methods import Method
@@ -233,6 +235,14 @@ def _silent(sentence: str) -> None:
     """A sweep says nothing of single settings."""
 
 
+def begun(folder: Path) -> list[Planned]:
+    """The experiments of a sweep's folder that have begun; UserError where there are none."""
+    runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    if not runs:
+        raise UserError(f"{folder} has no experiments that have begun: name a sweep's folder.")
+    return [Planned(run.name, *read_run(run)) for run in runs]
+
+
 def sweep_folder(pairs: Sequence[Pair]) -> Path:
     """Where a sweep lies that names no folder: by its content but for the seeds, so that more of these join it."""
     indifferent = {*FOLDERS, *MAY_CHANGE, "seed"}
@@ -260,8 +270,10 @@ def program_key(config: RunConfig, method: Method) -> Hashable:
     if single or has_participants(config, method):
         return None
     fixed = tuple(getattr(config, name) for name in RUN if name not in FREE)
-    drawn = config.seed if config.train_samples or config.test_samples else None  # the data set depends on it
-    return jax.tree.structure(method), fixed, config.partition == "natural", drawn, config.resume is not None
+    of_seed = config.train_samples or config.test_samples or (config.augment and draws_once(config.dataset))
+    drawn = config.seed if of_seed else None  # the data set depends on it, or how it is augmented
+    own_clients = config.partition if has_clients(config.partition) else None  # as many as it says
+    return jax.tree.structure(method), fixed, own_clients, drawn, config.resume is not None
 
 
 def groups(pairs: Sequence[Pair]) -> list[list[int]]:

@@ -110,8 +110,8 @@ def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 
 def _ranking(page: Path, names: list[str], places: list[str], scores: np.ndarray) -> list[str]:
-    """The ranks in words and as a picture beside the page; nothing of fewer than two methods."""
-    if len(names) < 2:
+    """The ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
+    if len(names) < 2 or not places:
         return []
     ranked, picture = ranks(scores), page.parent / "images" / f"{page.stem}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)

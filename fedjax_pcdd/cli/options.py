@@ -172,7 +172,7 @@ def width() -> int:
 def _entry(option: Option, width: int) -> str:
     limits, symbol = bounds(option), f"{option.symbol}: " if option.symbol else ""
     text = symbol + sentence(option.help) + (f" [{limits}]" if limits else "")
-    if option.default is not None and option.name not in LISTS:  # where it is None, the text says what that means
+    if option.default not in (None, "") and option.name not in LISTS:  # where it is none, the text says what that means
         text += f" (default: {option.default})"
     head, indent = f"  {_form(option)}", " " * 28
     first = head.ljust(len(indent)) if len(head) < len(indent) - 1 else f"{head}\n{indent}"

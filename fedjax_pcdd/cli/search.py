@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OPTIONS = {**SEARCH, "sweep_dir": Option("sweep_dir", Path, True, None), "status": Option("status", bool, False, False)}
 HELP = f"""{__doc__}
 --trials=N          suggestions in all (default: 20), the first ten at random; the same command with more goes on
---metric=ga|pa      what is maximised: the best round of it, chosen on the samples that --select-on names
+--metric=ga|pa      what is maximised (default: ga): the best round of it, chosen on the samples that --select-on names
 --together=N        trials that are suggested at once and, where options allow it, trained as one program (default: 1)
 --search-seed=N     of the suggestions (default: 0)
 --sweep-dir=DIR     the folder of the trials; by default one below runs/ that is named by the first of them

@@ -53,7 +53,8 @@ HELP = f"""{__doc__}
 --workers=N         processes that divide the experiments, each with its share of the cores, or one GPU
 --launcher=slurm    starts the workers as jobs of Slurm through submitit, whose parameters are --slurm.NAME=VALUE, as
                     --slurm.partition=gpu; local: processes through submitit
---status            shows who does what, what is done, failed and left, and runs nothing
+--status            shows who does what, what is done, failed and left, and runs nothing; with the sweep's folder and
+                    no other options, of the experiments that have begun
 
 The same command on other machines that see the folder divides the work with this one. All other options are those of
 run."""
@@ -93,6 +94,12 @@ def _main(argv: Sequence[str]) -> int:
         return 0
     own, results = own_options(given, OPTIONS), {}
     words = [f"{flag(name)}={text}" for name, text in given.items()]
+    if own["status"] and own["sweep_dir"] and not given:
+        from fedjax_pcdd.api import sweep
+
+        known = sweep.Sweep(sweep.begun(own["sweep_dir"]), own["sweep_dir"], _failed)
+        CONSOLE.print(terminal(status(known.standings())))
+        return 0
 
     def before(part: "Sweep", folder: Path) -> bool:
         if own["status"]:

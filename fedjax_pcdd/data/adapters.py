@@ -115,7 +115,9 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     root = as_path(path, "path").expanduser()
     train = root / "train" if (root / "train").is_dir() else root
     test = next((root / key for key in _TESTS if (root / key).is_dir()), None) if train != root else None
-    classes = _visible(train, Path.is_dir) if train.is_dir() else []
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}: name one with a folder of images for each class.")
+    classes = _visible(train, Path.is_dir)
     if not classes:
         raise UserError(f"{train} has no folders: put the images of each class into a folder of its own there.")
     names = [folder.name for folder in classes]
@@ -161,10 +163,16 @@ def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None,
 
 
 def _stack(images: Sequence[Any]) -> np.ndarray:
-    """Images of Pillow, arrays or tensors as [n, H, W, channels]; in colour where one of them is."""
+    """Images of Pillow, arrays or tensors as [n, H, W, channels]; in colour where one of them is.
+
+    Grey values of more than 8 bits are kept as they are, which in colour they cannot be.
+    """
     modes = {image.mode for image in images if isinstance(image, Image.Image)}
-    colour = "L" if modes <= {"1", "L"} else "RGB"
-    arrays = [np.asarray(x.convert(colour) if isinstance(x, Image.Image) else x) for x in images]
+    deep = {mode for mode in modes if mode.startswith(("I", "F"))}
+    if deep and deep != modes:
+        raise UserError(f"images have more than 8 bits ({deep.pop()}) beside others of 8: make them alike.")
+    colour = None if deep else "L" if modes <= {"1", "L"} else "RGB"
+    arrays = [np.asarray(x.convert(colour) if colour and isinstance(x, Image.Image) else x) for x in images]
     sizes = sorted({array.shape for array in arrays})
     if len(sizes) != 1:
         raise UserError(f"images must have one size, not {', '.join(map(str, sizes[:3])) or 'be none'}: resize them.")

@@ -94,6 +94,11 @@ AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
 """Functions from outside of one image and a key, by name, as `Pipeline.own`."""
 
 
+def draws_once(dataset_name: str) -> bool:
+    """Whether its customary augmentation has a draw for the whole data set, so that it depends on the seed."""
+    return spec(dataset_name).augmentation == ("isic",)
+
+
 def pipeline(
     dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False, own: str | None = None,
     seed: int = 0,
@@ -117,7 +122,7 @@ def pipeline(
         raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
     if own is not None:
         return Pipeline(facts.mean, facts.std, own=AUGMENTATIONS.find(own))
-    if facts.augmentation == ("isic",):
+    if draws_once(dataset_name):
         window = window_of(height)
         return Pipeline(facts.mean, facts.std, own=drawn_once(window, seed) if augment else None, window=window)
     recipes = facts.augmentation if augment else ()

@@ -71,7 +71,7 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
         raise UserError(f"{source} holds no `probability` of clients: store [K] or [rounds, K] of it, and `lost` [K].")
     probability, shares = np.atleast_2d(arrays["probability"]), arrays.get("lost", shares)
     for name, values in (("probability", probability), ("lost", shares)):
-        if values.shape[-1:] != (clients,) or values.ndim != (2 if name == "probability" else 1):
+        if values.shape[-1:] != (clients,) or values.ndim != (2 if name == "probability" else 1) or not len(values):
             raise UserError(
                 f"{source}: {name} is {list(values.shape)}, but there are {clients} clients: give one each."
             )

@@ -73,8 +73,12 @@ class Dataset:
         if x.dtype not in (np.uint8, np.float32) or x.ndim != 4:
             self._reject(f"x_{part} must be uint8 or float32 [n, H, W, channels], not {x.dtype} {list(x.shape)}")
         y = np.asarray(y)
-        if y.shape != (len(x),) or (groups is not None and len(groups) != len(x)):
-            self._reject(f"x_{part}, y_{part} and groups_{part} must have the same length")
+        if y.shape != (len(x),):
+            self._reject(
+                f"y_{part} must have a label for each of the {len(x)} entries of x_{part}, not {list(y.shape)}"
+            )
+        if groups is not None and len(groups) != len(x):
+            self._reject(f"groups_{part} must have an entry for each of the {len(x)} of x_{part}, not {len(groups)}")
         if y.size and not (y.dtype.kind in "iu" and y.min() >= 0 and y.max() < self.num_classes):
             self._reject(f"y_{part} must hold integers in [0, {self.num_classes})")
         object.__setattr__(self, f"y_{part}", y.astype(np.int32))

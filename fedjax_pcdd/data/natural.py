@@ -102,6 +102,8 @@ def _write_meta(folder: Path, name: str, largest: int, classes: int | None, name
 
 
 def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
+    if federation.validation is not None:
+        raise UserError("validation samples would be nobody's: write the federation before they are held out.")
     data, (train, test) = federation.dataset, federation.partition
     for own, tests in zip(train, test, strict=True):
         yield data.x_train[own], data.y_train[own], data.x_test[tests], data.y_test[tests]

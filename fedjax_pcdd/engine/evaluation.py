@@ -72,17 +72,23 @@ def counted(predict: Callable, program: Program, samples: Samples, count: Callab
 
     Correct predictions per class are [C], with validation samples among the tests [2C].
     """
-    classes = program.setting.num_classes
 
     def function(index, mask):
         images = prepare(program.pipeline, samples.images[index], None, train=False, dtype=program.dtype)
-        logits, labels = predict(images), samples.labels[index]
-        if not program.validated:
-            return count(logits, labels, mask, classes).astype(jnp.int32)
-        parts = (mask & (labels < classes), mask & (labels >= classes))
-        return jnp.concatenate([count(logits, labels % classes, m, classes) for m in parts]).astype(jnp.int32)
+        return tally(program, predict(images), samples.labels[index], mask, count)
 
     return function
+
+
+def tally(
+    program: Program, logits: jax.Array, labels: jax.Array, mask: jax.Array, count: Callable = correct_per_class
+) -> jax.Array:
+    """What `count` makes of logits [B, C], labels [B], mask [B] and C, as integers; tests before validation samples."""
+    classes = program.setting.num_classes
+    if not program.validated:
+        return count(logits, labels, mask, classes).astype(jnp.int32)
+    parts = (mask & (labels < classes), mask & (labels >= classes))
+    return jnp.concatenate([count(logits, labels % classes, m, classes) for m in parts]).astype(jnp.int32)
 
 
 @full_precision
@@ -145,11 +151,17 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, models:
 
 
 @full_precision
-def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name."""
+def generic_correct(
+    program: Program, methods, servers: Tree, layers: Tree, data: Data
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name.
 
-    def count(methods, servers, data):
-        def one(method, server):
+    Args:
+      layers: [E, ...] the mean of what clients keep of their models, for one more; () where they keep nothing.
+    """
+
+    def count(methods, servers, layers, data):
+        def one(method, server, layers):
             def correct(variables):
                 def predict(images):
                     return method.logits(program.model, variables, images, server)
@@ -157,14 +169,17 @@ def generic_correct(program: Program, methods, servers: Tree, data: Data) -> tup
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 
             further = method.further_models(server)
+            if layers:  # the server's own never trained where clients send differences
+                further = {**further, "server_average": method.generic_variables(server)}
+                further = {name: with_own(model, layers) for name, model in further.items()}
             generic = correct(method.generic_variables(server)) if method.traits().global_model else ()
             return generic, {name: correct(model) for name, model in further.items()}
 
-        return lift(one, program.experiments)(methods, servers)
+        return lift(one, program.experiments)(methods, servers, layers)
 
     if program.devices > 1:
         count = spread(lambda *args, count=count: summed(count(*args)), program.devices, EVERYWHERE, EVERYWHERE)
-    return count(methods, servers, data)
+    return count(methods, servers, layers, data)
 
 
 @full_precision
@@ -177,16 +192,30 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
       slots: [n] of the rows in the state; n is a multiple of the devices.
     """
     count = partial(_personal_correct, program, own)
-    if program.devices == 1:
-        return count(methods, state, data, rows)
+    return over_rows(count, gathered, program, methods, state, data, rows, slots, own_tests=own)
 
-    split = own and program.split_data
+
+def over_rows(
+    function: Callable, collect: Callable, program: Program, methods, state: State, data: Data, rows: Tree, slots, *,
+    own_tests: bool = False,
+) -> Tree:  # fmt: skip
+    """function(methods, state, data, rows), on several devices of the share of each, put together by `collect`.
+
+    Args:
+      rows: leaves [n, ...], n a multiple of the devices.
+      slots: [n] where each row's client is in the state.
+      own_tests: each device has the test samples of its own clients, where devices divide samples.
+    """
+    if program.devices == 1:
+        return function(methods, state, data, rows)
+
+    split = own_tests and program.split_data
 
     def share(methods, state, data, rows, slots):
         clients = (state.clients, state.statistics)
         held = clients if program.split_clients else select(clients, slots)
         data = own_shard(data, tests=True) if split else data
-        return gathered(count(methods, State(state.servers, *held), data, rows))
+        return collect(function(methods, State(state.servers, *held), data, rows))
 
     clients = SPLIT if program.split_clients else EVERYWHERE
     read = TESTS if split else EVERYWHERE

@@ -154,6 +154,8 @@ class Groups:
             raise UserError("this method averages models, so all participants need the same one: name one in `models`.")
         if len(self.members) > 1 and traits.averages != "never":
             raise UserError("models of different architectures cannot be averaged: name one in `models`.")
+        if len(self.members) > 1 and self.local.class_weights == "pooled":
+            raise UserError("clients of several architectures do not pool their counts: use `class_weights=local`.")
         if traits.needs_public and self.public is None:
             raise UserError("this method needs public images: name a data set with `public`.")
         if traits.own_models and (options.get("local_statistics") or options.get("local_layers")):
@@ -234,7 +236,7 @@ class Groups:
         clients = []
         for g, group in enumerate(self.groups):
             first = group.experiments[0]
-            local = replace(first.local, epochs=epochs, batch_size=batch_size, lr_steps=())
+            local = replace(first.local, epochs=epochs, local_steps=None, batch_size=batch_size, lr_steps=())
             local = fitting(local, first.federation.sizes)
             alone = group.alike([first._replace(method=Participant(), local=local)], len(self.members[g]))
             after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)

@@ -128,10 +128,13 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
         gradients, (value, state) = jax.grad(objective, has_aux=True)(variables["params"])
         return Evaluated(value, state, gradients)
 
-    def step_on(gradients):
+    def step_on(gradients, unclipped=None):
         alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
-        update = _optimiser(program, inputs, lane.job).update
-        return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), moving=moving))
+        update, after = _optimiser(program, inputs, lane.job).update, {"moving": moving}
+        if unclipped is not None:
+            alike(method, "local_update", "unclipped part of a step", unclipped, params, "the parameters are")
+            after["unclipped"] = only(moving, unclipped)
+        return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **after))
 
     value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)
     alike(method, "local_update", "updates", updates, params, "the parameters are")

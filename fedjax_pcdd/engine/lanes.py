@@ -38,7 +38,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import alike
+from fedjax_pcdd.methods.checks import alike, of_kind
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import select, where
 
@@ -84,7 +84,8 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     """The next state of the lane's client, and its message."""
     method, _ = method_and_server(program, inputs, lane.job)
     context = context_of(program, inputs, lane, inputs.jobs.steps[lane.job])
-    return method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
+    sent = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
+    return of_kind(method, "upload", sent, object, Message)
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:

@@ -52,10 +52,22 @@ def clip_by_norm(limit, apart: tuple[str, ...] = ()) -> optax.GradientTransforma
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def add_after_clipping(weight_decay) -> optax.GradientTransformationExtraArgs:
+    """Adds the decayed weights, and `unclipped`, a tree as the parameters, where an update is given one."""
+    decay = optax.add_decayed_weights(weight_decay)
+
+    def update(updates, state, params=None, *, unclipped=None, **others):
+        updates, state = decay.update(updates, state, params)
+        return (updates if unclipped is None else optax.tree.add(updates, unclipped)), state
+
+    return optax.GradientTransformationExtraArgs(decay.init, update)
+
+
 def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum (m = rho m + g, no dampening, no Nesterov), or Adam (0.9, 0.999, eps 1e-8).
 
-    Decay is added to the gradient (coupled), after clipping. The update takes `moving`, as `scale_by_adam` has it.
+    Decay is added to the gradient (coupled), after clipping. The update takes `moving`, as `scale_by_adam` has it, and
+    `unclipped`, as `add_after_clipping` has it.
 
     Args:
       local: its floats are scalars.
@@ -64,5 +76,5 @@ def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> 
     """
     inner = optax.trace(decay=local.momentum) if local.optimizer == "sgd" else scale_by_adam()
     steps = [clip_by_norm(local.clip, apart)] if clip else []
-    steps += [optax.add_decayed_weights(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
+    steps += [add_after_clipping(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
     return optax.with_extra_args_support(optax.chain(*steps))

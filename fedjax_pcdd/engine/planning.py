@@ -67,9 +67,9 @@ class Planner:
         self.steps = schedule.batches_per_epoch(self.sizes, self.local.batch_size, self.local.last_batch)
         traits = first.method.traits()
         asked = self.local.epochs if traits.epochs is None else traits.epochs
-        self.epochs = np.maximum(np.broadcast_to(asked, len(everyone)), traits.least_epochs)
+        self.epochs = np.maximum(np.broadcast_to(asked, len(everyone)), traits.least_epochs) + traits.more_epochs
         if self.local.local_steps is not None:
-            if traits.epochs is not None or traits.least_epochs > 1:
+            if traits.epochs is not None or traits.least_epochs > 1 or traits.more_epochs:
                 raise UserError("this method tells its local epochs apart: give `local_epochs`, not `local_steps`.")
             self.steps = np.where(self.steps > 0, self.local.local_steps, 0)  # a round is one epoch to whom it matters
             self.epochs = np.ones_like(self.epochs)

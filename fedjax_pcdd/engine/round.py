@@ -9,7 +9,6 @@ Several experiments (a sweep) run as one program: they share model, data set and
 in seed, partition and traced hyper-parameters. Letters: E experiments, K clients, R = E * K rows, S cohort, J = E * S.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import choose_blocks, client_pass
 from fedjax_pcdd.engine.devices import in_sentences
+from fedjax_pcdd.engine.ensemble import ensemble_correct, mean_kept, softmax_sums
 from fedjax_pcdd.engine.evaluation import evaluation_batch, generic_correct, personal_correct
 from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
@@ -51,16 +51,11 @@ from fedjax_pcdd.methods.method import Local, Server, Setting
 from fedjax_pcdd.methods.own_layers import with_own_layers
 from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
-from fedjax_pcdd.trees import select, zeros_like
+from fedjax_pcdd.trees import select, total, zeros_like
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *trees)
-
-
-def _total(counts: Iterable[Tree]) -> Tree:
-    """The sum of counts of several chunks of samples."""
-    return functools.reduce(partial(jax.tree.map, jnp.add), counts)
 
 
 def _traced(local: Local) -> Local:
@@ -217,6 +212,8 @@ class Simulation(Planner):
             for part in (begin_round, part_of_round, end_round)
         )
         self._generic_correct = jax.jit(partial(generic_correct, self.program))
+        self._softmax_sums = jax.jit(partial(softmax_sums, self.program))
+        self._ensemble_correct = jax.jit(partial(ensemble_correct, self.program))
         self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
 
     def _make_arrays(self, public: Any, stream: int | None) -> None:
@@ -393,9 +390,30 @@ class Simulation(Planner):
         return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
-        """Correct predictions of the server's models alone: the fields `generic` and `further` of an `Evaluation`."""
-        batch = self.program.eval_batch_of(self.program.experiments)
-        return _total(self._generic_correct(self.methods, state.servers, data) for data in self._whole_test(batch))
+        """Correct predictions of what an experiment has one of: `generic` and `further` of an `Evaluation`."""
+        batch, layers = self.program.eval_batch_of(self.program.experiments), self._mean_layers(state)
+        counts = (self._generic_correct(self.methods, state.servers, layers, data) for data in self._whole_test(batch))
+        generic, further = total(counts)
+        if self.experiments[0].method.traits().ensemble:
+            further = {**further, "ensemble": self._ensemble(state)}
+        return generic, further
+
+    def _mean_layers(self, state: State) -> Tree:
+        """The mean over all clients of what they keep of their models, [E, ...]; () where that is nothing."""
+        if not self.program.local_layers:
+            return ()
+        portions = self.storage.portions(state, self._tested_rows(state))
+        return distribute(mean_kept(portions, self.weights * (self.steps > 0)), self.program.devices)
+
+    def _ensemble(self, state: State) -> jax.Array:
+        """Correct predictions [E, C] of the mean of all clients' softmax outputs."""
+        batch = self.program.eval_batch_of(self.program.blocks.size)
+        sums = (
+            [self._softmax_sums(self.methods, held, data, rows, slots, first) for data in self._whole_test(batch)]
+            for held, rows, slots, first in self.storage.portions(state, self._tested_rows(state))
+        )
+        chunks = zip(total(sums), self._whole_test(batch), strict=True)
+        return total(self._ensemble_correct(*chunk) for chunk in chunks)
 
     def _whole_test(self, batch: int) -> Iterable[Data]:
         return self.streamed.whole_test(batch) if self.streamed else [self.data]
@@ -410,12 +428,11 @@ class Simulation(Planner):
     def _personal(self, state: State, *, own: bool) -> np.ndarray:
         """Correct predictions [R, C] of all personal models."""
         counted = np.zeros((self.sizes.size, self.program.counts), np.int32)
-        for rows in self.storage.chunks(self._tested_rows(state)):
-            held, slots = self.storage.fetch_chunk(state, rows)
+        for held, rows, slots, _ in self.storage.portions(state, self._tested_rows(state)):
             batch = self.program.eval_batch_of(self.program.blocks.size)
             tests = [self.streamed.of_tests(rows)] if self.streamed and own else self._whole_test(batch)
             counts = (self._personal_correct(own, self.methods, held, data, rows, slots) for data in tests)
-            counted[rows] = np.asarray(_total(counts))
+            counted[rows] = np.asarray(total(counts))
         return counted
 
     def tuner(self, epochs: int, *, tests_epochs: bool = False) -> "Simulation":

@@ -24,6 +24,15 @@ from fedjax_pcdd.trees import select
 Make = Callable[[jax.Array], Tree]  # the state of one row
 
 
+class Portion(NamedTuple):
+    """Clients that are looked at together."""
+
+    held: State  # with these clients' state
+    rows: np.ndarray  # [n]
+    slots: np.ndarray  # [n] where they are in that state
+    first: np.ndarray  # [n] whether a row is there for the first time: portions are filled up
+
+
 class OnDevice:
     """All rows in device memory; a row is its own slot."""
 
@@ -53,6 +62,10 @@ class OnDevice:
     def _by_experiment(self, makes: Sequence[Make]) -> list[np.ndarray]:
         return np.split(np.arange(self.rows, dtype=np.int32), len(makes))
 
+    def copied(self, state: State) -> State:
+        """The state in memory of its own, for a simulation that changes it in place."""
+        return jax.tree.map(lambda x: x.copy(), state)
+
     def changed(self) -> np.ndarray | None:
         """Rows that trained since this was asked last, in order; None where no checkpoint need ask."""
         return None
@@ -79,6 +92,16 @@ class OnDevice:
         if len(rows) >= self.rows:
             return self.placed(state), rows
         return State(state.servers, *select((state.clients, state.statistics), rows)), np.arange(len(rows))
+
+    def portions(self, state: State, size: int | None = None) -> Iterator[Portion]:
+        """All clients, as many at a time as `chunks` says."""
+        seen = np.zeros(self.rows, bool)
+        for rows in self.chunks(size):
+            first = np.zeros(len(rows), bool)
+            first[np.unique(rows, return_index=True)[1]] = True
+            held, slots = self.fetch_chunk(state, rows)
+            yield Portion(held, rows, slots, first & ~seen[rows])
+            seen[rows] = True
 
     def fetch(self, state: State, rows: np.ndarray) -> State:
         """The state that a round of these rows sees."""
@@ -285,6 +308,19 @@ class OnDisk(OnHost):
         self._files[memory] = descriptor
         weakref.finalize(memory, os.close, descriptor)
         return np.frombuffer(memory, dtype).reshape(shape)
+
+    def copied(self, state):
+        """The state, with the clients in files of their own."""
+
+        def copy(array):
+            new = self._array(array.shape, array.dtype)
+            for rows in np.array_split(self._own, max(1, -(-len(self._own) // self.chunk))):
+                self._put(new, rows, self._get(array, rows))
+            self._release()
+            return new
+
+        clients, statistics = jax.tree.map(copy, (state.clients, state.statistics))
+        return State(jax.tree.map(lambda x: x.copy(), state.servers), clients, statistics)
 
     def _get(self, array, rows):
         values = np.empty((len(rows), *array.shape[1:]), array.dtype)

@@ -68,7 +68,7 @@ def majority_classes(class_counts: Array) -> Array:
     >>> majority_classes(jnp.asarray([10, 6, 0, 0])).tolist()
     [True, True, False, False]
     """
-    return class_counts > jnp.mean(class_counts)
+    return class_counts * class_counts.size > jnp.sum(class_counts)  # a rounded mean may lie below equal counts
 
 
 def label_masking_distillation(
@@ -95,7 +95,7 @@ def label_masking_distillation(
         student whose label's logit is lowered by 1000 tau, as in the published code, which masks so.
 
     Returns:
-      Scalar >= 0. The label's logit has no gradient.
+      Scalar >= 0. The label's logit has no gradient, but for "published" where R_b is empty.
     """
     check(empty, EMPTY, "treatment of samples without classes")
     others = _not_true(logits, labels)

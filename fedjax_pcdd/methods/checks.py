@@ -1,5 +1,6 @@
 """Shapes of what hooks return, checked when they are traced: a mistake in a method is one sentence with its name."""
 
+from difflib import get_close_matches
 from typing import Any
 
 import chex
@@ -34,6 +35,24 @@ def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str
         sentence = f"{_name(method)}.{hook} must return the {what} as {source}; {_difference(tree, wanted)}."
         raise UserError(sentence) from None
     return tree
+
+
+def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
+    """What a hook returns; UserError unless it is of that type, or for several types a tuple of these."""
+    values = (value,) if len(kinds) == 1 else value if isinstance(value, tuple) else ()
+    if len(values) != len(kinds) or not all(isinstance(one, kind) for one, kind in zip(values, kinds, strict=True)):
+        wanted = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
+        raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {type(value).__name__}.")
+    return value
+
+
+def misspelt(method: Any, contract: type) -> list[str]:
+    """A sentence for each function of a method's own whose name is nearly that of a hook of the contract."""
+    hooks = [name for name, one in vars(contract).items() if callable(one) and not name.startswith("_")]
+    functions = [name for cls in type(method).__mro__ for name, one in vars(cls).items() if callable(one)]
+    own = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
+    near = {name: get_close_matches(name, hooks, 1, 0.85) for name in own}
+    return [f"{_name(method)}.{name} is no hook: did you mean `{found[0]}`?" for name, found in near.items() if found]
 
 
 def _name(method: Any) -> str:

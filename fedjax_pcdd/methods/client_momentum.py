@@ -74,7 +74,7 @@ class ClientMomentum(Method):
     def upload(self, variables, summary, context):
         """w_k and eta tau_k."""
         hyper, plain = context.hyper, self.step_normaliser == "steps"
-        steps = context.step if plain else effective_steps(context.step, hyper.momentum)
+        steps = context.step if plain else effective_steps(context.step, hyper.momentum, most=context.setting.steps)
         length = jnp.asarray(steps * hyper.lr, jnp.result_type(float))
         own = ()
         if self.direction == "per_client":

@@ -12,6 +12,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -67,10 +68,18 @@ class Drifting(Method):
     def _averages(self) -> bool:
         return self.server_step == "none"
 
+    @property
+    def _evaluated(self) -> str:
+        """The model that GA is read from: where another step of the server follows, the cohort's mean is not kept."""
+        return "cloud" if self.eval == "selected_mean" and isinstance(self, ServerStep) else self.eval
+
     def unread(self) -> list[str]:
         """Advice on an option that does nothing."""
-        unread = self._averages and self.eval != "selected_mean"
-        return [f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."] * unread
+        if self._averages:
+            unread = f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."
+            return [unread] * (self.eval != "selected_mean")
+        other = "GA is that of the server's model, as its other step does not keep the mean of the cohort's (`eval`)."
+        return [other] * (self._evaluated != self.eval)
 
     def weight(self, facts):
         """The mean over the cohort is unweighted, but for `server_step=none`."""
@@ -118,15 +127,17 @@ class Drifting(Method):
     def _models(self, server: Server) -> dict[str, Tree]:
         """Variables that `eval` can name; the cohort's mean is the cloud model without the drift."""
         if self._averages:
-            return {self.eval: server.variables}
-        mean = {**server.variables, "params": optax.tree.sub(server.variables["params"], server.drift)}
-        models = {"selected_mean": mean, "cloud": server.variables}
+            return {self._evaluated: server.variables}
+        models = {"cloud": server.variables}
+        if not isinstance(self, ServerStep):
+            mean = optax.tree.sub(server.variables["params"], server.drift)
+            models["selected_mean"] = {**server.variables, "params": mean}
         return {**models, "all_mean": server.latest} if self.eval == "all_mean" else models
 
     def generic_variables(self, server):
         """The model that `eval` names."""
-        return self._models(server)[self.eval]
+        return self._models(server)[self._evaluated]
 
     def further_models(self, server):
         """The models that `eval` does not name; the clients' latest ones are not kept for this alone."""
-        return {name: model for name, model in self._models(server).items() if name != self.eval}
+        return {name: model for name, model in self._models(server).items() if name != self._evaluated}

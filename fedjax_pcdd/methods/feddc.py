@@ -76,7 +76,7 @@ class FedDC(Drifting):
         if self.step_normaliser == "steps":
             return common
         momentum = jnp.asarray(context.hyper.momentum)
-        own = effective_steps(context.step, momentum)
+        own = effective_steps(context.step, momentum, most=context.setting.steps)
         return own if self.step_normaliser == "a_k" else jnp.where(momentum > 0, own, common)
 
     def upload(self, variables, summary, context):

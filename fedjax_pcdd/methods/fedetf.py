@@ -6,6 +6,7 @@ Sent: backbone, projection and the scalar beta each way; no classifier, as the E
 nothing. PA: after the last round each client trains on for E epochs and tunes ETF and projection in turn for itself.
 Follows the published code: a class that a client lacks counts as one sample in the balanced softmax (`removed` is the
 printed formula), weight decay acts on beta too. Momentum that crosses rounds, as there, is `--optimizer-state=kept`.
+With `--local-steps` a client trains on for one epoch, with epochs of each client's own for the most of them.
 """
 
 import dataclasses

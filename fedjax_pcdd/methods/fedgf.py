@@ -56,7 +56,10 @@ class FedGF(SharpnessAware):
                 "FedGF with `threshold` below 0 never looks at the clients' own perturbation: set it above 0."
             )
         if self.rho == 0 and not self.global_rho:
-            advice.append("FedGF with `rho=0` perturbs nothing and still pays two gradients: set `rho` above 0.")
+            advice.append(
+                "FedGF with `rho=0` perturbs nothing, yet looks between two models at two gradients a step: set "
+                "`rho` above 0."
+            )
         chance = "goes about {:.3g} times as far along gradients that do not follow its steps once all rounds diverge"
         advice += momentum_advice("FedGF", hyper.momentum, "a higher `threshold`", f"{chance}, and has ended at chance")
         return self.replace(global_rho=self._global_rho()), advice  # pyright: ignore[reportAttributeAccessIssue]

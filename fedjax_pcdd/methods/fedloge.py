@@ -100,14 +100,20 @@ class FedLoGe(Method):
 
     def personal_variables(self, server, client):
         """The global body under one head, the sum of both heads after the common one has taken the personal norms."""
-        common = server.variables["params"]["head"]
+        return joined(server.variables, "head", self._joint_head(server.variables["params"]["head"], client))
+
+    def _joint_head(self, common, own):
+        """The common head with the norms of the own one, plus the own one."""
         kernel = common["kernel"] / _norms(common["kernel"]) if self.rows == "unit" else common["kernel"]
-        other = client["kernel"] if self.biases == "script" else common["kernel"]
-        head = jax.tree.map(jnp.add, common, client)
-        return joined(server.variables, "head", {**head, "kernel": kernel * _norms(client["kernel"]) + other})
+        other = own["kernel"] if self.biases == "script" else common["kernel"]
+        head = jax.tree.map(jnp.add, common, own)
+        return {**head, "kernel": kernel * _norms(own["kernel"]) + other}
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the model's head; for PA over the client's own classes."""
+        """Of the model's head; for PA of the joint head, while both are trained too, over the client's own classes."""
+        parts = variables["params"]
+        if scope == "personal" and "personal" in parts:
+            variables = joined(variables, "head", self._joint_head(parts["head"], parts["personal"]))
         logits = forward(model, variables, images, train=False)[0].logits
         if scope != "personal" or facts is None:
             return logits

@@ -53,7 +53,7 @@ class FedNova(Method):
     def upload(self, variables, summary, context):
         """d_k, a_k and the statistics; a client without steps sends nothing and has no weight."""
         hyper = context.hyper
-        a = effective_steps(context.step, hyper.momentum, hyper.lr * self.mu)
+        a = effective_steps(context.step, hyper.momentum, hyper.lr * self.mu, most=context.setting.steps)
         names = variables if self.normalise_statistics else ("params",)
         direction = {k: jax.tree.map(lambda x, y: (x - y) / a, context.start[k], variables[k]) for k in names}
         plain = {k: v for k, v in variables.items() if k not in direction}

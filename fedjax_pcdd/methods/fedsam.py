@@ -3,7 +3,8 @@
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 1; the same idea in
 Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients.
 Follows the paper but for the weights: n_k (`--weights=uniform` is the paper's). Published codes update running
-statistics in both passes (option) and differ in the constant beside the norm.
+statistics in both passes (option), differ in the constant beside the norm, and clip at 10 (`--grad-clip=10`), which
+ours does not unless told to.
 """
 
 import optax

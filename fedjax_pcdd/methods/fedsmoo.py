@@ -4,8 +4,8 @@ Sun et al., "Dynamic Regularized Sharpness Aware Minimization in Federated Learn
 Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), the model and the dual mu_k
 up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
 Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
-where the code leaves lambda w to the weight decay. The evaluated model is the server's; FedDyn's mean of the cohort is
-recorded beside it.
+where the code leaves lambda w to the weight decay (`quadratic=decay`). The evaluated model is the server's; FedDyn's
+mean of the cohort is recorded beside it. Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
 """
 
 from typing import Any, Literal
@@ -30,6 +30,9 @@ class FedSMOO(Drifting):
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedDyn", low=0.0)
     lam: float = hyperparameter(
         0.1, symbol="lambda", help="weight of the dynamic regulariser; 0 is without drifts", low=0.0
+    )
+    quadratic: Literal["clipped", "decay"] = hyperparameter(
+        "clipped", help="lambda w with the gradient, or after its clipping, beside the weight decay", static=True
     )
     eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
         "cloud", help="model that GA is read from, as in FedDyn; the others are recorded beside it", static=True
@@ -71,8 +74,11 @@ class FedSMOO(Drifting):
         e = of_length(uphill, self.rho)
         dual = jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, common)
         second = evaluate(moved_to(variables, optax.tree.add(params, e))).gradients
-        tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, params, context.start["params"])
-        return loss, {**state, DUAL: dual}, step(optax.tree.add_scale(second, self.lam, tie))
+        decays = self.quadratic == "decay"
+        near = zeros_like(params) if decays else params
+        tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, near, context.start["params"])
+        unclipped = {"unclipped": optax.tree.scale(self.lam, params)} if decays else {}
+        return loss, {**state, DUAL: dual}, step(optax.tree.add_scale(second, self.lam, tie), **unclipped)
 
     def upload(self, variables, summary, context):
         """As with every drift, and the dual."""

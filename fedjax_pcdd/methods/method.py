@@ -57,11 +57,13 @@ class Traits(NamedTuple):
     own_loss: bool = False  # its supervised term is another softmax, which `loss` and `class_weights` do not change
     clip: float | None = None  # largest norm of the gradient, unless the user says otherwise
     rates: tuple[str, ...] = ()  # learning rates beside `lr` that may be too large
+    ensemble: bool = False  # `ga_ensemble`, of the mean of all clients' softmax outputs, is recorded beside GA
     recorded: tuple[str, ...] = ()  # scalars of the server, by their fields, that each round's metrics have
     apart: tuple[str, ...] = ()  # parts of the parameters that are clipped each by itself
     renewed: tuple[str, ...] = ()  # parts of the parameters whose optimiser is new each round in any case
     epochs: int | None = None  # local epochs of a round in place of the E asked for
     least_epochs: int = 0  # and how many there are at least
+    more_epochs: int = 0  # and how many come after all these
     summary: Summary | None = None  # a pass over the local data after training; None for no pass
     public: bool = False  # hooks read the public images in their context
     own_models: bool = False  # clients keep their models, perhaps of different architectures
@@ -354,7 +356,7 @@ class Method:
     def local_update(
         self,
         evaluate: Callable[[Tree], Evaluated],
-        step: Callable[[Tree], Step],
+        step: Callable[..., Step],
         variables: Tree,
         batch: Batch,
         context: Context,
@@ -363,7 +365,8 @@ class Method:
 
         Args:
           evaluate: of variables: loss, state and gradients of the objective on this batch.
-          step: of gradients, as the parameters: the optimiser's updates after clipping and weight decay.
+          step: of gradients, as the parameters: the optimiser's updates after clipping and weight decay. What is given
+            as `unclipped`, too, joins the gradient after it was clipped.
           variables: before the step.
 
         Returns:
@@ -421,7 +424,7 @@ class Method:
         return forward(model, variables, images, train=False)[0].logits
 
     def fine_tuner(self, setting: Setting, epochs: int) -> "Method":
-        """The method by which every client fine-tunes for PA: plain cross-entropy on all parameters.
+        """The method by which every client fine-tunes for PA: the run's supervised loss alone, on all parameters.
 
         It starts from the best and the last global model, or from the last state as it is where this method has no
         global model. If it has none itself, GA becomes the mean over clients of the fine-tuned models'.

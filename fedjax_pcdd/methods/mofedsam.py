@@ -2,7 +2,8 @@
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022.
 Sent: as FedCM, the model and the direction down (2P), the model and a scalar up. Clients keep nothing. A step costs two
-gradients. Follows a published code of later authors for the defaults; the server averages (eta_g = 1).
+gradients. Follows a published code of later authors for the defaults; the server averages (eta_g = 1),
+and nothing is clipped unless told to (theirs at 10).
 """
 
 from typing import Any

@@ -3,8 +3,9 @@
 Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
 An option for any method that averages one model. The engine keeps the layers (`Program.local_layers`); what changes for
 the method is what it is known to have. Sent: as the method, without these layers. There is no global model: GA is the
-mean over the clients' models, PA that of the averaged part with the client's own layers. Extra terms of a method see
-the shared parameters alone (ours), weights are the method's (the published code's are equal: `weights=uniform`).
+mean over the clients' models, PA that of the averaged part with the client's own layers; `ga_server_average` is that of
+the averaged part with the mean of all clients' layers, weighted as their models. Extra terms of a method see the shared
+parameters alone (ours), weights are the method's (the published code's are equal: `weights=uniform`).
 """
 
 import functools

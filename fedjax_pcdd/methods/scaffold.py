@@ -107,7 +107,8 @@ class Scaffold(Method):
             sent = optax.tree.add(control, correction)
         else:
             counted = self._counts_momentum
-            steps = effective_steps(context.step, context.hyper.momentum) if counted else context.step
+            most, momentum = context.setting.steps, context.hyper.momentum
+            steps = effective_steps(context.step, momentum, most=most) if counted else context.step
             moved = optax.tree.sub(context.start["params"], variables["params"])
             sent = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
             control = optax.tree.sub(sent, correction)

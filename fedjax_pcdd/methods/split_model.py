@@ -35,11 +35,14 @@ class SplitModel(Method):
     layers: Top = hyperparameter(
         "head", help="the classifier, or all that follows the backbone (neck, feature norm, classifier)", static=True
     )
+    record_ensemble: bool = hyperparameter(
+        False, help="also record GA of all these models together, the mean of their softmax outputs", static=True
+    )
 
     def traits(self):
         """PA of the shared parts of this round with the own ones; GA is the mean of these models'."""
         kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}
-        return Traits(**kinds)
+        return Traits(**kinds, ensemble=self.record_ensemble)
 
     def own(self, part: str) -> bool:
         """Whether a part of this name stays with the client."""

@@ -7,7 +7,9 @@ import numpy as np
 from fedjax_pcdd.methods.method import Local, Setting
 
 
-def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: jax.Array | float = 0.0) -> jax.Array:
+def effective_steps(
+    steps: jax.Array | int, momentum: jax.Array | float, pull: jax.Array | float = 0.0, *, most: int = 0
+) -> jax.Array:
     """FedNova's a_k: how much gradients weigh in (w^t - w_k) / eta.
 
     It is the sum of the coefficients, which is their l1 norm while none is negative (pull below about 1).
@@ -21,6 +23,7 @@ def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: j
       steps: tau_k, local steps that the client made; may be traced.
       momentum: rho in [0, 1).
       pull: eta * mu of a proximal term (mu / 2) ||w - w^t||^2.
+      most: that any client makes, which bounds the work; 0 where that is not known.
 
     Returns:
       Scalar; 0 for no steps.
@@ -37,7 +40,7 @@ def effective_steps(steps: jax.Array | int, momentum: jax.Array | float, pull: j
 
     # Powers of two of the linear map: 31 products at most, where a loop over the steps would have thousands.
     start = jnp.array([0, 0, 1], dtype)
-    return jax.lax.fori_loop(0, 31, double, (step, start))[1][0]
+    return jax.lax.fori_loop(0, most.bit_length() or 31, double, (step, start))[1][0]
 
 
 def momentum_advice(

@@ -33,6 +33,7 @@ from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices
 from fedjax_pcdd.registry import located
@@ -99,6 +100,8 @@ def default_model(dataset: Dataset) -> str:
 def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
     """A plain model as the options want it, of a name or a module; one of `models.build` as it is."""
     if isinstance(model, Classifier):
+        if config.neck or config.bn == "group":
+            raise UserError("the model that was given has a neck and norms of its own: drop `neck` and `bn=group`.")
         return model
     model = models.build(
         model, num_classes=dataset.num_classes, image_shape=dataset.x_train.shape[1:], text=dataset.text,
@@ -270,7 +273,8 @@ class Setup:
 
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
-        return unused(self.pairs[e][0]) + self.simulation.advice[e]
+        config, method = self.pairs[e]
+        return unused(config) + misspelt(method, Method) + self.simulation.advice[e]
 
     def start(self) -> State:
         """The state before the first round, from the weights of a file where the options name one.

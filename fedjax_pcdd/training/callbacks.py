@@ -29,9 +29,16 @@ class EarlyStopping(Callback):
         self.metric, self.patience, self.least = metric, patience, least
         self.best, self.waited = float("-inf"), 0
 
+    def on_start(self, run: Run) -> None:
+        """Forget an earlier run; one that is continued has been restored."""
+        if not run.round:
+            self.best, self.waited = float("-inf"), 0
+
     def on_round(self, run: Run, report: RoundReport) -> bool:
         """Whether the last evaluations were all below the best one."""
         row = run.history.rows[-1]
+        if row["ga"] is None and row.get(self.metric) is None:
+            return False  # this round was not evaluated
         if self.metric not in row:
             raise UserError(f"early stopping knows no '{self.metric}': choose one of {', '.join(row)}.")
         value = row[self.metric]

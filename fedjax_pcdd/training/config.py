@@ -97,7 +97,8 @@ class RunConfig:
         "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
     bn: Literal["average", "local", "local-layers", "group"] = run_option("average", "model",
         "batch norm: statistics averaged; statistics kept by each client; kept with the whole layers (FedBN), so that "
-        "GA is the mean over the clients' models; or group norm in its place")
+        "GA is the mean over the clients' models, and ga_server_average that with the mean of their layers; or group "
+        "norm in its place")
     precision: Literal["float32", "tf32", "bfloat16"] = run_option("float32", "model",
         "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
         "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
@@ -358,15 +359,18 @@ def partition_tag(config: RunConfig) -> str:
 
 
 def unused(config: RunConfig) -> list[str]:
-    """A sentence for each option that only another partition than the run's looks at."""
-    both = "extended_dirichlet"
-    readers = {"beta": ("dirichlet", both, "quantity"), "classes_per_client": ("pcdd", both)}
-    readers = readers if config.task is None else {}
-    changed = {name: getattr(config, name) for name in readers if getattr(config, name) != getattr(RunConfig, name)}
+    """A sentence for each option that does nothing, as only another value of another option looks at it."""
+    both, partition = "extended_dirichlet", "partition"
+    readers = {  # the option that it depends on, and values of that which look at it
+        "beta": (partition, ("dirichlet", both, "quantity")), "classes_per_client": (partition, ("pcdd", both)),
+        "doubled": (partition, ("pcdd",)), "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
+    }  # fmt: skip
+    changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
-        f"`{name}={value:g}` has no effect with `partition={config.partition}`."
+        f"`{name}={value:g}` has no effect with `{other}={getattr(config, other)}`."
         for name, value in changed.items()
-        if config.partition not in readers[name]
+        for other, values in [readers[name]]
+        if getattr(config, other) not in values and not (other == partition and config.task)
     ]
 
 

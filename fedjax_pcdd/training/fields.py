@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -93,7 +94,11 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
         check(option, value, label)
         return value
     short = text if len(text) <= 60 else text[:57] + "..."
-    raise UserError(f"{label} takes {_expected(option)}, not {short!r}.")
+    several = ": several values are for a sweep" if _SEVERAL.fullmatch(text) else ""
+    raise UserError(f"{label} takes {_expected(option)}, not {short!r}{several}.")
+
+
+_SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # as a sweep takes them
 
 
 def _read(kind: Any, text: str) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
@@ -133,13 +134,15 @@ def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = 
 
     The running statistics that it starts from are the averaged ones.
     """
-    pa, ga = fine_tuned(tuner, jax.tree.map(lambda x: x.copy(), state._replace(statistics=())), round)
+    pa, ga = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
     added = [{"pa_tuned": mean(own[protocol]), "pa_tuned_per_client": plain(own[protocol])} for own in pa]
     return added if ga is None else [a | {"ga_tuned": mean(own)} for a, own in zip(added, ga, strict=True)]
 
 
 def check_calibration(simulation: Any, e: int) -> None:
     """UserError where a global model cannot be calibrated."""
+    if isinstance(simulation, Groups):
+        raise UserError("`calibrate=ccvr` is for a federation of one architecture, not for a task: drop it.")
     method = select(simulation.methods, e)
     if not method.traits().global_model or method.traits().own_models or not simulation.program.model.head:
         raise UserError(

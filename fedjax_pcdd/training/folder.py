@@ -86,8 +86,10 @@ class RunFolder:
 
     def _check_empty(self) -> None:
         if (self.path / CONFIG).exists():
+            unfinished = "" if self.rows() else " (no round of it is finished, so nothing is lost if you remove it)"
             raise UserError(
-                f"{self.path} already holds a run: continue it with `resume={self.path}` or choose another `run_dir`."
+                f"{self.path} already holds a run: continue it with `resume={self.path}` or choose another "
+                f"`run_dir`{unfinished}."
             )
         # A process that was killed before its configuration was written leaves its lock and a temporary file.
         if not all(_LEFT_BEHIND.fullmatch(path.name) for path in self.path.iterdir()):

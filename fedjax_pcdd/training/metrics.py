@@ -186,11 +186,13 @@ def result(history: History, method: Method) -> dict[str, Any]:
     PA under each protocol that was measured is `pa_<protocol>_best` and so on; without a name it is that of the run's.
     """
     (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
-    more = {}
+    more: dict[str, Any] = {}
     if not method.traits().global_model:
         ga_best, ga_round = history.without_global_model(), None
         own = mean(np.array(history.ga_clients, float))
         more = {"ga_best_mean": history.ga_best_mean, "ga_best_clients": own}
+        if history.select_on != "test":  # each client's best round is that of its own tests, whatever selects
+            more["ga_best_selected_on"] = "test"
     names = [f"{name}_{kind}" for kind in ("balanced", "validation") for name in ("ga", "pa")]
     for name in dict.fromkeys([*names, *history.also]):
         if history.last(name) is not None:

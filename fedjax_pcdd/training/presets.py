@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.registry import is_import_path
+from fedjax_pcdd.registry import is_import_path, recall
 from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, parse_config
 from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
 
@@ -89,6 +89,10 @@ def _named(parts: Any, section: str, source: str) -> dict[str, dict[str, Any]]:
 
 def _from_flat(flat: dict[str, Any], source: str) -> Preset:
     """A recorded configuration; the folder it was written to is not repeated."""
+    from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
+
+    flat = dict(flat)
+    recall(recorded_origins(flat.pop(OUTSIDE, None), source))
     name = str(flat.get("method", RUN["method"].default))
     hyper = options_of(methods.get(name))
     run = {key: value for key, value in flat.items() if key not in hyper and key not in FOLDERS}
@@ -159,7 +163,8 @@ def _part(preset: Preset, kind: str, name: str | None) -> dict[str, Any]:
 def read_run(folder: Path) -> tuple[RunConfig, Method]:
     """The configuration that a run has written into its folder; UserError where there is none."""
     if not os.path.isdir(folder):
-        raise UserError(f"there is no folder {folder}: give `resume` the folder of a run.")
+        what = f"{folder} is a file" if os.path.isfile(folder) else f"there is no folder {folder}"
+        raise UserError(f"{what}: give `resume` the folder of a run.")
     file = folder / "config.yaml"
     if not os.path.isfile(file):
         raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")

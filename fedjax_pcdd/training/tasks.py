@@ -23,6 +23,7 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.checks import of_kind
 from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.methods.participant import Exchanging
 from fedjax_pcdd.models import with_uniform_kernels
@@ -42,7 +43,7 @@ SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 
 def has_participants(config: RunConfig, method: Method) -> bool:
     """Whether clients have models of their own or are the domains of a task, so that each trains in every round."""
-    traits = method.traits()
+    traits = of_kind(method, "traits", method.traits(), Traits)
     own = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
     return config.task is not None or bool(own)
 
@@ -91,6 +92,12 @@ class ParticipantSetup(build.Setup):
         config = self.config
         if config.cohort not in (None, self.federations[0].num_clients) or config.client_state != "device":
             raise UserError("all participants take part in every round: drop `cohort` and `client_state`.")
+        left_out = self.federations[0].validation is not None or config.availability is not None or config.lost_share
+        if left_out:
+            raise UserError(
+                "clients that exchange or keep models are always there, and keep no samples out: drop `availability`, "
+                "`lost_share` and `validation`."
+            )
         if config.data == "stream":
             raise UserError("participants with models of their own have all samples on the device: drop `data`.")
         if config.devices not in ("auto", 1) or jax.process_count() > 1:
@@ -150,6 +157,8 @@ class TaskSetup(ParticipantSetup):
         super()._check_options(method)
         if self.config.pa_protocol is not None:
             raise UserError("in a task PA is the intra-domain accuracy after each round: drop `pa_protocol`.")
+        if self.config.augmentation is not None:
+            raise UserError("the images of a task are as they are: drop `augmentation`.")
         if self.config.fine_tune_epochs and method.traits().fine_tunes:
             raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
 

@@ -99,6 +99,10 @@ class TrainedModels:
             shape = ", ".join(map(str, wanted))
             kind = f"{given.dtype} {list(given.shape)}"
             raise UserError(f"takes at least one image as those of the data set, [n, {shape}], not {kind}.", "images")
+        if self.federation.dataset.x_train.dtype == np.uint8 and given.dtype.kind in "biu":
+            if given.min() < 0 or given.max() > 255:
+                raise UserError("takes integers from 0 to 255, as in the data set, or scaled numbers.", "images")
+            given = given.astype(np.uint8)  # which are scaled to [0, 1]
         return given
 
     def _trained(self, client: int) -> tuple[Simulation, Tree, State, int]:

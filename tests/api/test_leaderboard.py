@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_pcdd.analysis.ranks import ranks
 from fedjax_pcdd.api import leaderboard
+from fedjax_pcdd.cli.leaderboard import _ranking
 from fedjax_pcdd.cli.main import main
 from fedjax_pcdd.training.options import configure
 
@@ -90,6 +91,10 @@ def test_the_page_has_tables_and_ranks(folder):
     assert "1 of 2 trials failed" in text
     assert "| Keep |" in text
     assert (page.parent / "images" / "leaderboard.png").is_file()
+
+
+def test_ranks_of_cells_without_results_are_left_out(tmp_path):
+    assert _ranking(tmp_path / "page.md", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
 
 
 def test_mistakes_are_said_before_anything_runs(folder, capsys):

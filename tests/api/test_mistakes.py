@@ -125,3 +125,20 @@ def test_a_wrong_name_of_the_package_lets_python_name_the_right_one():
     with pytest.raises(AttributeError) as caught:
         fp.FedAvgg  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("FedAvgg", fp)
+
+
+def test_an_argument_of_something_else_is_said_where_to_give(tmp_path):
+    with pytest.raises(fp.UserError, match=r"takes no argument 'mu': give it to the method, as FedProx\(mu=0.1\)"):
+        simulate(method=fp.FedProx(), mu=0.1)
+    with pytest.raises(fp.UserError, match=r"takes no argument 'clients': give it to fp\.partition"):
+        simulate(clients=5)
+    (tmp_path / "file.yaml").write_text("")
+    with pytest.raises(fp.UserError, match=r"file\.yaml is a file"):
+        fp.load_run(tmp_path / "file.yaml")
+
+
+def test_labels_that_are_too_few_are_counted():
+    with pytest.raises(
+        fp.UserError, match=r"y_train must have a label for each of the 5 entries of x_train, not \[4\]"
+    ):
+        fp.from_arrays(np.zeros((5, 2, 2)), np.zeros(4, int), np.zeros((1, 2, 2)), np.zeros(1, int))

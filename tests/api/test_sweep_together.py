@@ -17,9 +17,10 @@ from rich.console import Console
 from fedjax_pcdd.api import runs, sweep
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
+from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training.build import Setup
 from fedjax_pcdd.training.checkpoint import size
-from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.config import RunConfig, build
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
 
 SMALL = {
@@ -146,6 +147,7 @@ from fedjax_pcdd.api import runs
 from fedjax_pcdd.training.checkpoint import Checkpoint
 from fedjax_pcdd.training.folder import Records
 from fedjax_pcdd.cli.sweep import sweep_main
+from fedjax_pcdd.methods.method import Method as FedAvg
 
 runs.heat_map = lambda *_: None
 save, write = Checkpoint.on_round, Records.on_round
@@ -253,3 +255,11 @@ def test_one_bar_counts_the_rounds_of_all():
         bar.end("second")
         assert bar.completed == 5
     assert "round 5/6" in console.file.getvalue()
+
+
+def test_what_is_drawn_once_and_who_is_there_is_not_shared():
+    method = FedAvg()
+    files = [RunConfig(partition=name) for name in ("a.npz", "b.npz")]
+    seeds = [[RunConfig(dataset=name, seed=seed) for seed in (0, 1)] for name in ("isic2019", "digits")]
+    keys = [[sweep.program_key(config, method) for config in pair] for pair in (files, *seeds)]
+    assert [one == other for one, other in keys] == [False, False, True]

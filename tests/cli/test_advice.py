@@ -79,11 +79,23 @@ def test_a_reading_that_ended_at_chance_is_not_silent(tmp_path, capsys, options,
     [
         ({"partition": "iid", "beta": 1.0}, "--beta=1"),
         ({"beta": 0.5, "classes_per_client": 3}, "--classes-per-client=3"),
+        ({"doubled": True}, "--doubled=1"),
     ],
 )
 def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, capsys, options, unread):
     text = said(tmp_path, capsys, **options)
     assert text == f"warning: {unread} has no effect with --partition={options.get('partition', 'dirichlet')}.\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"optimizer": "adam", "momentum": 0.5}, "--momentum=0.5 has no effect with --optimizer=adam."),
+        ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
+    ],
+)
+def test_an_option_of_another_optimiser_or_loss_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):
+    assert sentence in said(tmp_path, capsys, **options)
 
 
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):

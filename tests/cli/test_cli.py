@@ -118,6 +118,10 @@ def test_values_get_their_types(argument, field, value):
     assert (found, type(found)) == (value, type(value))
 
 
+def test_a_file_may_have_a_comma_in_its_name():
+    assert parse("--partition=lists,mine.npz")[0].partition == "lists,mine.npz"
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -125,6 +129,8 @@ def test_values_get_their_types(argument, field, value):
         ("--method=fedgela --mu1 1", "--mu1 belongs to fedmr, not to fedgela: drop it or use --method=fedmr."),
         ("--batch-szie=5", "there is no option --batch-szie: did you mean '--batch-size'?"),
         ("--bta 5 --lr 1", "there is no option --bta: did you mean '--beta'?"),
+        ("--method=fedavg,fedprox", "there is no method 'fedavg,fedprox': several are for a sweep."),
+        ("--seed=0:3", "--seed takes an integer, not '0:3': several values are for a sweep."),
         ("--zzzz", "there is no option --zzzz: --help lists them all."),
         ("--method=fedgella", "there is no method 'fedgella': did you mean 'fedgela'?"),
         ("--method=", "there is no method '': choose one of"),

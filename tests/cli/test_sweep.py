@@ -156,6 +156,15 @@ sys.stdin.readline()
     assert "2 done, 0 running" in capsys.readouterr().out
 
 
+def test_a_sweeps_folder_alone_tells_how_far_it_is(swept, tmp_path, capsys):
+    assert sweep_main([f"--sweep-dir={swept}", "--status"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 done, 0 running" in shown
+    assert "1 of 1" in shown
+    assert sweep_main([f"--sweep-dir={tmp_path}", "--status"]) == 2
+    assert "no experiments that have begun" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """A sweep of one finished experiment."""

@@ -169,8 +169,22 @@ def test_a_side_stretches_images_of_several_sizes(folder):
     assert fp.from_folder(folder, side=8).x_train.shape == (13, 8, 8, 3)
 
 
+def test_grey_values_of_16_bits_are_kept(tmp_path):
+    grey = 4000 * np.arange(16, dtype=np.uint16).reshape(4, 4)
+    for name in ("cat", "dog"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(5):
+            Pillow.fromarray(grey + i).save(tmp_path / "train" / name / f"{i}.png")
+    data = fp.from_folder(tmp_path)
+    assert data.x_train.shape[1:] == (4, 4, 1)
+    assert data.x_train.max() > 60_000
+    Pillow.fromarray(np.zeros((4, 4, 3), np.uint8)).save(tmp_path / "train/cat/colour.png")
+    with pytest.raises(fp.UserError, match="more than 8 bits"):
+        fp.from_folder(tmp_path)
+
+
 def test_folders_that_do_not_fit_are_named(folder, tmp_path):
-    with pytest.raises(fp.UserError, match="nowhere has no folders"):
+    with pytest.raises(fp.UserError, match=r"there is no folder .*nowhere"):
         fp.from_folder(tmp_path / "nowhere")
     (folder / "val/dogg").mkdir()
     with pytest.raises(fp.UserError, match=r"class dogg .* did you mean 'dog'"):

@@ -91,3 +91,9 @@ def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
 def test_options_that_make_no_sense_are_a_sentence(options):
     with pytest.raises(fp.UserError, match="availability"):
         RunConfig(**options, local_epochs=1)
+
+
+def test_a_file_without_rounds_is_refused(tmp_path):
+    np.savez(tmp_path / "none.npz", probability=np.zeros((0, 3)))
+    with pytest.raises(fp.UserError, match="give one each"):
+        availability(str(tmp_path / "none.npz"), 0.0, 3, 0)

@@ -10,7 +10,7 @@ import pytest
 import fedjax_pcdd as fp
 from fedjax_pcdd.cli.prepare import prepare_main
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.natural import META
 from fedjax_pcdd.data.partition import partition
 
@@ -38,6 +38,13 @@ def test_clients_come_back_with_their_samples(folder):
         np.testing.assert_array_equal(data.y_train[parts.train[k]], y)
         np.testing.assert_array_equal(data.x_test[parts.test[k]], x_test)
         np.testing.assert_array_equal(data.y_test[parts.test[k]], y_test)
+
+
+def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
+    federation = hold_out(fp.partition(fp.load_dataset("digits"), "iid", clients=3), 0.1, 0)
+    with pytest.raises(fp.UserError, match="before they are held out"):
+        fp.write_federation(tmp_path / "own", federation)
+    assert not (tmp_path / "own").exists()
 
 
 def test_a_federation_trains_from_disk_to_the_same_numbers(tmp_path):

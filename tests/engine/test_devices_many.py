@@ -20,7 +20,7 @@ HERE = Path(__file__).parents[1]
 CASES = (
     *("fedavg", "scaffold, clients on the host", "fedmr", "fedgela", "stacked messages", "no global model"),
     *("two experiments", "blocks, clients on the host", "blocks of whole jobs", "blocks of two experiments"),
-    "samples from the host",
+    *("samples from the host", "ensemble", "ensemble, clients on the host", "layers of the clients' own"),
 )
 
 

@@ -46,6 +46,13 @@ def test_parts_are_clipped_each_by_itself():
     assert norms["rest"] == pytest.approx(0.6, rel=1e-3)
 
 
+def test_what_is_not_clipped_joins_the_clipped_gradient_with_the_decay():
+    optimiser = make_optimiser(Local(lr=1.0, momentum=0.0, weight_decay=0.5, clip=1.0), clip=True)
+    w, gradient = {"a": jnp.array([2.0, 4.0])}, {"a": jnp.array([30.0, 40.0])}
+    updates, _ = optimiser.update(gradient, optimiser.init(w), w, unclipped={"a": jnp.array([10.0, 0.0])})
+    np.testing.assert_allclose(updates["a"], [-(0.6 + 1 + 10), -(0.8 + 2)], rtol=1e-6)
+
+
 def adam():
     return make_optimiser(Local(optimizer="adam", lr=0.1, weight_decay=0.0), clip=False)
 

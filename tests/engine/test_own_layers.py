@@ -20,6 +20,7 @@ from fedjax_pcdd.engine.program import LAYERS
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedprox import FedProx
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
@@ -156,12 +157,35 @@ def test_accuracies_are_those_of_the_averaged_part_with_the_own_layers():
         shared = jax.tree.map(lambda x: x[0], state.servers.variables["params"])
         flat = flatten_dict(shared) | flatten_dict(own.pop(LAYERS))
         variables = {"params": unflatten_dict(flat), **own}
-        x = jnp.asarray(data.dataset.x_test, jnp.float32) / 255
-        guess = np.argmax(forward(simulation.program.model, variables, x, train=False)[0].logits, 1)
-        right = guess == data.dataset.y_test
+        right = guesses(simulation, variables) == data.dataset.y_test
         assert right.sum() == np.array(counts.local)[k].sum()
         assert right[data.partition.test[k]].sum() == np.array(counts.personal)[k].sum()
     assert counts.generic == ()
+
+
+def guesses(simulation, variables):
+    x = jnp.asarray(toy.federation().dataset.x_test, jnp.float32) / 255
+    return np.argmax(forward(simulation.program.model, variables, x, train=False)[0].logits, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"client_state": "host"}, {"method": FedDyn()}, {"weights": "uniform"}])
+def test_the_server_average_has_the_mean_of_all_clients_layers(options):
+    simulation = simulated(**options)
+    state, _ = toy.train(simulation, (0, 1))
+    uniform = "weights" in options or "method" in options
+    p = np.ones(5) / 5 if uniform else np.array(toy.SIZES) / np.sum(toy.SIZES)
+    kept = jax.tree.map(lambda x: jnp.asarray(np.tensordot(p, np.array(x), 1)), dict(state.statistics))
+    server = jax.tree.map(lambda x: x[0], state.servers)
+    variables = simulation.experiments[0].method.generic_variables(server)
+    layers = flatten_dict(kept.pop(LAYERS))
+    flat = flatten_dict(variables["params"]) | layers
+    right = guesses(simulation, {"params": unflatten_dict(flat), **kept}) == toy.federation().dataset.y_test
+    further = simulation.evaluate(state).further
+    assert np.array(further["server_average"]).sum() == right.sum()
+    if "cloud" in further:  # which sends differences, so that the server's own layers never trained
+        flat |= flatten_dict(jax.tree.map(jnp.asarray, server.variables["params"])) | layers
+        cloud = guesses(simulation, {"params": unflatten_dict(flat), **kept}) == toy.federation().dataset.y_test
+        assert np.array(further["cloud"]).sum() == cloud.sum()
 
 
 @struct.dataclass

@@ -110,6 +110,12 @@ def test_a_client_with_one_class_makes_label_masking_not_true_distillation():
     np.testing.assert_allclose(masked, not_true_distillation(TEACHER, LOGITS, labels), rtol=1e-6)
 
 
+@pytest.mark.parametrize("classes", [3, 10, 41, 47, 55, 100])
+def test_equal_counts_over_all_classes_have_no_majority(classes):
+    for count in (1, 2, 7, 16, 333):
+        assert not majority_classes(jnp.full(classes, float(count))).any()
+
+
 def test_equal_counts_on_owned_classes_make_exactly_those_the_majority():
     counts = jnp.asarray([5, 0, 5, 5, 0])
     np.testing.assert_array_equal(majority_classes(counts), counts > 0)

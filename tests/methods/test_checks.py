@@ -6,7 +6,10 @@ import pytest
 import toy
 from flax import struct
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.methods.method import Message, Method
 
 
@@ -59,9 +62,23 @@ class Wide(Method):
         return loss, state, taken._replace(updates=jax.tree.map(lambda x: x[None], taken.updates))
 
 
+@struct.dataclass
+class Silent(Method):
+    def upload(self, variables, summary, context):
+        """Says nothing."""
+
+
+@struct.dataclass
+class Swapped(Method):
+    def upload(self, variables, summary, context):
+        return Message(mean=variables), ()
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Silent, r"Silent\.upload must return anything, a Message, not NoneType\."),
+        (Swapped, r"Swapped\.upload must return anything, a Message, not tuple\."),
         (Long, r"Long\.penalty must return a scalar, not an array of shape \[8\]: sum or average it\."),
         (LongTerm, r"LongTerm\.regulariser must return a scalar, not an array of shape \[3\]"),
         (Forgetful, r"Forgetful\.upload must return .* as init_client made it; \['count'\] is missing\."),
@@ -83,3 +100,33 @@ def arguments(simulated):
     plan, jobs = simulated.plan(0)
     fixed = simulated.methods, simulated.hyper, simulated.data, simulated.keys
     return *fixed, simulated.start(), plan, jobs, 0
+
+
+@struct.dataclass
+class Misspelt(Method):
+    def penality(self, variables, outputs, batch, context):
+        return 0.0
+
+    def own_helper(self):
+        return 0.0
+
+
+def test_a_function_that_is_nearly_a_hook_is_told_of():
+    assert misspelt(Misspelt(), Method) == ["Misspelt.penality is no hook: did you mean `penalty`?"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_has_a_function_that_is_nearly_a_hook(name):
+    assert misspelt(METHODS[name](), Method) == []
+
+
+@struct.dataclass
+class Described(Method):
+    def traits(self):
+        return "a paper"
+
+
+def test_traits_of_another_kind_are_named():
+    data = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    with pytest.raises(UserError, match=r"Described\.traits must return a Traits, not str\."):
+        fp.simulate(data, Described(), rounds=1)

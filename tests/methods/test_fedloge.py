@@ -25,10 +25,10 @@ def server_of(g):
     return Server({"params": head}, jnp.asarray(g["out_sparse_200"]))
 
 
-def logits(g, variables, *, scope="generic"):
+def logits(g, variables, *, scope="generic", biases="script"):
     counts = jnp.asarray(g["in_counts"])
     facts = Facts(jnp.zeros((), int), counts, counts.sum(), counts[None])
-    method = FedLoGe()
+    method = FedLoGe(biases=biases)
     model = context(method, g["in_counts"], features=g["in_f"].shape[1]).model
     return method.logits(model, variables, jnp.asarray(g["in_f"]), server_of(g), (), facts, scope=scope)
 
@@ -78,6 +78,16 @@ def test_personal_logits_agree_with_the_vectors(g, biases, name):
     np.testing.assert_allclose(found, g[f"out_logits_{name}"], 1e-9)
     if biases == "script":
         np.testing.assert_array_equal(jnp.argmax(found, axis=1), g["out_prediction_personal"])
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("biases", ["script", "readme"])
+@golden
+def test_a_client_in_training_is_tested_with_its_joint_head(g, biases):
+    method, own = FedLoGe(biases=biases), heads(g)["personal"]
+    training, after = method.download(server_of(g), own), method.personal_variables(server_of(g), own)
+    found, expected = (logits(g, variables, scope="personal", biases=biases) for variables in (training, after))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.usefixtures("x64")

@@ -9,6 +9,8 @@ from flax import struct
 from participants import MODEL, arrays, assert_close, images, logits
 
 from fedjax_pcdd import methods, testing
+from fedjax_pcdd.engine.planning import Experiment, Planner
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.method import Local, Method, Server
@@ -56,6 +58,25 @@ def test_own_models_that_see_nothing_of_the_global_one_are_solos(method, model):
     state, _ = toy.train(toy.simulation(method=method))
     solo, _ = toy.train(toy.simulation("solo"))
     assert_close(model(arrays(state).clients), arrays(solo).clients, 1e-5)
+
+
+def test_epochs_of_dittos_own_model_leave_the_global_one_to_fedavg():
+    options = {"clip": 0.05, "lanes": 1}
+    own, plain = (toy.simulation(method=m, **options) for m in (normed(Ditto)(personal_epochs=1), normed(Method)()))
+    assert own.epochs.tolist() == [epochs + 1 for epochs in plain.epochs]
+    testing.reduces_to_fedavg(own, plain)
+
+
+def test_dittos_own_model_trains_for_its_own_epochs():
+    whole = {"batch_size": 64, "last_batch": "keep"}  # one batch an epoch, which has the same samples in every one
+    solos, _ = toy.train(toy.simulation("solo", epochs=3, **whole))
+    state, _ = toy.train(toy.simulation(method=Ditto(lam=0.0, personal_epochs=3), epochs=1, **whole))
+    assert_close(arrays(state).clients, arrays(solos).clients, 1e-5)
+
+
+def test_own_epochs_need_epochs():
+    with pytest.raises(UserError, match="give local_epochs"):
+        Planner([Experiment(toy.federation(), Ditto(personal_epochs=1), Local(local_steps=3), 0)], 3)
 
 
 def test_dittos_pull_is_lambda_times_the_distance():

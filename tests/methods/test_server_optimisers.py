@@ -215,6 +215,19 @@ def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
     simulated.evaluate(state, personal=True)
 
 
+@pytest.mark.parametrize("name", ["feddyn+adam", "feddc+avgm", "feddyn+exp"])
+def test_beside_a_drift_the_evaluated_model_is_the_servers(name):
+    options = {"iterate": "last"} if name.endswith("exp") else {}
+    method = methods.get(name)(**options)
+    simulated = toy.simulation(method=method)
+    state, _ = toy.train(simulated, (0, 1))
+    server = jax.tree.map(lambda x: x[0], state.servers)
+    for a, b in zip(*map(jax.tree.leaves, (method.generic_variables(server), server.variables)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "selected_mean" not in method.further_models(server)
+    assert any("does not keep the mean" in one for one in method.configure(setting(2), hyper())[1])
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [

@@ -290,6 +290,30 @@ def test_the_dual_of_fedsmoo_moves_by_what_its_perturbation_lacks_of_the_common_
     np.testing.assert_allclose(after["dual"]["w"], 0.1 - 0.04, **EXACT)
 
 
+@pytest.mark.parametrize(("clip", "equal"), [(None, True), (0.5, False)])
+def test_where_lambda_w_joins_matters_to_fedsmoo_with_clipping_alone(clip, equal):
+    (one, _), (other, _) = (
+        toy.train(toy.simulation("fedsmoo", lam=0.5, quadratic=how, clip=clip)) for how in ("clipped", "decay")
+    )
+    pairs = zip(*(jax.tree.leaves(state.servers.variables["params"]) for state in (one, other)), strict=True)
+    assert all(np.allclose(a, b, **CLOSE) for a, b in pairs) == equal
+
+
+@pytest.mark.usefixtures("x64")
+def test_fedsmoo_may_leave_lambda_w_to_the_decay():
+    method, seen = FedSMOO(rho=0.1, lam=0.5, quadratic="decay"), {}
+    at = at_start(method, [2.0])
+    at = at._replace(client=at.client._replace(drift={"w": jnp.full(1, 0.7)}))
+
+    def step(gradients, unclipped):
+        seen.update(gradients=gradients["w"], unclipped=unclipped["w"])
+        return Step(gradients, ())
+
+    method.local_update(lambda v: Evaluated(0.0, {}, {"w": 2 * v["params"]["w"]}), step, at.start, None, at)
+    np.testing.assert_allclose(seen["gradients"], 2 * 2.1 + 0.5 * (0.7 - 2.0), **EXACT)
+    np.testing.assert_allclose(seen["unclipped"], 0.5 * 2.0, **EXACT)
+
+
 @pytest.mark.usefixtures("x64")
 def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
     method = FedSMOO(rho=0.1)

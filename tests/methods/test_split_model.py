@@ -1,6 +1,7 @@
 """FedPer and LG-FedAvg: which parts of a model travel, and which stay."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
@@ -9,6 +10,8 @@ from participants import arrays, assert_close, assert_equal, same
 from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.lgfedavg import LGFedAvg
 from fedjax_pcdd.methods.split_model import divided, united
+from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.trees import select
 
 PARTS = {"backbone": 1, "feature_norm": 2, "head": 3, "neck": 4}
 VARIABLES = {"params": PARTS, "batch_stats": {"backbone": 5, "feature_norm": 6}}
@@ -61,3 +64,21 @@ def test_who_is_not_selected_keeps_its_parts_and_has_the_new_shared_ones(name):
     personal = simulated.methods.personal_variables(server, own)
     shared = "backbone" if name == "fedper" else "head"
     assert_equal(personal["params"][shared], server.variables["params"][shared])
+
+
+@pytest.mark.parametrize("options", [{}, {"client_state": "host"}, {"eval_batch": 7, "block": 2}])
+@pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
+def test_the_ensemble_answers_with_the_mean_of_all_models_softmax(name, options):
+    simulated = toy.simulation(name, record_ensemble=True, **options)
+    state, _ = toy.train(simulated, (0, 1))
+    data, server = toy.federation().dataset, jax.tree.map(lambda x: x[0], state.servers)
+    x = jnp.asarray(data.x_test, jnp.float32) / 255
+    own = [simulated.methods.personal_variables(server, select(arrays(state).clients, k)) for k in range(5)]
+    shares = [jax.nn.softmax(forward(simulated.program.model, one, x, train=False)[0].logits) for one in own]
+    right = np.argmax(np.mean(shares, 0), 1) == data.y_test
+    assert np.array(simulated.evaluate(state).further["ensemble"]).sum() == right.sum()
+
+
+def test_an_ensemble_is_asked_for():
+    simulated = toy.simulation("lgfedavg")
+    assert simulated.evaluate(simulated.start()).further == {}

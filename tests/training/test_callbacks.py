@@ -157,6 +157,48 @@ def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
     assert loaded.summary["ga_best"] == expected.summary["ga_best"]
 
 
+def test_early_stopping_begins_anew_with_every_run():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    stopping = fp.EarlyStopping(patience=1)
+    small = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "callbacks": [stopping]}
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.05, **small).rows) == 2
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.001, **small).rows) == 2
+
+
+def test_early_stopping_waits_for_evaluated_rounds():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    small = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "eval_every": 2}
+    stopping = fp.EarlyStopping("ga_balanced", patience=5)
+    assert len(fp.simulate(federation, fp.FedAvg(), rounds=4, callbacks=[stopping], **small).rows) == 4
+
+
+def test_whole_numbers_of_another_type_are_images_too():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    history = fp.simulate(federation, fp.FedAvg(), rounds=1, local_epochs=1, lanes=1, fine_tune_epochs=0)
+    images = federation.dataset.x_test[:5]
+    for given in (images.astype(np.int64), images / np.float32(255)):
+        np.testing.assert_allclose(history.outputs(given).logits, history.outputs(images).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(fp.UserError, match="integers from 0 to 255"):
+        history.outputs(images.astype(int) + 300)
+
+
+def test_a_given_model_has_its_own_neck():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    model = fp.build_model("mlp", federation.dataset)
+    with pytest.raises(fp.UserError, match="drop neck"):
+        fp.simulate(federation, fp.FedAvg(), model=model, neck=2, rounds=1)
+
+
+def test_heads_are_tuned_after_training_with_clients_on_disk():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
+    small = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1}
+    tuned = [
+        fp.simulate(federation, fp.FedRep(fine_tune_heads=True), client_state=where, **small).summary["pa_tuned"]
+        for where in ("device", "disk")
+    ]
+    assert tuned[0] == pytest.approx(tuned[1], abs=1e-6)
+
+
 def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tmp_path):
     with pytest.raises(fp.UserError, match="there is no folder"):
         fp.load_run(tmp_path / "nothing")

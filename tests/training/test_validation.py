@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api.runs import run
+from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation, hold_out
@@ -103,3 +104,34 @@ def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
 
 def test_balanced_accuracy_is_the_mean_recall_of_the_classes_that_occur():
     assert balanced(np.array([8, 1, 0]), np.array([10, 2, 0])) == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize("options", [{"validation": 0.2}, {"lost_share": 0.5}, {"availability": "model"}])
+def test_clients_that_exchange_models_refuse_what_they_cannot_do(tmp_path, capsys, options):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert main(["--method=fedmd", "--clients=3", "--rounds=1", *words, f"--run-dir={tmp_path / 'run'}"]) == 2
+    assert "are always there, and keep no samples out" in capsys.readouterr().err
+
+
+def test_a_task_has_nothing_to_calibrate(tmp_path, capsys):
+    words = ["--task=digits_domains", "--method=fedavg", "--models=mlp", "--calibrate=ccvr", "--rounds=1"]
+    assert main([*words, f"--run-dir={tmp_path / 'run'}"]) == 2
+    assert "not for a task" in capsys.readouterr().err
+
+
+def test_a_run_with_parts_from_outside_is_a_preset(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import fedjax_pcdd as fp\nfrom flax import struct\n\n\n@struct.dataclass\nclass Own(fp.Method):\n    pass\n"
+    )
+    small = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3"]
+    assert main([f"--method={tmp_path}/mine.py:Own", *small, f"--run-dir={tmp_path / 'a'}"]) == 0
+    assert main([f"--preset={tmp_path}/a/config.yaml", f"--run-dir={tmp_path / 'b'}"]) == 0
+    rows = [(tmp_path / one / "metrics.jsonl").read_text().split('"seconds"')[0] for one in "ab"]
+    assert rows[0] == rows[1]
+
+
+def test_a_task_is_not_augmented(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def same(images, key):\n    return images\n")
+    words = ["--task=digits_domains", "--method=fedavg", "--rounds=1", f"--augmentation={tmp_path}/mine.py:same"]
+    assert main([*words, f"--run-dir={tmp_path / 'run'}"]) == 2
+    assert "drop --augmentation" in capsys.readouterr().err
