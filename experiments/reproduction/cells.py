@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from reproduction.eigenvalues import add_eigenvalues
 from reproduction.plan import Cell, configured
 
 AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
+SOON = 0.01  # and until one that comes while garbage is collected does
 
 
 class Folders(NamedTuple):
@@ -45,8 +47,10 @@ class OutOfTime(BaseException):
 def deadline(seconds: float | None) -> Iterator[None]:
     """Raise OutOfTime in here after some seconds (None: never), and at once when the process is told to end."""
 
-    def stop(*_):
-        raise OutOfTime
+    def stop(_, frame):
+        if not _collects(frame):
+            raise OutOfTime
+        signal.setitimer(signal.ITIMER_REAL, SOON, AGAIN)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGTERM)}
     if seconds is not None:
@@ -57,6 +61,14 @@ def deadline(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _collects(frame: FrameType | None) -> bool:
+    """Whether this is within a callback of the garbage collector, where Python drops what is raised."""
+    callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in callbacks:
+        frame = frame.f_back
+    return frame is not None
 
 
 def missing_data(cell: Cell, folders: Folders) -> str | None:

@@ -1,5 +1,6 @@
 """Plans of the papers' cells and sessions that work them off: one tiny plan on the built-in digits."""
 
+import gc
 import json
 import signal
 import time
@@ -209,6 +210,24 @@ def test_the_deadline_interrupts_and_gives_the_signals_back():
 def test_a_request_to_end_interrupts_as_the_deadline_does():
     with pytest.raises(OutOfTime), deadline(None):
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
+def test_what_comes_while_garbage_is_collected_interrupts_after_it(number):
+    def callback(phase, info):
+        if phase == "stop":
+            signal.raise_signal(number)
+            collected.append(phase)
+
+    collected = []
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(OutOfTime), deadline(None):
+            gc.collect()
+            time.sleep(5)
+    finally:
+        gc.callbacks.remove(callback)
+    assert collected
 
 
 @pytest.mark.parametrize(
