@@ -219,12 +219,15 @@ def test_what_comes_while_garbage_is_collected_interrupts_after_it(number):
             signal.raise_signal(number)
             collected.append(phase)
 
+    def collect_and_wait():
+        gc.collect()
+        time.sleep(5)
+
     collected = []
     gc.callbacks.append(callback)
     try:
         with pytest.raises(OutOfTime), deadline(None):
-            gc.collect()
-            time.sleep(5)
+            collect_and_wait()
     finally:
         gc.callbacks.remove(callback)
     assert collected
