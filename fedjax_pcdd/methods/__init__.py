@@ -48,10 +48,10 @@ from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.moon import MOON
 from fedjax_pcdd.methods.rcfl import RCFL
 from fedjax_pcdd.methods.scaffold import Scaffold
-from fedjax_pcdd.methods.server_step import ServerStep, around
+from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.solo import Solo
-from fedjax_pcdd.methods.with_prototypes import with_prototypes
-from fedjax_pcdd.methods.wrappers import SEPARATOR, Wrapper, wrapped
+from fedjax_pcdd.methods.with_prototypes import Prototypes
+from fedjax_pcdd.methods.wrappers import SEPARATOR, Addition, Wrapper, in_front, wrapped
 from fedjax_pcdd.registry import Registry
 
 OWN: dict[str, type[Method]] = {
@@ -114,8 +114,11 @@ _SERVERS: dict[str, type[ServerStep]] = {
     "avgm": FedAvgM, "adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad, "exp": FedExP,
 }  # fmt: skip
 SERVER_OPTIMISERS: Registry[type[ServerStep]] = Registry("server optimiser", "server_optimisers", _SERVERS)
+_ADDITIONS: dict[str, type[Addition]] = {
+    "prototypes": Prototypes, "decorr": FedDecorr, "sam": FedSAM, "lesam": FedLESAM,
+}  # fmt: skip
 WRAPPERS: Registry[Wrapper] = Registry(
-    "suffix", "wrappers", {"prototypes": Wrapper(with_prototypes, 0, "Fan et al., TMLR 2023, Table 8")}
+    "suffix", "wrappers", {name: Wrapper(in_front(cls, name), 0, cls.source()) for name, cls in _ADDITIONS.items()}
 )
 
 __all__ = [
@@ -138,8 +141,8 @@ def get(name: str) -> type[Method]:
 
 
 def known_suffixes() -> dict[str, Wrapper]:
-    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go around a method."""
-    steps = {name: Wrapper(around(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.items()}
+    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go in front of a method."""
+    steps = {name: Wrapper(in_front(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.items()}
     return {**WRAPPERS, **steps}
 
 

@@ -1,7 +1,7 @@
 """FedDecorr: the dimensions of the features are decorrelated over each batch, so that they do not collapse.
 
 Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated Learning", ICLR 2023.
-Sent: as FedAvg. Clients keep nothing.
+Sent: as FedAvg, or as X in `X+decorr`. Clients keep nothing.
 The weight belongs to the form of the published code (off-diagonal entries of the undivided Gram matrix, over B), which
 is about B times the printed one. On a batch of one class this is FedMR's intra-class term.
 """
@@ -11,12 +11,13 @@ from typing import Literal
 from flax import struct
 
 from fedjax_pcdd.losses.decorrelation import batch_decorrelation
-from fedjax_pcdd.methods.method import Method, Traits, hyperparameter
+from fedjax_pcdd.methods.method import hyperparameter
+from fedjax_pcdd.methods.wrappers import Addition
 
 
 @struct.dataclass
-class FedDecorr(Method):
-    """L = CE + beta * L_dec."""
+class FedDecorr(Addition):
+    """L = CE + beta * L_dec, or X's objective in place of CE."""
 
     beta_dec: float = hyperparameter(
         0.1, symbol="beta", help="weight of the decorrelation; 0.05 in the published runs for 100 classes", low=0.0
@@ -25,15 +26,18 @@ class FedDecorr(Method):
         "offdiag", help="decorrelation of the published code, or as printed", static=True
     )
 
-    def traits(self):
-        """As FedAvg."""
-        return Traits("Shi et al., ICLR 2023")
+    @classmethod
+    def source(cls):
+        """FedDecorr's paper."""
+        return "Shi et al., ICLR 2023"
 
     def configure(self, setting, hyper):
         """Correlations take two samples and two dimensions."""
+        method, advice = super().configure(setting, hyper)
         small = "`batch_size=1`" if setting.batch_size == 1 else "one feature" if setting.feature_dim == 1 else ""
-        return self, [f"FedDecorr with {small} has nothing to decorrelate: it is FedAvg."] if small else []
+        return method, [*advice, *[f"FedDecorr with {small} has nothing to decorrelate: drop it."] * bool(small)]
 
     def penalty(self, variables, outputs, batch, context):
-        """beta * L_dec on the features of the batch, a scalar."""
-        return self.beta_dec * batch_decorrelation(outputs.features, form=self.form, mask=batch.mask)
+        """X's, and beta * L_dec on the features of the batch, a scalar."""
+        decorrelation = batch_decorrelation(outputs.features, form=self.form, mask=batch.mask)
+        return super().penalty(variables, outputs, batch, context) + self.beta_dec * decorrelation

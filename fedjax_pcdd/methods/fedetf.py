@@ -57,6 +57,9 @@ class FedETF(Method):
     tuning_epochs: int = hyperparameter(3, help="epochs of each of the two at a time", low=1, static=True)
     etf_lr: float = hyperparameter(0.1, help="learning rate of the ETF in the tuning", low=0.0)
     projection_lr: float = hyperparameter(0.05, help="learning rate of the projection in the tuning", low=0.0)
+    tuning_rates: Literal["absolute", "relative"] = hyperparameter(
+        "absolute", help="both as they are, or times lr / 0.04, as they were published beside lr 0.04", static=True
+    )
 
     def traits(self):
         """PA is that of tuned models."""

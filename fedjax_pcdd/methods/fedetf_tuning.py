@@ -14,6 +14,7 @@ from fedjax_pcdd.methods.parts import joined, without
 from fedjax_pcdd.models.etf import draw_etf
 from fedjax_pcdd.trees import zeros_like
 
+PUBLISHED_LR = 0.04
 TRACE = "tuning"  # the collection of the projection's momentum
 
 
@@ -60,8 +61,9 @@ class FedETFTuning(FedETF):
         neck = optax.tree.add_scale(gradients["neck"], 5e-4, variables["params"]["neck"])
         trace = optax.tree.add_scale(neck, 0.9, variables[TRACE])
         trace = jax.tree.map(lambda m: jnp.where(on_projection, m, 0), trace)
-        updates["neck"] = optax.tree.add_scale(updates["neck"], -self.projection_lr, trace)
-        updates[ETF] = -self.etf_lr * jnp.where(on_etf, gradients[ETF], 0)
+        scale = context.hyper.lr / PUBLISHED_LR if self.tuning_rates == "relative" else 1.0
+        updates["neck"] = optax.tree.add_scale(updates["neck"], -self.projection_lr * scale, trace)
+        updates[ETF] = -self.etf_lr * scale * jnp.where(on_etf, gradients[ETF], 0)
         return loss, {**state, TRACE: trace}, Step(updates, usual.optimiser)
 
     def upload(self, variables, summary, context):

@@ -1,7 +1,8 @@
 """FedLESAM: clients look uphill along the old global model minus the new one, which costs no second gradient.
 
 Fan et al., "Locally Estimated Global Perturbations are Better than Local Perturbations for Federated Sharpness-aware
-Minimization", ICML 2024. Sent: as FedAvg. A client keeps the global model that it received last (P).
+Minimization", ICML 2024. Sent: as FedAvg. A client keeps the global model that it received last (P). `X+lesam` is X
+with the same perturbation, as the paper has it of SCAFFOLD and FedDyn: what X adds to a gradient is as it is at w.
 Follows the paper; the published code takes the server's last update for all clients (`memory=server`, then 2P are sent
 down and clients keep nothing) and divides by the sum of the layers' norms (`norm=sum`). As published it also
 passes one vector where a list of tensors is meant, which is a slip and not offered.
@@ -15,27 +16,20 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Context, Message, Method, Traits, Tree, hyperparameter
-from fedjax_pcdd.methods.sharpness import TINY, moved_to, of_length
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.checks import scalar
+from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.sharpness import TINY, Nearby, moved_to, of_length
+from fedjax_pcdd.methods.wrappers import averages_models, extended
 from fedjax_pcdd.trees import where, zeros_like
 
 
-class Server(NamedTuple):
-    """Global model, and the parameters before its last step where all clients look along that (else ())."""
-
-    variables: Tree
-    previous: Tree
-
-
 class Client(NamedTuple):
-    """The parameters received last, and whether there were any."""
-
-    received: Tree
-    seen: jax.Array
+    """Nothing of FedAvg's own; `received` and `seen`, the parameters received last and whether there were any, join."""
 
 
 @struct.dataclass
-class FedLESAM(Method):
+class FedLESAM(Nearby):
     """g = grad F(w + e), e = rho (w_old - w^t) / ||w_old - w^t||, constant over the round."""
 
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedAvg", low=0.0)
@@ -46,28 +40,42 @@ class FedLESAM(Method):
         "global", help="the divisor: one norm, or the sum of those of the layers' tensors", static=True
     )
 
-    def traits(self):
-        """As FedAvg."""
-        return Traits("Fan et al., ICML 2024")
+    @classmethod
+    def source(cls):
+        """FedLESAM's paper."""
+        return "Fan et al., ICML 2024"
+
+    @classmethod
+    def unsuitable(cls, other):
+        """Where there is no global model to look back to, or a step is not of one model."""
+        return super().unsuitable(other) or ("" if averages_models(other()) else "is no method that averages models.")
 
     def configure(self, setting, hyper):
         """Without a perturbation the old model is kept for nothing."""
-        return self, [
-            "FedLESAM with `rho=0` is FedAvg that keeps a model more: set it above 0."
-        ] if self.rho == 0 else []
+        method, advice = super().configure(setting, hyper)
+        idle = "FedLESAM with `rho=0` perturbs nothing and keeps a model more: set it above 0."
+        return method, [*advice, idle] if self.rho == 0 else advice
 
     def init_server(self, setting, variables, class_counts, key):
-        """No step yet."""
-        previous = jax.tree.map(jnp.copy, variables["params"]) if self.memory == "server" else ()
-        return Server(variables, previous)
+        """X's, and the parameters before its last step where all clients look along that: no step yet."""
+        server: Any = super().init_server(setting, variables, class_counts, key)
+        if self.memory == "client":
+            return server
+        return extended(server, previous=jax.tree.map(jnp.copy, server.variables["params"]))
 
     def init_client(self, setting, server, facts, key):
-        """Nothing received yet."""
-        return Client(zeros_like(server.variables["params"]), jnp.zeros((), bool)) if self.memory == "client" else ()
+        """X's, and the parameters received last: none yet."""
+        own = super().init_client(setting, server, facts, key)
+        if self.memory == "server":
+            return own
+        if not (isinstance(own, tuple) and (own == () or hasattr(own, "_fields"))):
+            raise UserError("FedLESAM has no room beside what clients of this method keep: set `memory=server`.")
+        nothing = zeros_like(server.variables["params"])
+        return extended(own or Client(), received=nothing, seen=jnp.zeros((), bool))
 
     def perturbation(self, context: Context) -> Tree:
-        """e, as the parameters; 0 at a client's first participation and where the model stood still."""
-        start: Any = context.start["params"]
+        """e, as the parameters that are sent; 0 at a client's first participation and where the model stood still."""
+        start = _shared(context.start, context)
         if self.memory == "server":
             old = context.server.previous
         else:
@@ -79,17 +87,34 @@ class FedLESAM(Method):
         return optax.tree.scale(self.rho / (total + TINY), back)
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """The gradient at w + e, taken from w."""
-        perturbed = optax.tree.add(variables["params"], self.perturbation(context))
-        loss, state, gradients = evaluate(moved_to(variables, perturbed))
-        return loss, state, step(gradients)
+        """X's step with the gradient at w + e in place of that at w."""
+
+        def elsewhere(variables):
+            params, e = variables["params"], self.perturbation(context)
+            perturbed = {**params, **optax.tree.add({part: params[part] for part in e}, e)}
+            evaluated = evaluate(moved_to(variables, perturbed))
+            if type(self).regulariser is Method.regulariser:
+                return evaluated
+            of_term = jax.grad(lambda p: scalar(self, "regulariser", self.regulariser(p, context)))
+            change = optax.tree.sub(of_term(params), of_term(perturbed))
+            return evaluated._replace(gradients=optax.tree.add(evaluated.gradients, change))
+
+        return super().local_update(elsewhere, step, variables, batch, context)
 
     def upload(self, variables, summary, context):
-        """The model; kept is the one that was received."""
-        received = Client(context.start["params"], jnp.ones((), bool)) if self.memory == "client" else ()
-        return received, Message(mean=variables)
+        """X's; kept is the model that was received."""
+        own, message = super().upload(variables, summary, context)
+        if self.memory == "server":
+            return own, message
+        kept = {"received": _shared(context.start, context), "seen": jnp.ones((), bool)}
+        return (own._replace(**kept) if "received" in own._fields else extended(own, **kept)), message
 
     def aggregate(self, server, message, weights, context):
-        """The mean."""
-        previous = server.variables["params"] if self.memory == "server" else ()
-        return server._replace(variables=message.mean, previous=previous)
+        """X's."""
+        after: Any = super().aggregate(server, message, weights, context)
+        return after if self.memory == "client" else after._replace(previous=server.variables["params"])
+
+
+def _shared(variables: Tree, context: Context) -> Tree:
+    """The parameters that the server has, too."""
+    return {part: variables["params"][part] for part in context.server.variables["params"]}

@@ -1,7 +1,8 @@
 """FedSAM: every local step descends with the gradient at the worst point nearby, so clients settle in flat regions.
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 1; the same idea in
-Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients.
+Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients. `X+sam` is X with the
+same perturbation, of the gradient of X's whole objective; X's correction of a gradient acts on the second one.
 Follows the paper but for the weights: n_k (`--weights=uniform` is the paper's). Published codes update running
 statistics in both passes (option), differ in the constant beside the norm, and clip at 10 (`--grad-clip=10`), which
 ours does not unless told to.
@@ -10,7 +11,7 @@ ours does not unless told to.
 import optax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.method import hyperparameter
 from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent
 
 
@@ -20,13 +21,16 @@ class FedSAM(SharpnessAware):
 
     adaptive: bool = hyperparameter(False, help="perturb each weight in proportion to its size", static=True)
 
-    def traits(self):
-        """As FedAvg."""
-        return Traits("Qu et al., ICML 2022")
+    @classmethod
+    def source(cls):
+        """FedSAM's paper."""
+        return "Qu et al., ICML 2022"
 
     def configure(self, setting, hyper):
         """Without a perturbation the second pass is for nothing."""
-        return self, ["FedSAM with `rho=0` is FedAvg at twice the cost: set `rho` above 0."] if self.rho == 0 else []
+        method, advice = super().configure(setting, hyper)
+        same = "FedSAM with `rho=0` perturbs nothing at twice the cost: set `rho` above 0."
+        return method, [*advice, same] if self.rho == 0 else advice
 
     def point(self, params, gradients, context):
         """w + e."""

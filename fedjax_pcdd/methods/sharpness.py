@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Context, Evaluated, Tree, hyperparameter
+from fedjax_pcdd.methods.wrappers import Addition
 
 TINY = 1e-12  # added to a norm that divides: a gradient of 0 perturbs nothing
 
@@ -35,7 +36,21 @@ def moved_to(variables: Tree, params: Tree) -> Tree:
 
 
 @struct.dataclass
-class SharpnessAware(Method):
+class Nearby(Addition):
+    """FedAvg, or a method that it is in front of, with gradients from elsewhere than where the step is taken."""
+
+    @classmethod
+    def unsuitable(cls, other):
+        """Where a step is not of one model on its own objective."""
+        if issubclass(other, Nearby):
+            return "perturbs the weights already, so drop the suffix."
+        traits = other().traits()
+        many = traits.apart or traits.exchange != "never"
+        return "trains two models at a time, or on what others sent, so drop the suffix." if many else ""
+
+
+@struct.dataclass
+class SharpnessAware(Nearby):
     """Two gradients a step; where the second one is taken, and what becomes of it, is left to the methods."""
 
     rho: float = hyperparameter(0.05, symbol="rho", help="length of the perturbation of the weights", low=0.0)
@@ -52,10 +67,15 @@ class SharpnessAware(Method):
         return gradients
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """The gradient at the perturbed point, taken from w; the loss is that at w."""
-        loss, state, gradients = evaluate(variables)
-        perturbed = moved_to(variables, self.point(variables["params"], gradients, context))
-        if self.statistics == "first":
-            return loss, state, step(self.descent(evaluate(perturbed).gradients, context))
-        _, state, gradients = evaluate(perturbed | state)
-        return loss, state, step(self.descent(gradients, context))
+        """X's step with the gradient at the perturbed point in place of that at w; the loss is that at w."""
+
+        def elsewhere(variables):
+            loss, state, gradients = evaluate(variables)
+            moving = self.trainable(variables["params"], context)
+            uphill = gradients if moving is None else jax.tree.map(lambda m, g: jnp.where(m, g, 0), moving, gradients)
+            perturbed = moved_to(variables, self.point(variables["params"], uphill, context))
+            second = evaluate(perturbed if self.statistics == "first" else perturbed | state)
+            last = state if self.statistics == "first" else second.state
+            return Evaluated(loss, last, self.descent(second.gradients, context))
+
+        return super().local_update(elsewhere, step, variables, batch, context)

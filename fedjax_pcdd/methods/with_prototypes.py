@@ -5,7 +5,6 @@ objective of X + mu * L_gpc, with prototypes sent and merged as in FedProc besid
 `--method=X+prototypes`, as `fedprox+prototypes`.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.contrastive import prototype_contrast
 from fedjax_pcdd.losses.prototypes import merge_prototypes
-from fedjax_pcdd.methods.method import Method, Summary, Tree, hyperparameter
+from fedjax_pcdd.methods.method import Summary, Tree, hyperparameter
 from fedjax_pcdd.methods.prototypical import Prototypical, class_statistics
-from fedjax_pcdd.methods.wrappers import averages_models, extended
+from fedjax_pcdd.methods.wrappers import Addition, averages_models, extended
 
 
 class Both(NamedTuple):
@@ -27,11 +26,22 @@ class Both(NamedTuple):
 
 
 @struct.dataclass
-class Contrasting(Method):
-    """What goes before X: its objective + mu * L_gpc."""
+class Prototypes(Addition):
+    """X's objective + mu * L_gpc, FedProc's contrast to class prototypes."""
 
     prototype_mu: float = hyperparameter(1e-4, symbol="mu", help="weight of the contrast to prototypes", low=0.0)
     prototype_tau: float = hyperparameter(0.5, symbol="tau", help="temperature of that contrast", above=0.0)
+
+    @classmethod
+    def source(cls):
+        """The paper whose table has such rows."""
+        return "Fan et al., TMLR 2023, Table 8"
+
+    @classmethod
+    def unsuitable(cls, other):
+        """Where there are prototypes already, or no model is averaged."""
+        known = "has prototypes already." if issubclass(other, Prototypical) else ""
+        return known or super().unsuitable(other)
 
     def traits(self):
         """A pass over the local data yields the prototypes, beside what X reads off it."""
@@ -73,20 +83,3 @@ class Contrasting(Method):
         merged = merge_prototypes(classes["sums"], classes["counts"], server.prototypes, server.valid)
         after: Any = super().aggregate(server, message._replace(total=own), weights, context)
         return after._replace(prototypes=merged[0], valid=merged[1])
-
-
-@functools.cache
-def with_prototypes(cls: type[Method], name: str) -> type[Method]:
-    """The method `cls` of that name with a contrast to class prototypes; UserError where it cannot have one."""
-    missing = f"`method={name}+prototypes` does not exist: {name}"
-    if issubclass(cls, Prototypical):
-        raise UserError(f"{missing} has prototypes already.")
-    if not averages_models(cls()):
-        raise UserError(f"{missing} is no method that averages models.")
-
-    @struct.dataclass
-    class WithPrototypes(Contrasting, cls):
-        __doc__ = f"{cls.__name__}'s objective + mu * L_gpc, FedProc's contrast to class prototypes."
-
-    WithPrototypes.__name__ = f"{cls.__name__}WithPrototypes"
-    return WithPrototypes

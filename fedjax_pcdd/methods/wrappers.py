@@ -1,15 +1,16 @@
 """Wrappers: a method plus something that goes with any of its kind, written `X+suffix`, as "fedprox+prototypes".
 
 A wrapper is a function from a method's class to a class derived from it, whose hooks call `super()`; so wrappers
-compose, and `X+b+a` is `X+a+b` where a's order is lower. It refuses an X that it cannot go with, for which there is
-`averages_models`. What it adds to the server's state are fields that `extended` appends, so that the hooks of X see
-theirs as before.
+compose, and `X+b+a` is `X+a+b`. It refuses an X that it cannot go with. Those here put an `Addition` in front of X.
+What it adds to the server's state are fields that `extended` appends, so that the hooks of X see theirs as before.
 """
 
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from flax import struct
 
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method, Tree
@@ -38,7 +39,7 @@ def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping
             raise UserError(f"`method={name}+{suffix}`: there is no '+{suffix}': {nearest(suffix, wrappers)}")
     if len(set(suffixes)) < len(suffixes):
         raise UserError(f"`method={SEPARATOR.join([name, *suffixes])}` names a suffix twice: leave one out.")
-    for suffix in sorted(suffixes, key=lambda s: wrappers[s].order):
+    for suffix in sorted(suffixes, key=lambda s: (wrappers[s].order, s)):
         cls, name = wrappers[suffix].wrap(cls, name), f"{name}{SEPARATOR}{suffix}"
     return cls
 
@@ -49,8 +50,63 @@ def averages_models(method: Method) -> bool:
     return traits.global_model and not traits.own_models and traits.exchange == "never"
 
 
+@struct.dataclass
+class Addition(Method):
+    """FedAvg with something more, whose class also goes in front of another method's: then it is that one with it."""
+
+    @classmethod
+    def source(cls) -> str:
+        """The paper of what is added."""
+        return ""
+
+    @classmethod
+    def unsuitable(cls, other: type[Method]) -> str:
+        """Why it cannot go in front of a method, in words that follow the method's name; "" where it can."""
+        return "" if averages_models(other()) else "is no method that averages models."
+
+    def traits(self):
+        """X's; of what is added where it stands alone."""
+        own = super().traits()
+        return own if own.paper else own._replace(paper=self.source())
+
+
+@functools.cache
+def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], str], type[Method]]:
+    """The wrapper that puts an addition in front of a method; UserError where it cannot."""
+
+    @functools.cache
+    def wrap(cls: type[Method], name: str) -> type[Method]:
+        missing = f"`method={name}+{suffix}` does not exist: {name}"
+        if reason := addition.unsuitable(cls):
+            raise UserError(f"{missing} {reason}")
+        if both := _own_names(cls) & (_own_names(addition) - _own_names(Addition)):
+            raise UserError(f"{missing} has `{min(both)}` of its own, so drop the suffix.")
+
+        source = getattr(cls, "source", addition.source)
+
+        @struct.dataclass
+        class Added(addition, cls):
+            __doc__ = f"{cls.__name__} with what {addition.__name__} adds."
+            __module__ = cls.__module__
+
+            @classmethod
+            def source(cls):
+                """Of what is behind."""
+                return source()
+
+        Added.__name__ = Added.__qualname__ = f"{cls.__name__}With{addition.__name__}"
+        return Added
+
+    return wrap
+
+
+def _own_names(cls: type[Method]) -> set[str]:
+    """Options and functions that a method has and FedAvg has not: two with one name would take each other's part."""
+    return {name for name in set(dir(cls)) - set(dir(Method)) if not name.startswith("__")}
+
+
 def extended(server: Any, **fields: Tree) -> Any:
-    """A server's state with further fields."""
+    """A server's state, or a client's that has fields, with further ones."""
     return _extended_type(type(server), tuple(fields))(*server, *fields.values())
 
 

@@ -103,6 +103,23 @@ def test_epochs_before_the_tuning_leave_the_etf_alone_and_train_all_else():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), moved[part], gradient[part])
 
 
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_relative_rates_of_the_tuning_go_with_the_learning_rate_of_the_run(epoch):
+    moved = []
+    for method in (FedETFTuning(tuning_rates="relative"), FedETFTuning(etf_lr=0.2, projection_lr=0.1)):
+        method = method.replace(tuning_cycles=1, tuning_epochs=1, epochs=0)
+        server = Server({"params": parameters()}, ETF)
+        known = context(method, COUNTS, features=4, epochs=2, epoch=epoch)._replace(server=server)
+        known = known._replace(hyper=known.hyper.replace(lr=0.08))
+        batch = Batch(jnp.asarray(FEATURES), jnp.asarray(LABELS), jnp.ones(6))
+        before = method.download(server, ())
+        after, _ = stepped(method, before, batch, known)
+        moved.append(jax.tree.map(jnp.subtract, after["params"], before["params"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), *moved)
+    part = ("etf", "neck")[epoch]
+    assert any(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(moved[0][part]))
+
+
 def test_tuning_takes_the_published_number_of_epochs_after_those_of_a_round():
     tuner = FedETF().fine_tuner(Setting(3, 4, 5, 1, 7, 4, False), epochs=10)
     assert tuner.traits().epochs == 127

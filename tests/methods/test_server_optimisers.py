@@ -203,7 +203,7 @@ def test_a_step_of_the_server_goes_about_every_other_method_that_averages_models
 
 @pytest.mark.parametrize("suffix", ["avgm", "adam", "yogi", "adagrad"])
 def test_an_option_that_would_mean_two_things_is_refused(suffix):
-    with pytest.raises(UserError, match="feddf has a server_lr of its own"):
+    with pytest.raises(UserError, match="feddf has server_lr of its own"):
         methods.get(f"feddf+{suffix}")
 
 

@@ -19,6 +19,7 @@ from fedjax_pcdd.methods.fedsmoo import FedSMOO
 from fedjax_pcdd.methods.method import Evaluated, Step
 from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.sharpness import ascent, of_length
+from fedjax_pcdd.methods.wrappers import extended
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -218,12 +219,17 @@ def test_fedlesam_looks_back_to_the_model_received_last():
     np.testing.assert_allclose(method.perturbation(later)["w"], [0.3, 0.4], **EXACT)
 
 
+def received(tree):
+    """The state of a client of FedLESAM that has received these parameters."""
+    return extended(Client(), received=tree, seen=jnp.ones((), bool))
+
+
 @pytest.mark.parametrize("options", [{}, {"memory": "server"}, {"norm": "sum"}])
 def test_fedlesam_perturbs_nothing_where_the_model_stood_still(options):
     method = FedLESAM(**options)
     server, (client,) = start(method, np.array([3.0, 4.0]), (1,))
     if client != ():
-        client = Client(server.variables["params"], jnp.ones((), bool))
+        client = received(server.variables["params"])
     np.testing.assert_array_equal(method.perturbation(context(method, server, client))["w"], 0)
 
 
@@ -237,7 +243,7 @@ def test_fedgf_without_perturbations_still_looks_between_the_two_models():
 
 def test_fedlesam_needs_one_gradient_a_step():
     method = FedLESAM()
-    at = at_start(method, [1.0])._replace(client=Client({"w": jnp.full(1, 2.0)}, jnp.ones((), bool)))
+    at = at_start(method, [1.0])._replace(client=received({"w": jnp.full(1, 2.0)}))
     _, points = one_step(method, at, lambda x: x, at.start)
     np.testing.assert_allclose(points, [[1.1]], rtol=1e-6)
 
@@ -327,8 +333,8 @@ def test_the_common_perturbation_of_fedsmoo_has_the_length_rho():
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (FedSAM(rho=0.0), "FedAvg at twice the cost"),
-        (FedLESAM(rho=0.0), "`rho=0` is FedAvg"),
+        (FedSAM(rho=0.0), "perturbs nothing at twice the cost"),
+        (FedLESAM(rho=0.0), "`rho=0` perturbs nothing"),
         (MoFedSAM(rho=0.0), "FedCM at twice the cost"),
         (FedSMOO(rho=0.0), "FedDyn at twice the cost"),
         (FedGF(threshold=-1.0), "`threshold` below 0"),

@@ -1,0 +1,167 @@
+"""What goes in front of a method: `X+sam`, `X+lesam`, `X+decorr`, and how these compose with one another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from hooks import context, params, start
+
+from fedjax_pcdd import methods
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Evaluated, Step
+
+SUFFIXES = list(methods._ADDITIONS)
+SERVERS = {"sam": {}, "lesam": {"memory": "server"}, "decorr": {}}
+IDLE = {"sam": {"rho": 0.0}, "lesam": {"rho": 0.0}, "decorr": {"beta_dec": 0.0}}
+
+
+def trained(name, rounds=(0, 1, 2), **hyper):
+    state, _ = toy.train(toy.simulation(method=methods.get(name)(**hyper)), rounds)
+    return state
+
+
+def assert_alike(one, other, **tolerance):
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("fedavg+sam", "fedsam"), ("fedavg+lesam", "fedlesam"), ("fedavg+decorr", "feddecorr")]
+)
+def test_in_front_of_fedavg_it_is_the_method_of_that_name(name, same):
+    jax.tree.map(np.testing.assert_array_equal, trained(name).servers.variables, trained(same).servers.variables)
+
+
+def test_in_front_of_fedcm_the_perturbation_of_fedsam_is_mofedsam():
+    one, other = trained("fedcm+sam", rho=0.2, alpha=0.3), trained("mofedsam", rho=0.2, alpha=0.3)
+    assert_alike(one.servers.variables, other.servers.variables)
+    assert_alike(one.servers.direction, other.servers.direction)
+
+
+@pytest.mark.parametrize("suffix", IDLE)
+@pytest.mark.parametrize("name", ["feddyn", "fedprox", "moon", "fednova"])
+def test_without_its_weight_it_leaves_a_method_and_its_clients_as_they_are(name, suffix):
+    plain, added = trained(name), trained(f"{name}+{suffix}", **IDLE[suffix])
+    assert_alike(plain.servers.variables, added.servers.variables)
+    own = len(plain.clients) if isinstance(plain.clients, tuple) else None
+    assert_alike(plain.clients, added.clients[:own])
+
+
+@pytest.mark.parametrize("suffix", SERVERS)
+@pytest.mark.parametrize("name", ["scaffold", "feddyn", "fedgela", "fedbabu"])
+def test_it_changes_what_a_method_trains(name, suffix):
+    plain, added = trained(name), trained(f"{name}+{suffix}", **SERVERS[suffix])
+    pairs = list(zip(*(jax.tree.leaves(s.servers.variables) for s in (plain, added)), strict=True))
+    assert all(np.isfinite(b).all() for _, b in pairs)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-5
+
+
+def step_of(method, at, variables):
+    """Where gradients of F = w^2 + the method's regulariser are taken in a step, and what the optimiser is given."""
+    points, given = [], []
+
+    def evaluate(variables):
+        points.append(variables["params"])
+        of_term = jax.grad(lambda p: jnp.asarray(method.regulariser(p, at), float))(variables["params"])
+        return Evaluated(0.0, {}, jax.tree.map(lambda w, r: 2 * w + r, variables["params"], of_term))
+
+    def step(gradients):
+        given.append(gradients)
+        return Step(jax.tree.map(jnp.zeros_like, gradients), ())
+
+    method.local_update(evaluate, step, variables, None, at)
+    return points, given[0]
+
+
+def at_start(method, values):
+    server, (client,) = start(method, np.asarray(values), (1,))
+    return context(method, server, client)._replace(step=0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_what_feddyn_adds_to_a_gradient_is_as_at_w_under_the_perturbation_of_fedlesam():
+    method = methods.get("feddyn+lesam")(rho=0.1, alpha=0.5)
+    at = at_start(method, [1.0])
+    at = at._replace(client=at.client._replace(received={"w": jnp.full(1, 3.0)}, seen=jnp.ones((), bool)))
+    variables = params(np.array([1.4]))
+    points, given = step_of(method, at, variables)
+    np.testing.assert_allclose([p["w"] for p in points], [[1.5]], rtol=1e-9)
+    expected = 2 * 1.5 + jax.grad(lambda p: method.regulariser(p, at))(variables["params"])["w"]
+    np.testing.assert_allclose(given["w"], expected, rtol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_perturbation_of_fedsam_is_of_the_whole_objective_and_its_correction_of_the_second_gradient():
+    method = methods.get("scaffold+sam")(rho=0.1)
+    at = at_start(method, [1.0])
+    at = at._replace(client={"w": jnp.full(1, 0.25)})
+    points, given = step_of(method, at, at.start)
+    np.testing.assert_allclose([p["w"] for p in points], [[1.0], [1.1]], rtol=1e-9)
+    np.testing.assert_allclose(given["w"], 2 * 1.1 - 0.25, rtol=1e-9)
+
+
+def test_what_is_frozen_is_not_perturbed():
+    method = methods.get("fedbabu+sam")(rho=0.5)
+    tree = {"backbone": jnp.asarray([3.0]), "head": jnp.asarray([4.0])}
+    at = at_start(method, [1.0])
+    frozen = method.trainable(tree, at)
+    assert jax.tree.map(bool, frozen) == {"backbone": True, "head": False}
+    points, _ = step_of(method, at, {"params": tree})
+    np.testing.assert_allclose(points[1]["backbone"], [3.5], rtol=1e-6)
+    np.testing.assert_array_equal(points[1]["head"], [4.0])
+
+
+def test_the_model_received_last_lies_beside_what_clients_keep_anyway():
+    state = trained("feddc+lesam", rounds=(0,))
+    received, drift = state.clients.received, state.clients.drift
+    assert state.clients.seen.any()
+    assert jax.tree.structure(received) == jax.tree.structure(drift)
+
+
+def test_clients_that_keep_a_bare_tree_take_the_servers_last_update():
+    with pytest.raises(UserError, match="set memory=server"):
+        trained("scaffold+lesam")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("fedsam+sam", "perturbs the weights already"),
+        ("fedsam+lesam", "perturbs the weights already"),
+        ("fedavg+sam+lesam", "perturbs the weights already"),
+        ("fedsmoo+lesam", "fedsmoo has rho of its own"),
+        ("ditto+sam", "ditto trains two models at a time"),
+        ("fccl+sam", "or on what others sent"),
+        ("fedrep+lesam", "no method that averages models"),
+        ("fedmr+decorr", "fedmr has form of its own"),
+        ("solo+decorr", "no method that averages models"),
+    ],
+)
+def test_where_it_cannot_be_the_reason_is_one_sentence(name, reason):
+    with pytest.raises(UserError, match=reason):
+        methods.get(name)
+
+
+def test_a_method_of_the_clients_own_models_can_look_for_flat_minima():
+    for name in ("fedrep", "fedper", "solo"):
+        state = trained(f"{name}+sam", rounds=(0, 1))
+        assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
+
+
+def test_the_order_of_suffixes_does_not_matter():
+    one = methods.get("fedprox+sam+prototypes+decorr+adam")
+    assert one is methods.get("fedprox+adam+decorr+prototypes+sam")
+    state = trained("fedprox+sam+prototypes+decorr+adam", rounds=(0, 1))
+    assert state.servers.valid.any()
+    assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state.servers)))
+
+
+def test_the_paper_is_that_of_the_method_behind():
+    assert methods.get("scaffold+sam")().traits().paper == methods.get("scaffold")().traits().paper
+    assert methods.get("fedavgm+decorr")().traits().paper == methods.get("fedavgm")().traits().paper
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_addition_goes_in_front_of_fedprox(suffix):
+    assert issubclass(methods.get(f"fedprox+{suffix}"), (methods.get("fedprox"), methods._ADDITIONS[suffix]))
