@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 
 from fedjax_pcdd.api.leaderboard import read_results
+from fedjax_pcdd.errors import nearest
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, markdown, over_seeds
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, markdown, over_seeds
 from fedjax_pcdd.training.folder import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,10 +109,11 @@ def table(name: str) -> Table:
             tunes = METHODS[row.split()[0]]().traits().fine_tunes
             cells = [*ga, best, last, Cell(), Cell()] if tunes else [*ga, Cell(), Cell(), best, last]
             failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
-            note = f"{failed} of {all_seeds} seeds stopped: loss not finite" if failed else ""
+            why = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in result["failed"]))
+            note = f"{failed} of {all_seeds} seeds failed: {why}" if failed else ""
             others = tuned.get(row, (Cell(), Cell())) if tuned else ()
             rows.append(Row(row, (*cells, *others, Cell(text=result["version"]), Cell(text=note))))
-    rows.sort(key=lambda row: -(row.cells[2].mean or 0))
+    rows.sort(key=lambda row: (bool(row.cells[-1].text), -(row.cells[2].mean or 0)))
     own = (Column("tuned: GA, mean of last 10", digits=1, best=1), Column("tuned", left=True)) if tuned else ()
     accuracies = (Column(text, digits=1, best=1) for text in HEADINGS)
     columns = (*accuracies, *own, Column("version"), Column("", left=True))
@@ -138,10 +140,9 @@ def _percent(share: float | None) -> float | None:
 
 def write_page() -> None:
     """Put the tables between the two marks of docs/results.md."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
     tables = "\n".join(markdown(table(name), escape=str) for name in TABLES if table(name).rows)
-    PAGE.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}", encoding="utf-8")
+    text = between(PAGE.read_text(encoding="utf-8"), (BEGIN, END), tables, str(PAGE))
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -155,6 +156,10 @@ def main() -> None:
     if given.page:
         write_page()
         return
+    for option, known in (("table", list(TABLES)), ("method", list(ROWS))):
+        for name in vars(given)[option].split(","):
+            if name not in known:
+                parser.error(f"--{option} has no '{name}': {nearest(name, known)}")
     for name in given.table.split(","):
         for method in given.method.split(","):
             path = path_of(name, method)

@@ -54,11 +54,18 @@ class Row(NamedTuple):
     @property
     def command(self) -> str:
         """What repeats it, all seeds; "" for a mean over splits."""
-        one = self.results[0].get("command", "")
-        if not one or len(self.results) == 1:
-            return one
-        seeds = " ".join(str(r["seed"]) for r in self.results)
-        return f"for seed in {seeds}; do {re.sub(r'--seed=[0-9]+', '--seed=$seed', one)}; done"
+        alike: dict[str, list[Result]] = {}
+        for one in self.results:
+            if text := one.get("command"):
+                alike.setdefault(re.sub(r"--seed=[0-9]+", "--seed=$seed", text), []).append(one)
+        return "; ".join(
+            own[0]["command"] if len(own) == 1 else f"for seed in {_seeds(own)}; do {text}; done"
+            for text, own in alike.items()
+        )
+
+
+def _seeds(several: Sequence[Result]) -> str:
+    return " ".join(str(one["seed"]) for one in several)
 
 
 class Column(NamedTuple):

@@ -98,9 +98,11 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
     if options.status:
         from reproduction.status import status_line
 
-        names = [options.scale or "cpu"] if options.scale or options.only else CPU_PLANS
+        named = options.scale or options.only or options.claim
+        names, claim = [options.scale or "cpu"] if named else CPU_PLANS, _claim(options.claim, experiments)
         plans = [read_plan(name, experiments / "reproduction", folders.presets) for name in names]
-        print(status_line([plan._replace(cells=tuple(_chosen(plan.cells, options.only))) for plan in plans], folders))
+        chosen = [plan._replace(cells=tuple(_chosen(plan.cells, options.only, claim))) for plan in plans]
+        print(status_line(chosen, folders))
         return
     plan = read_plan(options.scale or "cpu", experiments / "reproduction", folders.presets)
     cells = _chosen(plan.cells, options.only, _claim(options.claim, experiments))
@@ -182,8 +184,8 @@ def _chosen(cells: Sequence[Cell], only: str | None, claim: Any = None) -> list[
     chosen = [cell for cell in chosen if claim is None or about(claim, cell)]
     if not chosen:
         tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
-        of_claim = f" --claim={claim.text}" if claim else ""
-        raise UserError(f"--only={only}{of_claim} leaves no cell: the plan has {tables}.")
+        asked = [f"`only={only}`"] * bool(only) + ([f"`claim={claim.text}`"] if claim else [])
+        raise UserError(f"{' with '.join(asked)} leaves no cell: the plan has {tables}.")
     return chosen
 
 

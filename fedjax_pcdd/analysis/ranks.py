@@ -67,9 +67,13 @@ def critical_difference(methods: int, splits: int) -> float:
 def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
     """First and last of each longest group, of mean ranks [M] in rising order, that differ by less than `critical`.
 
+    None where that is NaN, as with a single split.
+
     >>> cliques(np.array([1.0, 1.5, 2.4, 4.0]), 1.0)
     [(0, 1), (1, 2)]
     """
+    if np.isnan(critical):
+        return []
     ends = [int(np.searchsorted(mean, first + critical)) - 1 for first in mean]
     return [(i, end) for i, end in enumerate(ends) if end > i and (i == 0 or end > ends[i - 1])]
 
@@ -94,6 +98,7 @@ def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
         panel.plot([x, x], [first - 0.2, last + 0.2], color="0.4", linewidth=2, solid_capstyle="butt")
     panel.set_yticks(at, [names[i] for i in order], fontsize=8)
     panel.invert_yaxis()
-    panel.set_xlabel("mean rank over the splits, with 95 % of the bootstrap; bars join what is not told apart at 5 %")
+    bars = "" if np.isnan(ranks.critical) else "; bars join what is not told apart at 5 %"
+    panel.set_xlabel(f"mean rank over the splits, with 95 % of the bootstrap{bars}")
     panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

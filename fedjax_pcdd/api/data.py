@@ -91,6 +91,8 @@ def from_arrays(
     images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
     if not len(images[0]):
         raise UserError("x_train holds no samples: give at least one.")
+    if groups is not None and len(groups) != 2:
+        raise UserError("groups must be a pair: those of the training and those of the test samples.")
     train, test = (None, None) if groups is None else map(np.asarray, groups)
     return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)
 

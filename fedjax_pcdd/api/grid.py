@@ -6,13 +6,15 @@ from typing import Any, Literal, NamedTuple
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.fields import Option, options_of
-from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.options import configure, in_any_case, method_of
 from fedjax_pcdd.training.presets import read_preset
 
-WHOLE = ("lr_steps", "models", "track", "data_dir", "preset", "split", "variant")  # their commas belong to the value
+# Their commas belong to the value.
+WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
 SEARCH = {  # what a search takes beside its space
     "trials": Option("trials", int, False, 20, low=1),
     "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
@@ -59,7 +61,8 @@ def values_of(name: str, text: str) -> list[str]:
 def expand(given: Mapping[str, str]) -> list[Experiment]:
     """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
     listed = {name: values_of(name, text) for name, text in given.items()}
-    names = listed.pop("method", ["fedavg"])
+    named = listed.pop("method", None)
+    names = [method_of(given)] if named is None else list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
     short = {method: short_name(method) for method in names}
     short = short if len(set(short.values())) == len(short) else {method: method for method in names}
     owned = {method: set(options_of(methods.get(method))) for method in names}
@@ -86,7 +89,8 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         on validation samples where the runs are selected by these.
     """
     grid = read_preset(given["preset"]).grid if "preset" in given else {}
-    named = values_of("method", given.get("method", ",".join(grid) or "fedavg"))
+    named = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
+    named = list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
     owned = {method: set(options_of(methods.get(method))) for method in named}
     some = set().union(*owned.values())
     searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in named}

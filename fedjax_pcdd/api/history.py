@@ -19,7 +19,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
+from fedjax_pcdd.errors import UserError, as_path, failed_write, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
@@ -139,16 +139,19 @@ class History(TrainedModels):
         variables = self.variables if client is None else self.client_variables(client)
         arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
         known = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(arrays, path, known | {"summary": json.dumps(self.summary)})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(arrays, path, known | {"summary": json.dumps(self.summary)})
+        except OSError as error:
+            raise failed_write(error, path, "another path") from error
         return path
 
-    def plot(self, ax: Any = None, *, what: str = "ga", label: str | None = None, **style: Any) -> Any:
+    def plot(self, ax: Any = None, *, what: str | None = None, label: str | None = None, **style: Any) -> Any:
         """Draw a curve over the rounds.
 
         Args:
           ax: axes of matplotlib; None for a new figure with all curves.
-          what: "ga", "pa" or "loss".
+          what: "ga", "pa" or "loss"; None for "ga", or for all of them in a new figure.
           label: in the legend; None for the history's own.
           style: of the line, for matplotlib.
 
@@ -159,7 +162,8 @@ class History(TrainedModels):
           UserError: there is no such curve.
         """
         if ax is None:
-            return plot([self])
+            return plot([self], list(CURVES) if what is None else what)
+        what = what or "ga"
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
         rounds, values = series(self.rows, what, 1 if what == "loss" else 100)
@@ -214,7 +218,9 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
     """
     import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
 
-    histories, what = _several(histories), [what] if isinstance(what, str) else what
+    histories, what = _several(histories), [what] if isinstance(what, str) else list(what)
+    if not what:
+        raise UserError(f"name at least one curve, of {', '.join(CURVES)}.", field="what")
     size = (3.6 * len(what), 3.0)
     figure = plt.figure(FigureClass=ShownOnce, figsize=size, layout="constrained")
     panels = figure.subplots(1, len(what), squeeze=False)

@@ -35,6 +35,7 @@ SCORE = "ga_validation_best"
 GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10"}
 PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
 MEASURES = (*GA, *PA)
+KEYS = {"network", "split", "method", "trials", "chosen", "seeds", "floats"}  # of every result
 SECTIONS = ("run", "splits", "networks", "seeds", "trials", "public")
 
 
@@ -75,10 +76,31 @@ def read_plan(path: Path = PLAN) -> Plan:
         if name not in SECTIONS:
             raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(SECTIONS)}.")
     plan = Plan(**given)
-    numbers = {len(listed) for listed in plan.trials.values()}
-    if "default" not in plan.trials or len(numbers) != 1:
+    _check_kinds(plan, path)
+    if "default" not in plan.trials or len({len(listed) for listed in plan.trials.values()}) != 1:
         raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
+    for name, split in plan.splits.items():
+        chosen = {**plan.run, **split}
+        if chosen.get("select_on") != "validation" or not chosen.get("validation"):
+            raise UserError(f"{path} chooses nothing on '{name}': give `validation` and `select_on: validation`.")
     return plan
+
+
+def _check_kinds(plan: Plan, path: Path) -> None:
+    """UserError for a section that holds something else than it should."""
+    for name in ("run", "splits", "trials", "public"):
+        if not isinstance(getattr(plan, name), dict):
+            raise UserError(f"'{name}' in {path} must be a mapping.")
+    for name, settings in (("splits", plan.splits), ("public", plan.public)):
+        if wrong := [key for key, one in settings.items() if not isinstance(one, dict)]:
+            raise UserError(f"'{wrong[0]}' of '{name}' in {path} must be a mapping of options.")
+    for method, listed in plan.trials.items():
+        if not (isinstance(listed, list) and listed and all(isinstance(one, dict) for one in listed)):
+            raise UserError(f"the trials of '{method}' in {path} must be a list of mappings of options.")
+    if not (isinstance(plan.networks, list) and plan.networks and plan.splits):
+        raise UserError(f"{path} must list at least one network and one split.")
+    if type(plan.seeds) is not int or plan.seeds < 1:
+        raise UserError(f"'seeds' in {path} must be a number of seeds, at least 1.")
 
 
 def competitors() -> list[str]:
@@ -107,7 +129,7 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
     """
     trials, folder = plan.trials_of(cell.method), cell.path(runs).with_suffix("")
     tried = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
-    scores = [one.get(SCORE, -1.0) if isinstance(one, dict) else -1.0 for one in tried]
+    scores = [one.get(SCORE, -1.0) if isinstance(one, dict) else -2.0 for one in tried]
     best = int(np.argmax(scores))
     finished = isinstance(tried[best], dict)
     others = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
@@ -153,8 +175,18 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
 
 
 def read_results(results: Path) -> list[dict[str, Any]]:
-    """Those below a folder, none where it is not there."""
-    return [json.loads(read_text(path)) for path in sorted(results.glob("*/*/*.json"))]
+    """Those below a folder, none where it is not there; UserError for a file that holds none."""
+    return [_read_result(path) for path in sorted(results.glob("*/*/*.json"))]
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: remove it, and its cell is run again.") from error
+    if not isinstance(result, dict) or not set(result) >= KEYS:
+        raise UserError(f"{path} is no result of the leaderboard: remove it, or choose another `results`.")
+    return result
 
 
 def brief(whole: Table) -> Table:
@@ -167,25 +199,26 @@ def brief(whole: Table) -> Table:
 
 
 def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:
-    """All methods of a network and a split, by the mean GA of the last ten rounds."""
+    """All methods of a network and a split, by the mean GA of the last ten rounds; last those of which seeds failed."""
     own = [one for one in results if (one["network"], one["split"]) == (network, split)]
     moments = [pa for pa in dict.fromkeys(one.get("pa", "PA") for one in own) if pa]
     measures = {("", name): heading for name, heading in GA.items()}
     measures |= {(pa, name): heading.replace("PA", pa) for pa in moments for name, heading in PA.items()}
-    rows = []
+    rows: dict[tuple[bool, float, str], Row] = {}
     for one in own:
         cells = [_accuracy(one, *measure) for measure in measures]
         seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
         chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
-        rows.append(Row(short_name(one["method"]), (
+        failed = any("failed" in seed for seed in one["seeds"]) or not one["seeds"]
+        rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(short_name(one["method"]), (
             *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
-        )))  # fmt: skip
-    rows.sort(key=lambda row: -(row.cells[2].mean or 0.0))
+        ))  # fmt: skip
     columns = (
         *(Column(text, digits=1, best=0 if name == "pa_std" else 1) for (_, name), text in measures.items()),
         Column("seconds a round"), Column("floats sent", digits=0), Column("chosen", left=True), Column("", left=True),
     )  # fmt: skip
-    return ranked(Table(f"{split}, {network}", columns, tuple(rows)))
+    whole = ranked(Table(f"{split}, {network}", columns, tuple(rows[key] for key in sorted(rows) if not key[0])))
+    return replace(whole, rows=(*whole.rows, *(rows[key] for key in sorted(rows) if key[0])))
 
 
 def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Entry:
@@ -207,7 +240,7 @@ def _failures(result: Mapping[str, Any]) -> str:
 
 
 def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> tuple[list[str], list[str], np.ndarray]:
-    """Mean GA of the last ten rounds of the methods that have a result on every split, for `ranks`.
+    """Mean GA of the last ten rounds of the methods that have a result of all seeds on every split, for `ranks`.
 
     Args:
       results: as `read_results` gives them.
@@ -219,17 +252,30 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
     known = {(one["network"], one["split"], one["method"]): one for one in results}
     places = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
     every = dict.fromkeys(one["method"] for one in results)
-    names = [name for name in every if all((*place, name) in known for place in places)]
     most = max((len(one["seeds"]) for one in results), default=1)
+    names = [
+        name for name in every
+        if all((one := known.get((*place, name))) and len(one["seeds"]) in (0, most) for place in places)
+    ]  # fmt: skip
     scores = [[_scores(known[*place, name], most) for place in places] for name in names]
     whole = np.reshape(np.array(scores), (len(names), len(places), most))
     return [short_name(name) for name in names], [f"{split}, {network}" for network, split in places], whole
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
-    """GA of the last ten rounds of each seed, -inf for one that failed."""
+    """GA of the last ten rounds of each seed, -inf for one that failed, and for all where every trial did."""
     values = [-np.inf if one.get("ga_mean_last10") is None else one["ga_mean_last10"] for one in result["seeds"]]
-    return values + [-np.inf] * (seeds - len(values))
+    return values or [-np.inf] * seeds
+
+
+def has_result(cell: Cell, results: Path) -> bool:
+    """Whether a cell has one; UserError where another method's lies in its place."""
+    path = cell.path(results)
+    if not path.is_file():
+        return False
+    if (other := _read_result(path)["method"]) != cell.method:
+        raise UserError(f"{path} is of `method={other}`: rename one of the classes, or choose another `results`.")
+    return True
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
@@ -254,6 +300,6 @@ def complete(
       done: told of each.
     """
     for cell in cells:
-        if not cell.path(results).is_file() and goes_on():
+        if not has_result(cell, results) and goes_on():
             write_result(run_cell(plan, cell, runs, more, console), cell.path(results))
             done(cell)

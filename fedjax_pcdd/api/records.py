@@ -90,6 +90,13 @@ class Record:
         return head | {"lanes": lanes} | result | {"compilations": run.simulation.compilations}
 
 
+def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
+    """UserError where one of the objects is missing that a run of Python's was trained on."""
+    missing = ", ".join(f"{name}=..." for name in names if getattr(given, name) is None)
+    if missing:
+        raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {missing}.")
+
+
 class FolderRecord(Record):
     """What one experiment writes: its folder, and the callbacks that fill it."""
 
@@ -106,6 +113,7 @@ class FolderRecord(Record):
             )  # fmt: skip
             opened.callback(checkpoints.close)
             self.noted = read_resolved(self.folder, checkpoints.newest_record)
+            check_given((self.noted or {}).get("given", ()), asked.given, self.folder.path)
             self.inputs = setup.inputs(e, config, asked.method)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
             self.folder.keep_partition(setup.federations[e], heat_map)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result
+from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result, check_given
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError, as_path, nearest, spelled
@@ -239,10 +239,7 @@ def recorded(folder: Path, objects: Mapping[str, Any]) -> Asked:
     given, resolved = Given(**objects), {}
     with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
         resolved = RunFolder(folder).read_json(RESOLVED) or {}
-    missing = [name for name in resolved.get("given", ()) if getattr(given, name) is None]
-    if missing:
-        names = ", ".join(f"{name}=..." for name in missing)
-        raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {names}.")
+    check_given(resolved.get("given", ()), given, folder)
     return Asked(replace(config, resume=folder, run_dir=folder), method, given=given)
 
 
@@ -268,16 +265,17 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     """
     files = RunFolder(as_path(folder, "folder"))
     one = recorded(files.path, objects)
-    config = replace(one.config, devices="auto")
+    config = replace(one.config, device="auto", devices="auto")
     parts = setup([(config, one.method)], one.given)
-    start, generic = parts.simulation.start(), jax.vmap(parts.methods[0].generic_variables)
+    start, generic = parts.start(), jax.vmap(parts.methods[0].generic_variables)
     best = jax.eval_shape(generic, start.servers) if parts.keeps_best else ()
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:
         raise UserError(f"{folder} has no checkpoint left: run it again.")
-    began_with = restored.history.get("resolved", {}).get("inputs")
-    check_inputs(began_with, parts.inputs(0, config, one.method), files.path, warn)
+    resolved = restored.history.get("resolved", {})
+    check_given(resolved.get("given", ()), one.given, files.path)
+    check_inputs(resolved.get("inputs"), parts.inputs(0, config, one.method), files.path, warn)
     rows = with_clients([row for row in files.rows() if row["round"] <= restored.round], files)
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
     summary = files.read_json(SUMMARY) or {}

@@ -17,7 +17,8 @@ from fedjax_pcdd.api.sweep import Results, listed, options_of_grid, run_stages
 from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert
-from fedjax_pcdd.training.options import own_values
+from fedjax_pcdd.training.options import method_of, own_values
+from fedjax_pcdd.training.presets import read_preset
 
 ON_TEST = (
     "trials are chosen on test samples, so the best one's accuracy is too good: "
@@ -57,10 +58,12 @@ class Search:
           UserError: Optuna is missing, nothing is searched, or a value that its option does not take.
         """
         self._results, self._seed, self.trials = results, seed, []
-        spaces = {name: _space(name, text, given.get("method", "fedavg")) for name, text in given.items()}
+        method = method_of({name: text for name, text in given.items() if name in ("method", "preset", "variant")})
+        spaces = {name: _space(name, text, method) for name, text in given.items()}
         self._spaces = {name: space for name, space in spaces.items() if space is not None}
         self._fixed = {name: text for name, text in given.items() if name not in self._spaces}
-        self.on_test = given.get("select_on") != "validation"
+        of_preset = read_preset(given["preset"]).run if "preset" in given else {}
+        self.on_test = given.get("select_on", of_preset.get("select_on")) != "validation"
         self._measure = f"{metric}_best" if self.on_test else f"{metric}_validation_best"
         if not self._spaces:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")

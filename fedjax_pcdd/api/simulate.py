@@ -136,7 +136,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     if config.method == type(method).__name__:
         methods.METHODS.setdefault(config.method, type(method))  # a script's own class, for who loads the run in there
     known = options_that_load(given.federation.dataset)
-    where: dict[str, Any] = {"run_dir": folder, "partition": str(folder / "partition.npz")} | (known or {})
+    where: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (known or {})
     config = replace(config, **where)
     objects = {name: one for name, one in given._asdict().items() if one is not None}
     if not resume or not (folder / CONFIG).is_file():
@@ -145,7 +145,8 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)
     if (folder / SUMMARY).is_file():
-        return load_run(folder, **objects)
+        history = load_run(folder, **objects)
+        return replace(history, label=label) if label else history
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 
 

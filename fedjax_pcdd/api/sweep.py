@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from fedjax_pcdd.api.grid import Experiment, stages, summarise
+from fedjax_pcdd.api.grid import WHOLE, Experiment, stages, summarise
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, Result
 from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
-from fedjax_pcdd.engine.devices import free_memory
+from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.errors import UserError, as_path, failed_write, shortened
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
@@ -119,9 +119,8 @@ class Sweep:
         config, method, lies = planned.config, planned.method, {"run_dir": folder}
         try:
             if (folder / CONFIG).is_file():
-                recorded, lies = read_run(folder), {"run_dir": folder, "resume": folder}
-                check_same(recorded, (config, method), folder)
-                config, method = recorded
+                lies = {"run_dir": folder, "resume": folder}
+                check_same(read_run(folder), (config, method), folder)
             if (summary := RunFolder(folder).read_json(SUMMARY)) is not None:
                 self.results[name] = summary
                 return None
@@ -301,16 +300,7 @@ def affordable(config: RunConfig, method: Method) -> int:
         state = Setup([(config, method)]).simulation.start()
     except UserError:
         return 1  # it is said when it runs
-    return int(max(1, min(MOST, free_bytes() / 2 / max(1, COPIES * size(state)))))
-
-
-def free_bytes() -> float:
-    """Free memory of the device, of the machine where computing shares its memory; infinite where unknown."""
-    if (own := free_memory()) < math.inf:
-        return own
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
+    return int(max(1, min(MOST, available_memory() / 2 / max(1, COPIES * size(state)))))
 
 
 class Results(dict[str, Any]):
@@ -363,6 +353,8 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
     for name, value in given.items():
         if name in ("run_dir", "resume", "coordinator"):
             raise UserError("is for one run: use `folder` for a sweep's.", field=name)
+        if name in WHOLE and isinstance(value, list | tuple | range) and len(value) > 1:
+            raise UserError("takes one value in a sweep, as its commas belong to it.", field=name)
         for one in value if isinstance(value, list | tuple | range) else [value]:
             if not isinstance(one, str | bool | int | float | np.number | Path | None):
                 raise UserError(f"takes names and numbers in a sweep, not {shortened(one)}.", field=str(name))

@@ -45,6 +45,8 @@ from fedjax_pcdd.errors import UserError, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
 
 class Command(NamedTuple):
     """What a word of the command line does with runs and options; it returns what is to be printed."""
@@ -83,15 +85,22 @@ def _run(name: str, arguments: list[str]) -> str:
     if name not in COMMANDS:
         raise UserError(f"there is no analysis '{name}': {nearest(name, [*COMMANDS, 'partition'])}")
     command = COMMANDS[name]
-    given = scan([word for word in arguments if word.startswith("--")], {"by_split", "clip_colours"})
+    paths: list[str] = []
+    given = scan(arguments, {"by_split", "clip_colours"}, paths)
     for option in given:
         if option not in command.options:
             known = ", ".join(flag(one) for one in command.options) or "none"
             raise UserError(f"{name} has no option {flag(option)}: its options are {known}.")
-    paths = [word for word in arguments if not word.startswith("--")]
+    _check_suffix(given.get("output"))
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
     return command.work(_finished(collect(paths)) if paths else [], given)
+
+
+def _check_suffix(output: str | None) -> None:
+    """UserError for a picture in a format that is not written."""
+    if output is not None and (suffix := Path(output).suffix) not in PICTURES:
+        raise UserError(f"must end with {', '.join(PICTURES)}, not '{suffix}'.", field="output")
 
 
 def _finished(records: list[RunRecord]) -> list[RunRecord]:
@@ -121,6 +130,7 @@ def _partition(given: Options) -> str:
     from fedjax_pcdd.training.build import federate
 
     output = given.pop("output", "partition.png")
+    _check_suffix(output)
     if "counts" in given:
         maps = [read_counts(Path(given["counts"]))]
     else:

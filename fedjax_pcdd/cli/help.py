@@ -13,6 +13,7 @@ from fedjax_pcdd.cli.options import LISTS, entries, width
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, convert, options_of
+from fedjax_pcdd.training.options import in_any_case
 
 COUNTS = Path(__file__).with_name("traffic.json")  # written by docs/hooks/catalogue.py
 
@@ -61,7 +62,7 @@ def information(given: Mapping[str, str]) -> str:
     asked = [switch.name for switch in switches if convert(switch, given[switch.name])]
     if not asked:
         return ""
-    return help_text(given.get("method", "fedavg")) if asked[0] == "help" else _list(asked[0])
+    return help_text(in_any_case(given.get("method", "fedavg"), METHODS)) if asked[0] == "help" else _list(asked[0])
 
 
 def _list(name: str) -> str:

@@ -16,8 +16,8 @@ from fedjax_pcdd.analysis.ranks import draw_ranks, ranks
 from fedjax_pcdd.cli.messages import called, flag
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
-from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, escaped, markdown, terminal
+from fedjax_pcdd.errors import UserError, failed_write, nearest
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import run_option
 
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
@@ -70,12 +70,16 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     if not (options.status or options.page):
         _complete(options, argv, plan, cells, console)
     known = leaderboard.read_results(options.results)
-    done = sum(cell.path(options.results).is_file() for cell in cells)
+    done = sum(leaderboard.has_result(cell, options.results) for cell in cells)
     if not options.status:
         tables = [leaderboard.table(network, split, known) for network in networks for split in splits]
         tables = [table for table in tables if table.rows]
         if options.page:
-            _write(options.page, [*_ranking(options.page, *leaderboard.over_splits(known, cells)), *map(_text, tables)])
+            try:
+                ranking = _ranking(options.page, *leaderboard.over_splits(known, cells))
+                _write(options.page, [*ranking, *map(_text, tables)])
+            except OSError as error:
+                raise failed_write(error, options.page, "another `page`") from error
         else:
             for table in tables:
                 console.print(terminal(leaderboard.brief(table)))
@@ -90,11 +94,12 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
     for cell in cells:  # a mistake is said before anything runs
         for trial in plan.trials_of(cell.method):
             leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
+    end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     if options.workers > 1:
         given = scan(argv, {"status", "help"})
         words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
+        options.runs_dir.mkdir(parents=True, exist_ok=True)
         processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
-    end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     leaderboard.complete(
         plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
         done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
@@ -133,8 +138,8 @@ def _text(table: Table) -> str:
 
 def _write(path: Path, parts: Sequence[str]) -> None:
     """Between the two marks of a page, or a page of them alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text(encoding="utf-8") if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
-    before, _, rest = text.partition(BEGIN)
     whole = "\n".join(parts) or "No method has a result yet.\n"
-    path.write_text(f"{before}{BEGIN}\n{whole}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    path.write_text(between(text, (BEGIN, END), whole, str(path)), encoding="utf-8")
     print(f"written: {path}")

@@ -105,7 +105,7 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
         raise UserError("takes the folder of a run, not none.", field="resume")
     recorded = read_run(folder)
     old = values_of(*recorded)
-    if given.get("method", old["method"]) != old["method"]:
+    if options.in_any_case(given.get("method", old["method"]), METHODS) != old["method"]:
         methods.get(given["method"])
         raise UserError(_changed({"method": given["method"]}, old))
     new = old | options.own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}

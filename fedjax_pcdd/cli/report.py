@@ -98,7 +98,8 @@ def _report(options: ReportOptions, folder: Path) -> None:
     if options.columns and not options.rows:
         raise UserError("needs `rows`, as `rows=method`.", field="columns")
     rows, columns, metric = ((name or "").replace("-", "_") for name in (options.rows, options.columns, options.metric))
-    own = [pivot(runs, rows, columns or None, metric)] if rows else []
+    counted = [run for one in groups for entry in one.entries for run in entry.runs]
+    own = [pivot(counted, rows, columns or None, metric)] if rows else []
     files = _files(groups, papers, runs, notes, own)
     _write(options.output, files)
     names = ", ".join(name for name in files if "/" not in name)

@@ -15,10 +15,11 @@ from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
+from fedjax_pcdd.report.grouping import differing
 from fedjax_pcdd.report.tables import markdown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model
-from fedjax_pcdd.training.config import parse_config
+from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.progress import with_pa_named
 
@@ -46,7 +47,8 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
         if "output" in given and given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
             for own, record in zip(rows.values(), records, strict=True):
-                groups.setdefault(_partition_of(record), {})[record.path.name] = own
+                group = groups.setdefault(_partition_of(record), {})
+                group[str(record.path) if record.path.name in group else record.path.name] = own
             draw_columns(name, groups, given["output"])
         elif "output" in given:
             draw(name, rows if len(rows) > 1 else {"": next(iter(rows.values()))}, given["output"])
@@ -87,6 +89,8 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
       UserError: it is a run over the domains of a task, or its data set is not at hand.
     """
     config, method = parse_config(record.text, str(record.path / "config.yaml"))
+    if "model" in record.resolved.get("given", ()):
+        raise UserError(f"{record.path} was trained on a module of Python's, which is not counted: leave it out.")
     if config.task is not None:
         raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
     dataset = sources.load(config.dataset, config.data_dir)
@@ -186,9 +190,14 @@ def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
 
 
 def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
-    """The run of FedAvg on the same partition and machine."""
-    fitting = (one for one in records if one.method == REFERENCE and one.partition == record.partition)
-    return next(fitting, None)
+    """The run of FedAvg with the same model and training on the same partition and kind of machine."""
+    alike = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
+
+    def place(one: RunRecord) -> list[Any]:
+        machine = [(one.summary or {}).get(name) for name in ("device", "platform", "cpus")]
+        return [one.partition, *(one.config.get(name) for name in alike), *machine]
+
+    return next((one for one in records if one.method == REFERENCE and place(one) == place(record)), None)
 
 
 def bilateral(records: list[RunRecord], given: Options) -> str:
@@ -211,11 +220,13 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
 
 
 def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], dict[bool, list[dict[str, Any]]]]:
-    """By partition E_W, best GA and best PA of runs with an E_W, both accuracies of FedAvg's, and the summaries of
-    the former (True) and of the latter."""
+    """By partition (and options of the run that differ) E_W, best GA and best PA of runs with an E_W, both accuracies
+    of FedAvg's, and the summaries of the former (True) and of the latter."""
     groups: dict[str, list[tuple[float, float, float]]] = {}
     fedavg: dict[str, list[tuple[float, float]]] = {}
     summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
+    apart = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
     for record in records:
         summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
         ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
@@ -223,11 +234,12 @@ def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], 
             continue
         if ew is not None or record.method == REFERENCE:
             summaries[ew is not None].append(summary)
+        place = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
         if ew is not None:
-            label = _partition_of(record) + (" (linear)" if hyper.get("scale") == "linear" else "")
+            label = place + (" (linear)" if hyper.get("scale") == "linear" else "")
             groups.setdefault(label, []).append((ew, ga, pa))
         elif record.method == REFERENCE:
-            fedavg.setdefault(_partition_of(record), []).append((ga, pa))
+            fedavg.setdefault(place, []).append((ga, pa))
     return groups, fedavg, summaries
 
 
@@ -271,7 +283,8 @@ def grid(records: list[RunRecord], given: Options) -> str:
             best = max(scores, key=lambda value: scores[value])
             paper = _paper(own[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
-            numbers = [f"{best:g}", "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
+            shown = _number(best) if isinstance(best, int | float) else str(best)
+            numbers = [shown, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
             lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
     return table(["split", "method", "", "best", "chosen on", "GA best (%)", "paper", "GA over the paper's"], lines)
 
@@ -285,11 +298,11 @@ def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, 
 
 
 def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:
-    """Most of the runs that differ in one hyper-parameter, and in no other."""
+    """Most of the runs that differ in one hyper-parameter (and the seed), and in no other option."""
     groups: dict[str, list[RunRecord]] = {}
+    apart = [one for one in differing([record.config for record in records]) if one != name]
     for record in records:
-        others = {n: value for n, value in record.resolved["hyperparameters"].items() if n != name}
-        groups.setdefault(str(sorted(others.items())), []).append(record)
+        groups.setdefault(str([record.config.get(one) for one in apart]), []).append(record)
     return max(groups.values(), key=len)
 
 

@@ -238,20 +238,23 @@ def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Se
 
 def processes(command: Sequence[str], logs: Path, count: int) -> None:
     """Workers on this machine, each with its share of the cores, or one GPU in turn."""
-    cores, gpus = sorted(os.sched_getaffinity(0)), visible_gpus()
+    may_share = hasattr(os, "sched_setaffinity")  # not on every system
+    cores = sorted(os.sched_getaffinity(0)) if may_share else list(range(os.cpu_count() or 1))
+    gpus = visible_gpus()
     started: list[subprocess.Popen] = []
     try:
         for i in range(count):
             share = cores[i * len(cores) // count : (i + 1) * len(cores) // count] or [cores[i % len(cores)]]
             own = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
-            os.sched_setaffinity(0, share)  # which a child inherits
+            if may_share:
+                os.sched_setaffinity(0, share)  # which a child inherits
             with open(logs / f"worker-{i}.log", "w") as log:
                 started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own))
-        os.sched_setaffinity(0, cores)
         for process in started:
             process.wait()
     finally:
-        os.sched_setaffinity(0, cores)
+        if may_share:
+            os.sched_setaffinity(0, cores)
         for process in started:
             process.terminate()
 

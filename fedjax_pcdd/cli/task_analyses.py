@@ -18,7 +18,7 @@ EACH = 50  # samples of a class in an embedding
 
 def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
     """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the first moves."""
-    top = _recipe(records[0]).top
+    top, *_ = [_recipe(record).top for record in records]  # of each, as runs of no task are refused
     rows = [[one for one in (RunFolder(r.path).read_json("start.json"),) if one] + r.rows for r in records]
     if output:
         draw_tasks(dict(zip(labels, rows, strict=True)), top, output)

@@ -180,7 +180,10 @@ def _stack(images: Sequence[Any]) -> np.ndarray:
 
 
 def _labels(labels: Sequence[Any]) -> np.ndarray:
-    y = np.asarray([np.asarray(label).reshape(-1) for label in labels]) if labels else np.zeros((0, 1), int)
+    rows = [np.asarray(label).reshape(-1) for label in labels]
+    if len({row.size for row in rows}) > 1:
+        raise UserError("labels must be one integer from 0 for each sample, not of several lengths.")
+    y = np.asarray(rows) if rows else np.zeros((0, 1), int)
     if y.ndim != 2 or y.shape[1] != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
         raise UserError(f"labels must be one integer from 0 for each sample, not {y.dtype} {list(y.shape)}.")
     return y[:, 0]

@@ -56,6 +56,8 @@ class Dataset:
             self._check(part)
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             self._reject(f"x_train {self.x_train.shape} and x_test {self.x_test.shape} differ in image size")
+        if not len(self.x_test):
+            object.__setattr__(self, "x_test", np.asarray(self.x_test, self.x_train.dtype))
         if self.x_train.dtype != self.x_test.dtype:
             self._reject(f"x_train is {self.x_train.dtype} and x_test {self.x_test.dtype}: give both the same type")
         if (self.groups_train is None) != (self.groups_test is None):
@@ -70,6 +72,8 @@ class Dataset:
 
     def _check(self, part: str):
         x, y, groups = (getattr(self, f"{field}_{part}") for field in ("x", "y", "groups"))
+        if not (hasattr(x, "dtype") and hasattr(x, "ndim")):
+            self._reject(f"x_{part} must be a NumPy array, not a {type(x).__name__}: see `fp.from_arrays`")
         if x.dtype not in (np.uint8, np.float32) or x.ndim != 4:
             self._reject(f"x_{part} must be uint8 or float32 [n, H, W, channels], not {x.dtype} {list(x.shape)}")
         y = np.asarray(y)
@@ -119,7 +123,7 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
-    if x.dtype != np.uint8:
+    if x.dtype != np.uint8 or x.ndim == 2:
         levels = x.dtype.kind in "iu" and x.ndim > 2 and x.size and x.min() >= 0 and 1 < x.max() <= 255
         x = x.astype(np.uint8 if levels else np.float32, copy=False)
     if x.dtype != np.uint8 and not np.isfinite(x).all():

@@ -22,9 +22,13 @@ _SLOTS = 10
 def resize(images: np.ndarray, side: int) -> np.ndarray:
     """Stretch to S x S by Pillow's bilinear filter, as torchvision does; grey is replicated to three channels.
 
-    [n, H, W, 1 or 3] uint8 become [n, S, S, 3]; UserError for other numbers of channels.
+    [n, H, W, 1 or 3] uint8 become [n, S, S, 3]; UserError for other types and numbers of channels.
     """
     count, height, width, channels = images.shape
+    if images.dtype != np.uint8:
+        raise UserError(
+            f"Images must be uint8 in [0, 255], not {images.dtype}: store them so (times 255, if in [0, 1])."
+        )
     if channels not in (1, 3):
         raise UserError(f"Images need 1 or 3 channels, not {channels}: convert them to grey or RGB.")
     if (height, width) != (side, side):

@@ -230,7 +230,7 @@ def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
     if fault := _fault(arrays, TASKS[name]):
         raise UserError(f"{file} cannot be used: {fault}; docs/data.md describes its layout.")
     x, y, domain = arrays["x"], arrays["y"], arrays["domain"]
-    names, pools = arrays["domains"].astype(str).tolist(), []
+    names, pools = arrays["domains"].astype(str).ravel().tolist(), []
     for wanted in TASKS[name].domains:
         rows = np.flatnonzero(domain == names.index(wanted))
         rows = rows[np.argsort(y[rows], kind="stable")]

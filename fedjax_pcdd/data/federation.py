@@ -172,11 +172,13 @@ def read_counts(path: Path, fold: str = "train") -> Map:
         centres, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("centre", "class"))
         counts = np.zeros((len(centres), len(names)), int)
         for row in rows:
-            counts[centres.index(row["centre"]), names.index(row["class"])] = int(row["count"])
+            counts[centres.index(row["centre"]), names.index(row["class"])] += int(row["count"])
     except FileNotFoundError:
         raise UserError(f"there is no file of counts {path}: check the path.") from None
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, TypeError):
         raise UserError(f"{path} must have the columns centre, fold, class and count.") from None
+    if not rows:
+        raise UserError(f"{path} has no rows of the fold '{fold}'.")
     return Map(path.stem, counts, names)
 
 

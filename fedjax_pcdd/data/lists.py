@@ -107,7 +107,17 @@ def save_partition(partition: Partition, path: str | Path, more: Mapping[str, Li
 def load_validation(path: str | Path) -> Lists | None:
     """The validation samples of the clients in the partition file of a run, if it has any."""
     arrays = read_arrays(path, ("validation", "validation_size"))
-    return Lists(arrays["validation"], arrays["validation_size"]) if len(arrays) == 2 else None
+    return _one_after_the_other(path, "validation", arrays) if len(arrays) == 2 else None
+
+
+def _one_after_the_other(path: str | Path, part: str, arrays: dict[str, np.ndarray]) -> Lists:
+    """The lists of a part from its samples and its sizes."""
+    flat, sizes = arrays[part], arrays[f"{part}_size"]
+    if any(one.ndim != 1 or (one.size and one.dtype.kind not in "iu") for one in (flat, sizes)):
+        raise UserError(f"{path}: {part} and {part}_size must be integers [n], not {flat.dtype} and {sizes.dtype}.")
+    if sizes.min(initial=0) < 0 or sizes.sum() != len(flat):
+        raise UserError(f"{path}: {part}_size adds up to {sizes.sum()}, but {part} has {len(flat)} samples.")
+    return Lists(flat, sizes)
 
 
 def load_partition(path: str | Path) -> Partition:
@@ -118,7 +128,7 @@ def load_partition(path: str | Path) -> Partition:
     """
     arrays = read_arrays(path)
     if {"train", "train_size", "test", "test_size"} <= set(arrays):
-        return Partition(*(Lists(arrays[part], arrays[f"{part}_size"]) for part in ("train", "test")))
+        return Partition(*(_one_after_the_other(path, part, arrays) for part in ("train", "test")))
     train, test = (_numbered(arrays, part) for part in ("train", "test"))
     if not train or (test and len(test) != len(train)):
         raise UserError(f"{path} holds no partition: it needs train_0, train_1, ... and as many test lists or none.")

@@ -171,10 +171,11 @@ def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Datase
     groups = _groups(archive, len(y["train"]), len(y["test"]))
     names, num_classes = _classes(archive, np.concatenate(list(y.values())))
     for part, labels in y.items():
+        number = _number_of(archive, f"x_{part}")
+        if number != len(labels):
+            raise UserError(f"y_{part} must be integers [{number}], not {list(labels.shape)}.")
         rows = keep(part, labels)
         x = read_images(images, f"x_{part}", rows)
-        if rows is None and len(x) != len(labels):
-            raise UserError(f"y_{part} must be integers [{len(x)}], not {list(labels.shape)}.")
         chosen = slice(None) if rows is None else rows
         fields |= {f"x_{part}": x, f"y_{part}": labels[chosen]}
         fields |= {f"groups_{part}": groups[part][chosen]} if groups else {}
@@ -183,12 +184,23 @@ def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Datase
     return Dataset(name, **fields, num_classes=num_classes, class_names=names)
 
 
+def _number_of(archive: Archive, key: str) -> int:
+    """Of the images of `key`, or of `<key>_delta`."""
+    name = next((name for name in (f"{key}_delta", key) if name in archive.names), None)
+    if name is None:
+        raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
+    return archive.header(name)[0][0] if archive.header(name)[0] else 0
+
+
 def read_images(archive: Archive, key: str, rows: np.ndarray | None = None) -> np.ndarray:
     """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them."""
     if f"{key}_delta" in archive.names:
         return _delta_coded(archive, key, rows)
     if key not in archive.names:
         raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
+    dtype = archive.header(key)[2]
+    if rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # whether they are levels, all of them say
+        return as_images(archive.read(key), key)[rows]
     return as_images(archive.read(key, rows), key)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from fedjax_pcdd.data.npz import free_memory as memory_of_the_machine
 from fedjax_pcdd.errors import UserError, in_one_line
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -71,9 +72,8 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
     Raises:
       UserError: JAX has no such device, or cannot start it.
     """
-    platforms = {"gpu": "cuda,rocm"}.get(name, name)
     if name != "auto":
-        jax.config.update("jax_platforms", None if name == "gpu" else platforms)
+        jax.config.update("jax_platforms", None if name == "gpu" else name)
     if devices != "auto" and devices > 1:
         _divide_cpu(devices)
     started_platforms(name)
@@ -180,14 +180,32 @@ class CompileClock:
     """Counts programs that XLA compiled and the seconds it took, from the moment it is made."""
 
     def __init__(self):
-        """Start listening."""
-        self.count, self.seconds = 0, 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        """Start counting."""
+        self._heard = _compilations()
+        self._before = len(self._heard)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    @property
+    def count(self) -> int:
+        """Of programs."""
+        return len(self._heard) - self._before
+
+    @property
+    def seconds(self) -> float:
+        """Of all these."""
+        return sum(self._heard[self._before :])
+
+
+@functools.cache
+def _compilations() -> list[float]:
+    """Seconds of each program that XLA compiles from now on, as listeners are not taken back."""
+    heard: list[float] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
-            self.count += 1
-            self.seconds += duration_secs
+            heard.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return heard
 
 
 def free_memory() -> float:
@@ -197,9 +215,9 @@ def free_memory() -> float:
 
 
 def available_memory() -> float:
-    """Bytes for arrays that a device, or where it shares the machine's memory this, has left."""
+    """Bytes for arrays that a device, or where it shares the machine's memory this, has left; infinite if unknown."""
     free = free_memory()
-    return free if free < math.inf else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free if free < math.inf else memory_of_the_machine()
 
 
 def products(precision: str) -> str:

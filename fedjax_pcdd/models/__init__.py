@@ -122,7 +122,7 @@ def build(
       num_classes: C.
       image_shape: (H, W, channels); any shape for "mlp"; (T, 1, 1) for text.
       text: whether inputs are character codes in [0, C), not images.
-      norm: "batch" or "group", for models that normalise.
+      norm: "batch", "group" or "slow_batch" (epsilon and momentum of TensorFlow's), for models that normalise.
       dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
       param_dtype: of the parameters.
       precision: of products of float32 operands, as for `jax.default_matmul_precision`.

@@ -151,7 +151,8 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     if metric.endswith("_best"):
         chosen = dict.fromkeys((run.summary or {}).get("selected_on", "test") for run in finished)
         remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
-    headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=int(share)) for head in heads)
+    direction = -1 if metric == "pa_std" else int(share)
+    headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.summary or {} for run in finished])
     title = f"{name}{', %,' if share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))

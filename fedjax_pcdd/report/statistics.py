@@ -25,7 +25,7 @@ class Difference(NamedTuple):
       seeds: of the pairs.
       low, high: Student's interval of the mean, None for one pair.
       p: of the paired t-test, two-sided; where all differences are equal, of the sign test. None for one pair.
-      rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs.
+      rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs and where all are equal.
     """
 
     mean: float

@@ -14,6 +14,8 @@ import numpy as np
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fedjax_pcdd.errors import UserError
+
 CSV_COLUMNS = (
     *("table", "method", "variant", "settings", "column", "metric", "mean", "std", "seeds"),
     *("paper", "paper_std", "difference", "rank", "note"),
@@ -175,6 +177,22 @@ def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
         return [0] * len(cells)
     first = sorted({cell.mean for cell in known if cell.mean is not None}, reverse=best > 0)[:2]
     return [first.index(cell.mean) + 1 if cell.mean in first else 0 for cell in cells]
+
+
+def between(text: str, marks: tuple[str, str], inner: str, source: str) -> str:
+    """The text of a page with other words between its two marks.
+
+    Raises:
+      UserError: it has not one of each in this order; `source` is the name of the page.
+
+    >>> between("a [b]", ("[", "]"), "c", "page.md")
+    'a [\\nc\\n]'
+    """
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not (begin and end):
+        raise UserError(f"{source} needs the lines {' and '.join(mark.strip() for mark in marks)}: add them.")
+    return f"{before}{begin}\n{inner}\n{end}{after}"
 
 
 def escaped(text: str) -> str:

@@ -123,8 +123,7 @@ class Accuracies(Callback):
 
     def _rule(self, run: Run) -> Protocol:
         """The protocol of the rows."""
-        later = run.traits.fine_tunes and run.traits.global_model
-        return "last" if later and needs_epochs(self.protocol) else self.protocol
+        return "last" if self.keeps_best and needs_epochs(self.protocol) else self.protocol
 
     def _measured(self, run: Run) -> list[Protocol]:
         """The protocols that are measured; the aggregated models of very many clients only where they are asked for."""

@@ -188,8 +188,7 @@ class Setup:
     @property
     def tests_epochs(self) -> bool:
         """Whether clients are tested before every local epoch: not for models that are fine-tuned after training."""
-        traits = self.pairs[0][1].traits()
-        return needs_epochs(self.protocol) and not (traits.fine_tunes and traits.global_model)
+        return needs_epochs(self.protocol) and not self.keeps_best
 
     @cached_property
     def _digests(self) -> dict[int, str]:
@@ -202,7 +201,8 @@ class Setup:
         federation, one = self.federations[e], self.simulation
         public = one.data.public if isinstance(one, Simulation) else one.images
         data = self._digests[id(federation.dataset)]
-        return inputs_of(config, method, federation, data, () if public is None else public)
+        images = () if public is None else public
+        return inputs_of(config, method, federation, data, images, self.given.pipeline)
 
     def _federate(self) -> list[Federation]:
         if self.given.federation is not None:
@@ -223,13 +223,14 @@ class Setup:
             method.build(self._in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
             pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
-            client_state=config.client_state, stream=self._stream(), **self._settings(lanes),
+            client_state=config.client_state, stream=self._stream, **self._settings(lanes),
         )  # fmt: skip
 
+    @cached_property
     def _stream(self) -> int | None:
         """Bytes for the samples that are sent to the device; None where all of them are on it."""
         config, dataset = self.config, self.federations[0].dataset
-        share = int(available_memory() / 3)
+        share = int(min(available_memory(), 2**60) / 3)
         fits = dataset.x_train.nbytes + dataset.x_test.nbytes <= share
         if config.data == "device" or (config.data == "auto" and fits):
             return None

@@ -219,10 +219,6 @@ class Checkpoints:
                 self._discard_after(0 if restored is None else restored.round)
             return restored
 
-    def restore_server(self, server_like: Any) -> Restored | None:
-        """The newest intact checkpoint of either kind, for evaluation: no `clients`, nothing is removed."""
-        return self._newest({"server": server_like})
-
     def newest_record(self) -> dict[str, Any] | None:
         """What the newest full checkpoint whose record is intact has beside its arrays; None where there is none."""
         self.wait()

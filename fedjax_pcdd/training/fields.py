@@ -105,6 +105,8 @@ def _read(kind: Any, text: str) -> Any:
     """A value of one type; ValueError where the text is none."""
     if kind is Path and (not text or "\0" in text):
         raise ValueError(text)
+    if kind is Path:
+        return Path(text).expanduser()
     known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
     if not known:
         return kind(text)
@@ -166,7 +168,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         known = set()
         for key, _ in node.value:
-            if key.value in known and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.value in known:
                 twice = f"the key '{key.value}' is given twice"
                 raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
             known |= {key.value} if isinstance(key, yaml.ScalarNode) else set()

@@ -29,7 +29,7 @@ def not_finite(simulation: Any, state: State, rows: np.ndarray) -> list[str | No
         own = part.of(state)
         for name, e in _wrong(own.servers, None):
             wrong[e] = wrong[e] or f"the server's {name}"
-        for name, row in _wrong((own.clients, own.statistics), np.unique(rows) if part.group is None else None):
+        for name, row in _wrong((own.clients, own.statistics), rows if part.group is None else None):
             client = row % clients if part.group is None else part.members[row]
             wrong[row // clients if part.group is None else 0] = f"client {client}'s {name}"
     return wrong
@@ -41,8 +41,8 @@ def _wrong(tree: Tree, rows: np.ndarray | None) -> list[tuple[str, int]]:
     if not leaves:
         return []
     if isinstance(leaves[0], np.ndarray):  # in host memory: one row after another, as a copy of all may not fit
-        chosen = np.arange(len(leaves[0])) if rows is None else rows
-        bad = np.array([[not np.isfinite(leaf[row]).all() for row in chosen] for leaf in leaves])
+        rows = np.arange(len(leaves[0])) if rows is None else np.unique(rows)
+        bad = np.array([[not np.isfinite(leaf[row]).all() for row in rows] for leaf in leaves])
     else:
         bad = np.asarray(own_copy(_look(devices_of(leaves))(leaves, rows)))
     if not bad.any():

@@ -133,7 +133,7 @@ def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
     config, folder = replace(config, **{name: RUN[name].default for name in common}), temporary / "run"
     if jax.process_index() == 0:
         return config
-    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False)
+    config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False, loggers=None)
     if config.resume is None:
         return config
     folder.mkdir()

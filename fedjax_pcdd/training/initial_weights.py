@@ -37,7 +37,7 @@ def read_weights(file: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(file) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a damaged archive almost anything is raised
         raise UserError(f"`initial_weights={file}` cannot be read: {in_one_line(error)}.") from None
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd import __version__
+from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.errors import UserError
@@ -29,18 +31,22 @@ PIECES = 1024
 AGAIN = "put it back as it was, or start a new run"
 
 
-def inputs_of(config: RunConfig, method: Method, federation: Federation, data: str, public: Any) -> dict[str, Any]:
+def inputs_of(
+    config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None
+) -> dict[str, Any]:
     """What a run computes from, in JSON's types.
 
     Args:
       config, method: as asked for.
       data: digest of the federation's data set.
       public: unlabelled images [N, H, W, channels], () where the run has none.
+      pipeline: of the images, where it is not that of the options.
     """
     options = {name: value for name, value in values(config, method).items() if name not in {*MAY_CHANGE, *FOLDERS}}
     return {
         "options": json.loads(json.dumps(options, default=str)),
         "data set": data,
+        "pipeline": None if pipeline is None else repr(replace(pipeline, own=None)),
         "public images": digest([np.asarray(public)]) if np.size(public) else None,
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
@@ -63,7 +69,7 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
         if now["options"].get(name, value) != value:
             other = now["options"][name]
             raise UserError(f"`{name}` was {value} when the run in {run} began, and config.yaml has {other}: {AGAIN}.")
-    for name in ("data set", "public images", "partition"):
+    for name in ("data set", "pipeline", "public images", "partition"):
         if name in recorded and recorded[name] != now[name]:
             raise UserError(f"the {name} of the run in {run} is not the one that it began with: {AGAIN}.")
     for name, sha256 in (recorded.get("files") or {}).items():

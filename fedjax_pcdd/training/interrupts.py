@@ -34,19 +34,22 @@ class Interrupted(KeyboardInterrupt):
 
 
 def pending() -> int | None:
-    """The signal after which the run is to end; None for none, or while other processes do not know of it."""
-    known = _agreed if jax.process_count() > 1 else _noted
-    return known[0] if known else None
+    """The signal after which the run is to end; None for none, or while it is not agreed on."""
+    return _agreed[0] if _agreed else None
 
 
 def agree() -> None:
-    """Of several processes, all end after the same round: the first signal that any of them has, all have."""
+    """What has come by now ends the run after this round, in whose callbacks it is the same for all.
+
+    Of several processes, all end after the same round: the first signal that any of them has, all have.
+    """
+    known = _noted[0] if _noted else 0
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        known = int(np.max(multihost_utils.process_allgather(np.int32(_noted[0] if _noted else 0))))
-        if known and not _agreed:
-            _agreed.append(known)
+        known = int(np.max(multihost_utils.process_allgather(np.int32(known))))
+    if known and not _agreed:
+        _agreed.append(known)
 
 
 def end_after(round: int) -> None:

@@ -87,19 +87,26 @@ OWN = ("tensorboard", "wandb", "mlflow")
 
 
 def check(config: Any) -> None:
-    """UserError where a `RunConfig` asks for a logger whose package is missing, before a folder is made."""
+    """UserError where a `RunConfig` asks for a logger that is missing, or its package, before a folder is made."""
     for name in OWN:
         if getattr(config, name):
             load(name)
+    for name in _named(config):
+        LOGGERS.find(name)
 
 
 def made(config: Any, folder: Path) -> list[Callback]:
     """The loggers that a `RunConfig` asks for."""
-    options, names = asdict(config), [name.strip() for name in (config.loggers or "").split(",") if name.strip()]
+    options = asdict(config)
     loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
     loggers += [WandB(folder, options)] if config.wandb else []
     loggers += [MLflow(folder, options)] if config.mlflow else []
-    return loggers + [LOGGERS.find(name)(folder, options) for name in names]
+    return loggers + [LOGGERS.find(name)(folder, options) for name in _named(config)]
+
+
+def _named(config: Any) -> list[str]:
+    """The loggers from outside that a `RunConfig` names."""
+    return [name.strip() for name in (config.loggers or "").split(",") if name.strip()]
 
 
 def load(name: str) -> ModuleType:

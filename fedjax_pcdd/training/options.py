@@ -27,8 +27,7 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
     for option in ("split", "variant"):
         if chosen is None and option in given:
             raise UserError(f"chooses a {option} of a preset: add `preset`, or drop it.", field=option)
-    fixed = preset_method(chosen, given.get("variant")) if chosen else None
-    name = in_any_case(given.get("method", fixed or RUN["method"].default), METHODS)
+    name = method_of(given, presets)
     own = own_values(given, name)
     base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
     if own.get("local_steps") is not None or own.get("local_epochs") is not None:  # either replaces the preset's
@@ -37,6 +36,14 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
     if task:
         _check_task(own)
     return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
+
+
+def method_of(given: Mapping[str, str], presets: Path = PRESETS) -> str:
+    """The method of options, or that of their preset, or the default; UserError for a preset with a mistake."""
+    fixed = None
+    if "method" not in given and "preset" in given:
+        fixed = preset_method(read_preset(given["preset"], presets), given.get("variant"))
+    return in_any_case(given.get("method", fixed or RUN["method"].default), METHODS)
 
 
 def in_any_case(name: str, known: Mapping[str, Any]) -> str:

@@ -31,6 +31,9 @@ def origins_of(config: Any) -> dict[str, Origin]:
         *((LOGGERS, name) for name in _listed(config.loggers)),
     ]
     origins = {name: _origin(registry, name) for registry, name in named if name}
+    weights = config.initial_weights
+    if weights is not None and (file := located(str(weights))).is_file():  # what is missing is said elsewhere
+        origins[str(weights)] = origin_of_file(file)
     return {name: origin for name, origin in origins.items() if origin is not None}
 
 

@@ -245,9 +245,11 @@ class Correlation(Callback):
             public = np.asarray(pictures.correlation_matrices(run.simulation.public_logits(run.state)))
             private = np.stack([self._private(run, k) for k in range(len(self.names))])
             means = np.array([pictures.diagonals(public), pictures.diagonals(private)])
-            path = self.folder.path / "correlation.npz"
-            np.savez_compressed(path, matrices=public, private=private, means=means, participants=self.names)
-            pictures.draw_matrices(public, self.names, self.folder.path / "correlation.png", private=private)
+            arrays = {"matrices": public, "private": private, "means": means, "participants": self.names}
+            self.folder.draw("correlation.npz", lambda path: np.savez_compressed(path, **arrays))
+            self.folder.draw(
+                "correlation.png", lambda path: pictures.draw_matrices(public, self.names, path, private=private)
+            )
 
     def _private(self, run: Run, k: int) -> np.ndarray:
         """[C, C] of participant k on its own training images."""

@@ -155,7 +155,8 @@ class Tracking(Callback):
         """The pictures `track_<name>.png`."""
         if run.error is None:
             for name in self.names:
-                draw(name, {"": self.folder.rows(TRACK)}, self.folder.path / f"track_{short_name(name)}.png")
+                rows = {"": self.folder.rows(TRACK)}
+                self.folder.draw(f"track_{short_name(name)}.png", partial(draw, name, rows))
 
 
 def _has_samples(simulation: Any, all_clients: bool) -> bool:

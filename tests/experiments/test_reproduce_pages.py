@@ -8,9 +8,12 @@ import pytest
 import yaml
 from made_up_results import CLAIM, PAPER, made_up
 
+from fedjax_pcdd import methods
 from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
+from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
 from reproduction.ambiguities import effects, read_ambiguities, tags_of
 from reproduction.claims import counts, findings, read_claims
@@ -20,6 +23,7 @@ from reproduction.command import reproduce_main
 from reproduction.only_gpu import Need
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
+from reproduction.results import read_results
 from reproduction.results_page import results_page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -55,6 +59,23 @@ def test_a_row_is_repeated_by_one_command_for_all_seeds():
     (column,) = columns([made_up("fedmr", 40.0, seed) for seed in (0, 2)], PAPER)
     command = column.rows[0].command
     assert command == "for seed in 0 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
+
+
+def test_seeds_that_were_run_otherwise_have_commands_of_their_own():
+    results = [made_up("fedmr", 40.0, seed) for seed in (0, 1, 2)]
+    results[0]["command"] += " --distance=per_sample"
+    (column,) = columns(results, PAPER)
+    alone, both = column.rows[0].command.split("; for ")
+    assert alone.endswith("--seed=0 --distance=per_sample")
+    assert both == "seed in 1 2; do python experiments/run.py --method=fedmr-A --seed=$seed; done"
+
+
+def test_the_seeds_of_every_committed_row_were_run_with_the_same_options():
+    for column in columns(read_results(REPOSITORY / "results"), {}):
+        for row in column.rows:
+            usual = {name: str(option.default) for name, option in (RUN | options_of(methods.get(row.method))).items()}
+            known = [usual | one["decisive"] | {"seed": ""} for one in row.results]
+            assert all(one == known[0] for one in known), (column.table, column.split, column.tag, row.label)
 
 
 def test_printed_means_are_taken_over_seeds_that_all_splits_have():

@@ -172,15 +172,6 @@ def test_a_resume_starts_from_the_newest_full_checkpoint_and_drops_newer_ones(tm
     assert rounds_in(tmp_path) == [3]
 
 
-def test_evaluation_sees_the_newest_server_and_drops_nothing(tmp_path, opened):
-    checkpoints = opened(clients_every=3, keep=4)
-    save(checkpoints, 3, 4, 5)
-    restored = checkpoints.restore_server(server(0))
-    assert restored.round == 5
-    assert same(restored.server, server(5))
-    assert rounds_in(tmp_path) == [3, 4, 5]
-
-
 def test_without_any_full_checkpoint_a_resume_starts_afresh_and_says_so(tmp_path, opened, sentences):
     checkpoints = opened(clients_every=3)
     save(checkpoints, 1, 2)
