@@ -188,7 +188,9 @@ class Setup:
     @property
     def tests_epochs(self) -> bool:
         """Whether clients are tested before every local epoch: not for models that are fine-tuned after training."""
-        return needs_epochs(self.protocol) and not self.keeps_best
+        traits, config = self.pairs[0][1].traits(), self.config
+        one_model = traits.global_model and config.bn != "local-layers"
+        return needs_epochs(self.protocol) and not (traits.fine_tunes and one_model and config.fine_tune_epochs)
 
     @cached_property
     def _digests(self) -> dict[int, str]:

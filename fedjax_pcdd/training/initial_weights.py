@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import UserError
 
 BACKBONE = "backbone"
 
@@ -27,18 +28,9 @@ def started_from(simulation: Any, file: Path) -> State:
         raise UserError(
             "`initial_weights` are of one architecture for all: drop it where clients have models of their own."
         )
-    weights = read_weights(file)
+    weights = read_arrays(file)
     models = [with_weights(simulation.initial(e), weights, str(file)) for e in range(len(simulation.experiments))]
     return simulation.start(jax.tree.map(lambda *x: jnp.stack(x), *models))
-
-
-def read_weights(file: Path) -> dict[str, np.ndarray]:
-    """The arrays of an npz file by name; UserError where it cannot be read."""
-    try:
-        with np.load(file) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except Exception as error:  # of a damaged archive almost anything is raised
-        raise UserError(f"`initial_weights={file}` cannot be read: {in_one_line(error)}.") from None
 
 
 def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:

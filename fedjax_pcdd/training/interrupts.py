@@ -34,15 +34,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 def pending() -> int | None:
-    """The signal after which the run is to end; None for none, or while it is not agreed on."""
+    """The signal after which the run is to end; None for none, or while other processes do not know of it.
+
+    Who asks saves the round, so from then on it is what `end_after` goes by.
+    """
+    if jax.process_count() == 1:
+        agree()
     return _agreed[0] if _agreed else None
 
 
 def agree() -> None:
-    """What has come by now ends the run after this round, in whose callbacks it is the same for all.
-
-    Of several processes, all end after the same round: the first signal that any of them has, all have.
-    """
+    """Of several processes, all end after the same round: the first signal that any of them has, all have."""
     known = _noted[0] if _noted else 0
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
@@ -53,9 +55,9 @@ def agree() -> None:
 
 
 def end_after(round: int) -> None:
-    """Raise `Interrupted` where a signal is pending."""
-    if (number := pending()) is not None:
-        raise Interrupted(f"round {round} is saved", number)
+    """Raise `Interrupted` where a signal was pending when the round was saved; a later one waits for the next round."""
+    if _agreed:
+        raise Interrupted(f"round {round} is saved", _agreed[0])
 
 
 @contextmanager

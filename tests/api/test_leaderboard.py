@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from fedjax_pcdd.analysis.ranks import ranks
+from fedjax_pcdd.analysis.ranks import cliques, ranks
 from fedjax_pcdd.api import leaderboard
 from fedjax_pcdd.cli.leaderboard import _ranking
 from fedjax_pcdd.cli.main import main
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.options import configure
 
 OWN = """
@@ -123,3 +124,64 @@ def test_ranks_by_hand():
     np.testing.assert_array_equal(found.low, [1.0, 1.0, 3.0])
     np.testing.assert_array_equal(found.high, [2.0, 2.0, 3.0])
     assert found.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("select_on: validation", "select_on: test", "chooses nothing on 'dir'"),
+        ("validation: 0.2, ", "", "chooses nothing on 'dir'"),
+        ("seeds: 2", "seeds: three", "'seeds' in"),
+        ("networks: [mlp]", "networks: mlp", "at least one network"),
+        ("default: [{lr: 0.0001}, {lr: 0.1}]", "default: [1, 2]", "the trials of 'default'"),
+        ("default: [{lr: 0.0001}, {lr: 0.1}]", "default: []", "the trials of 'default'"),
+        ("public: {}", "public: 3", "'public' in"),
+        ("dir: {dataset: digits, partition: dirichlet, beta: 1}", "dir: 3", "'dir' of 'splits'"),
+    ],
+)
+def test_a_plan_that_is_not_understood_is_refused(tmp_path, old, new, words):
+    (tmp_path / "plan.yaml").write_text(PLAN.replace(old, new))
+    with pytest.raises(UserError, match=words):
+        leaderboard.read_plan(tmp_path / "plan.yaml")
+
+
+def test_results_that_are_damaged_or_of_another_class_are_named(tmp_path):
+    cell = leaderboard.Cell("mlp", "dir", "two.py:Mine")
+    leaderboard.write_result(made("one.py:Mine", [0.5]), cell.path(tmp_path))
+    with pytest.raises(UserError, match=r"is of method=one.py:Mine: rename one of the classes"):
+        leaderboard.has_result(cell, tmp_path)
+    for text, words in (("{", "is damaged"), ("{}", "is no result of the leaderboard")):
+        cell.path(tmp_path).write_text(text)
+        with pytest.raises(UserError, match=words):
+            leaderboard.read_results(tmp_path)
+
+
+def made(method, accuracies, failed=0):
+    seeds = [{"seed": i, "ga_best": x, "ga_last": x, "ga_mean_last10": x} for i, x in enumerate(accuracies)]
+    seeds += [{"seed": len(seeds) + i, "failed": "not finite"} for i in range(failed)]
+    return {"network": "mlp", "split": "dir", "method": method, "trials": [], "chosen": {}, "floats": 1, "seeds": seeds}
+
+
+def test_methods_of_which_seeds_failed_come_last_without_a_rank():
+    table = leaderboard.table("mlp", "dir", [made("a", [0.9], failed=2), made("b", [0.7] * 3), made("c", [0.8] * 3)])
+    assert [(row.label, row.cells[0].rank) for row in table.rows] == [("c", 1), ("b", 2), ("a", 0)]
+
+
+def test_fewer_seeds_are_no_failures():
+    cells = [leaderboard.Cell("mlp", "dir", name) for name in "abc"]
+    results = [made("a", [0.9]), made("b", [0.5] * 3), made("c", [])]
+    names, _, scores = leaderboard.over_splits(results, cells)
+    assert names == ["b", "c"]
+    np.testing.assert_array_equal(scores[:, 0], [[0.5] * 3, [-np.inf] * 3])
+
+
+def test_one_split_tells_no_methods_apart_or_together():
+    assert cliques(np.array([1.0, 2.0, 3.0]), float("nan")) == []
+
+
+def test_a_page_in_a_new_folder_and_workers_in_a_fresh_one(tmp_path, folder, capsys):
+    assert main(command(folder, f"--page={tmp_path}/new/page.md", "--method=fedprox")) == 0
+    assert (tmp_path / "new/page.md").is_file()
+    words = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/fresh"]
+    assert main(["leaderboard", *words, "--method=fedprox", "--workers=2"]) == 0
+    assert (tmp_path / "fresh" / "worker-0.log").is_file()

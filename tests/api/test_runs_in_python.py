@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.cli.run import main
@@ -112,3 +113,56 @@ def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypat
         ("start", None), ("params", {"lr": "0.1"}), (1, {"ga": 0.5}), "FINISHED",
         ("start", "7"), (1, {"ga": 0.5}), "FINISHED",
     ]  # fmt: skip
+
+
+def test_a_run_of_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = fp.simulate(federation, "fedavg", rounds=1, run_dir="run", **SMALL)
+    monkeypatch.chdir("/")
+    same(fp.load_run(tmp_path / "run"), first)
+    again = fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", resume=True, label="mine", **SMALL)
+    same(again, first)
+    assert again.label == "mine"
+
+
+def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tmp_path):
+    bright, dark = fp.Pipeline(mean=(0.5,)), fp.Pipeline(mean=(0.1,))
+    fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", pipeline=bright, **SMALL)
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(fp.UserError, match="the pipeline of the run in"):
+        fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", pipeline=dark, resume=True, **SMALL)
+    (tmp_path / "run" / "resolved.json").unlink()
+    for load in (fp.load_run, fp.resume):
+        with pytest.raises(fp.UserError, match=r"with pipeline=\.\.\."):
+            load(tmp_path / "run")
+
+
+def test_initial_weights_are_part_of_what_a_run_began_with(federation, tmp_path):
+    kernels = fp.simulate(federation, "fedavg", rounds=1, **SMALL).variables["params"]["backbone"]
+    flat = {"/".join(["params", *map(str, key)]): np.full_like(x, 0.5) for key, x in flatten_dict(kernels).items()}
+    np.savez(tmp_path / "w.npz", **flat)
+    options = {"rounds": 1, "cohort": 2, "client_state": "host", "initial_weights": tmp_path / "w.npz", **SMALL}
+    fp.simulate(federation, "ditto", run_dir=tmp_path / "run", **options)
+    history = fp.load_run(tmp_path / "run")
+    assert sum(_untouched(history, client) for client in range(4)) == 2
+    np.savez(tmp_path / "w.npz", **{name: x + 1 for name, x in flat.items()})
+    with pytest.raises(fp.UserError, match="has changed since this run began"):
+        fp.load_run(tmp_path / "run")
+
+
+def _untouched(history, client):
+    return all((x[client] == 0.5).all() for x in jax.tree.leaves(history.state.clients["params"]["backbone"]))
+
+
+def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
+    for name, content in (("a.npy", None), ("empty.npz", b""), ("cut.npz", b"PK\x03\x04 and no more")):
+        np.save(tmp_path / name, np.zeros(3)) if content is None else (tmp_path / name).write_bytes(content)
+        with pytest.raises(fp.UserError, match="is no readable npz archive"):
+            fp.simulate(federation, "fedavg", rounds=1, initial_weights=tmp_path / name, **SMALL)
+
+
+def test_epochs_are_measured_where_nothing_is_fine_tuned(federation):
+    options = {"rounds": 2, "local_epochs": 2, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
+    plain, best = (fp.simulate(federation, "fedavg", pa_protocol=rule, **options) for rule in ("last", "best_epoch"))
+    assert "pa_best_epoch_last" not in plain.summary
+    assert best.summary["pa_best_epoch_last"] == best.summary["pa_last"] >= plain.summary["pa_last"]

@@ -8,6 +8,7 @@ from made_up_runs import write_run
 
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.cli.analyse import analyse_main, table
+from fedjax_pcdd.data.federation import read_counts
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
 
@@ -143,3 +144,52 @@ def test_columns_of_a_table_are_aligned():
     lines = table(["a", "bb"], [["ccc", "d"]]).splitlines()
     assert len(set(map(len, lines))) == 1
     assert np.char.count(lines, "|").tolist() == [3, 3, 3]
+
+
+def test_options_may_follow_a_space_and_formats_are_checked(run, tmp_path, capsys):
+    assert "| run" in said(capsys, "angles", run / "tracked", "--output", tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    for words in (("angles", run), ("partition", "--partition=pcdd", "--clients=5", "--classes-per-client=2")):
+        assert "--output must end with .png, .pdf, .svg, .jpg" in refused(capsys, *words, f"--output={tmp_path}/x.xyz")
+
+
+def test_a_search_compares_runs_that_differ_in_the_searched_option_alone(tmp_path, capsys):
+    points = [(0.1, 0.1, 0.9), (0.1, 0.01, 0.2), (1.0, 0.1, 0.8)]
+    for i, (mu, lr, ga) in enumerate(points):
+        write_run(tmp_path / str(i), ga, method="fedprox", mu=mu, lr=lr, origin={"hyperparameters": {"mu": mu}})
+    line = said(capsys, "grid", tmp_path).splitlines()[2]
+    assert [cell.strip() for cell in line.split("|")[3:7]] == ["mu", "0.1", "test", "90.00"]
+
+
+def test_words_can_be_searched_too(tmp_path, capsys):
+    for i, step in enumerate(("full", "none")):
+        hyper = {"server_step": step}
+        write_run(
+            tmp_path / str(i), 0.4 + 0.1 * i, method="feddyn", server_step=step, origin={"hyperparameters": hyper}
+        )
+    assert "| none " in said(capsys, "grid", tmp_path)
+
+
+def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
+    for i, lr in enumerate((0.1, 0.01)):
+        origin = {"hyperparameters": {"ew": 1.0}}
+        write_run(tmp_path / str(i), 0.25 * (i + 1), method="fedgela", lr=lr, origin=origin)
+    rows = said(capsys, "bilateral", tmp_path).splitlines()[2:]
+    assert [row.split("|")[3].strip() for row in rows] == ["25.00", "50.00"]
+    assert "lr=0.01" in rows[1]
+
+
+def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys):
+    write_run(tmp_path / "task", task="digits_domains")
+    write_run(tmp_path / "plain")
+    assert "domains of a task" in refused(capsys, "tasks", tmp_path / "task", tmp_path / "plain")
+
+
+def test_counts_of_a_repeated_class_add_up_and_a_file_without_rows_is_refused(tmp_path, capsys):
+    file = tmp_path / "counts.csv"
+    file.write_text("centre,fold,class,count\na,train,x,5\na,train,x,6\n")
+    np.testing.assert_array_equal(read_counts(file).counts, [[11]])
+    file.write_text("centre,fold,class,count\na,test,x,5\n")
+    assert "has no rows of the fold 'train'" in refused(capsys, "partition", f"--counts={file}")
+    file.write_text("centre,fold,class,count\na,train\n")
+    assert "must have the columns" in refused(capsys, "partition", f"--counts={file}")

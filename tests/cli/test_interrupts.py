@@ -64,6 +64,16 @@ def test_a_signal_within_rounds_is_noted_and_a_second_sigint_ends_at_once():
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_signal_after_the_round_was_saved_waits_for_the_next_one():
+    with interrupts.watch(60), interrupts.rounds():
+        assert interrupts.pending() is None  # as the checkpoint asks
+        signal.raise_signal(signal.SIGTERM)
+        interrupts.end_after(1)
+        assert interrupts.pending() == signal.SIGTERM
+        with pytest.raises(interrupts.Interrupted, match="round 2 is saved"):
+            interrupts.end_after(2)
+
+
 def test_of_several_processes_a_signal_counts_when_all_know_of_it(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda mine: np.array([0, mine]))

@@ -12,9 +12,13 @@ import pytest
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
-from fedjax_pcdd.api.grid import MEASURES, expand, stages, summarise
+from fedjax_pcdd.api.grid import MEASURES, expand, stages, summarise, values_of
+from fedjax_pcdd.api.search import Search
+from fedjax_pcdd.api.sweep import Planned, Sweep
 from fedjax_pcdd.cli.sweep import launch, sweep_main
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.options import configure
 
 DRAWS_PICTURES = True
 SMALL = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3", "--min-samples=1"]
@@ -282,3 +286,33 @@ def test_a_grid_chooses_by_what_its_preset_selects_on(tmp_path):
             for one in stage
         }
     assert seen == [["1", "2"], ["1", "1"]]
+
+
+def test_the_method_of_a_preset_is_that_of_a_sweep(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "{method: fedgela, dataset: digits, ew: 4, select_on: validation, validation: 0.1}"
+    )
+    given = {"preset": str(tmp_path / "config.yaml"), "seed": "0:2"}
+    assert [one.given["method"] for one in expand(given)] == ["fedgela", "fedgela"]
+    assert [one.name for stage in stages(given, {}) for one in stage] == ["fedgela-s0", "fedgela-s1"]
+    assert Search({**given, "ew": "1,4"}, {}).on_test is False
+    assert [one.given["method"] for one in expand({"preset": "fedmr/table6", "variant": "intra-only"})] == ["fedmr"]
+    assert [one.given["method"] for one in expand({"method": "FedGELA,fedavg"})] == ["fedgela", "fedavg"]
+
+
+def test_options_whose_commas_are_theirs_take_one_value():
+    with pytest.raises(UserError, match="takes one value in a sweep"):
+        fp.sweep({"lr_steps": ["10", "20"]})
+    assert values_of("loggers", "a.py:A,b.py:B") == ["a.py:A,b.py:B"]
+
+
+def test_a_continued_sweep_takes_what_may_change(tmp_path):
+    def sweep(**options):
+        planned = [Planned(e.name, *configure(e.given)) for e in expand({"method": "fedavg", "rounds": "1"} | options)]
+        return Sweep(planned, tmp_path, lambda name, error: None)
+
+    before = sweep(keep="3", data_dir="/old").left["fedavg"]
+    (tmp_path / "fedavg").mkdir()
+    (tmp_path / "fedavg" / "config.yaml").write_text(dump(before.config, before.method))
+    after = sweep(keep="9", data_dir="/new").left["fedavg"].config
+    assert (after.keep, str(after.data_dir), after.resume) == (9, "/new", tmp_path / "fedavg")

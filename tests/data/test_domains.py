@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.data import augment, domain_shifts, sources
+from fedjax_pcdd.data.domain_shifts import resize
 from fedjax_pcdd.data.domains import TASKS, load_public, load_task
 from fedjax_pcdd.errors import UserError
 
@@ -444,3 +445,9 @@ def test_public_fashion_mnist_is_resized_and_replicated():
     images = load_public("fashion_mnist", DATA, seed=0)
     assert images.shape == (5000, 32, 32, 3)
     np.testing.assert_array_equal(images[..., 0], images[..., 2])
+
+
+@pytest.mark.parametrize("side", [16, 32])
+def test_images_that_are_no_levels_are_refused(side):
+    with pytest.raises(UserError, match=r"must be uint8 in \[0, 255\], not float32"):
+        resize(np.zeros((2, side, side, 3), np.float32), 32)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.data.lists import Partition, class_counts
+from fedjax_pcdd.data.lists import Partition, class_counts, load_partition
 from fedjax_pcdd.data.partition import (
     PARTITIONS,
     dirichlet,
@@ -317,3 +317,19 @@ def test_mistakes_are_answered_by_one_sentence(name, options, sentence):
     with pytest.raises(UserError, match=sentence) as error:
         split_by(name, **options)
     assert str(error.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("train", "sizes", "words"),
+    [
+        ([0.5, 1.5, 2.5], [2, 1], "must be integers"),
+        (list(range(10)), [5, 2], "adds up to 7, but train has 10"),
+        (list(range(10)), [5, 10], "adds up to 15, but train has 10"),
+        (list(range(4)), [5, -1], "adds up to 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_their_lists_are_refused(tmp_path, train, sizes, words):
+    file = tmp_path / "lists.npz"
+    np.savez(file, train=train, train_size=sizes, test=[0, 1], test_size=[1, 1])
+    with pytest.raises(UserError, match=words):
+        load_partition(file)

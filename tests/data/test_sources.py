@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.data.dataset import largest_groups, sampler, subset
 from fedjax_pcdd.data.federation import Federation
@@ -310,3 +311,38 @@ def test_mnist_files_are_whole(name):
 def test_office_caltech10_has_no_split():
     with pytest.raises(UserError, match="no train/test split"):
         real("office_caltech10")
+
+
+@pytest.mark.parametrize("rows", [5, 60])
+def test_labels_of_another_number_are_refused_where_only_some_samples_are_wanted(tmp_path, rows):
+    x, y = np.full((20, 4, 4), 7, np.uint8), np.arange(rows) % 2
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=np.arange(20) % 2)
+    with pytest.raises(UserError, match=rf"y_train must be integers \[20\], not \[{rows}\]"):
+        sources.load("mine", tmp_path, sampler("mine", 4, None, 0))
+
+
+def test_whether_integers_are_levels_all_of_them_say(tmp_path):
+    x, y = np.arange(20, dtype=np.int16)[:, None, None] + np.zeros((1, 4, 4), np.int16), np.arange(20) % 2
+    x[0, 0, 0] = 300
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    for seed in range(3):
+        assert sources.load("mine", tmp_path, sampler("mine", 4, None, seed)).x_train.dtype == np.float32
+
+
+def test_tables_of_any_integers_are_kept_as_numbers(tmp_path):
+    for dtype in (np.uint8, np.int64):
+        x, y = np.arange(20, dtype=dtype).reshape(10, 2), np.arange(10) % 2
+        np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:0], y_test=y[:0])
+        loaded = sources.load("mine", tmp_path)
+        assert (loaded.x_train.dtype, loaded.x_test.dtype) == (np.float32, np.float32)
+        np.testing.assert_array_equal(loaded.x_train.reshape(10, 2), x)
+
+
+def test_no_tests_take_the_type_of_the_training_images():
+    x = np.full((4, 3, 3, 1), 200)
+    data = fp.from_arrays(x, [0, 1, 0, 1], x[:0], [])
+    assert data.x_test.dtype == data.x_train.dtype == np.uint8
+    with pytest.raises(UserError, match="x_train must be a NumPy array, not a list"):
+        fp.Dataset("mine", [[1]], np.zeros(1, int), x, np.zeros(4, int), 2)
+    with pytest.raises(UserError, match="groups must be a pair"):
+        fp.from_arrays(x, [0, 1, 0, 1], x, [0, 1, 0, 1], groups=np.zeros(4, int))

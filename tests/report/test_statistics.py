@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.statistics import LEAST_WILCOXON, VERDICTS, Difference, family, paired, rank_correlation
+from fedjax_pcdd.report.tables import between
 
 
 def of(*values):
@@ -78,3 +80,10 @@ def test_the_rank_correlation_is_spearmans_also_with_ties():
 @pytest.mark.parametrize("ours", [[1.0, 2.0], [3.0, 3.0, 3.0]])
 def test_few_or_equal_values_have_no_order(ours):
     assert rank_correlation(ours, list(range(len(ours)))) is None
+
+
+def test_a_page_without_both_marks_is_refused():
+    assert between("a <x> old <y> b", ("<x>", "<y>"), "new", "page.md") == "a <x>\nnew\n<y> b"
+    for text in ("a <x> b", "a <y> b", "<y> <x>"):
+        with pytest.raises(UserError, match=r"page.md needs the lines <x> and <y>"):
+            between(text, ("<x>", "<y>"), "new", "page.md")
