@@ -276,6 +276,38 @@ def test_a_server_optimiser_of_ones_own_goes_around_any_method_that_averages(mon
         methods.get("fedprox+sign")
 
 
+LION = """
+import optax
+from flax import struct
+import fedjax_pcdd as fp
+
+@struct.dataclass
+class Lion(fp.ServerOptimised):
+    "Signs of the pseudo-gradient."
+
+    def server_rule(self):
+        return optax.scale_by_sign()
+"""
+
+
+def test_a_server_optimiser_by_its_path_is_part_of_what_a_run_began_with(tmp_path, capsys):
+    file = tmp_path / "lion.py"
+    file.write_text(LION)
+    name = f"fedavg+{file}:Lion"
+    words = ["--dataset=digits", "--rounds=1", "--local-epochs=1", "--lanes=1", "--clients=3", "--quiet"]
+    assert main([f"--method={name}", "--server-lr=0.01", *words, f"--run-dir={tmp_path / 'run'}"]) == 0
+    (origin,) = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["from_outside"].values()
+    assert (origin["path"], origin["object"]) == (str(file), "Lion")
+    assert methods.get(name) is methods.get(name)
+    assert methods.suffixes_of(f"fedprox+prototypes+{file}:Lion") == ["prototypes", f"{file}:Lion"]
+    file.write_text(LION.replace("Signs", "The signs"))
+    assert main([f"--resume={tmp_path / 'run'}"]) == 2
+    assert "lion.py has changed since this run began" in capsys.readouterr().err
+    refused(
+        "cannot stand behind a method: derive a dataclass from fp.ServerOptimised", methods.get, "fedavg+json:loads"
+    )
+
+
 @pytest.mark.parametrize("name", [*methods.METHODS, "fedavg+adam", "moon+prototypes"])
 def test_the_docstring_of_a_method_says_what_its_fields_know(name):
     text = inspect.getdoc(methods.get(name))

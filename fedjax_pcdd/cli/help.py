@@ -3,7 +3,6 @@
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,8 +108,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def help_text(method: str) -> str:
     """All run options in groups, then the hyper-parameters of a method; UserError for an unknown one."""
     cls = methods.get(method)
-    first = [replace(one, default=method) if one.name == "method" else one for one in _SELECTION]
-    groups = [("selection", "What to run, and where its defaults come from.", first)]
+    groups = [("selection", "What to run, and where its defaults come from.", _SELECTION)]
     for group, text in GROUPS.items():
         groups.append((group, text, [option for option in RUN.values() if option.group == group]))
     own = list(options_of(cls).values())
@@ -128,5 +126,5 @@ def _description(method: str, has_own: bool) -> str:
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
         f"{own}; --method=NAME --help shows those of {others}. "
-        "NAME+prototypes is a method that averages models with a contrast to class prototypes."
+        f"NAME+SUFFIX is a method with something added, as moon+prototypes: {', '.join(methods.known_suffixes())}."
     )

@@ -52,7 +52,7 @@ from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.solo import Solo
 from fedjax_pcdd.methods.with_prototypes import Prototypes
 from fedjax_pcdd.methods.wrappers import SEPARATOR, Addition, Wrapper, in_front, wrapped
-from fedjax_pcdd.registry import Registry
+from fedjax_pcdd.registry import Registry, is_import_path, load_object, short_name
 
 OWN: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -133,11 +133,12 @@ def get(name: str) -> type[Method]:
     Raises:
       UserError: there is none, or what is there is no method.
     """
-    plain, suffixes = plain_name(name), name.removeprefix(plain_name(name)).split(SEPARATOR)[1:]
+    plain, suffixes = plain_name(name), suffixes_of(name)
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
-    return wrapped(cls, plain, suffixes, known_suffixes() if suffixes else {})
+    own = {suffix: _addition(suffix) for suffix in suffixes if is_import_path(suffix)}
+    return wrapped(cls, plain, suffixes, {**known_suffixes(), **own} if suffixes else {})
 
 
 def known_suffixes() -> dict[str, Wrapper]:
@@ -146,11 +147,31 @@ def known_suffixes() -> dict[str, Wrapper]:
     return {**WRAPPERS, **steps}
 
 
+def _addition(path: str) -> Wrapper:
+    """What an import path behind a plus sign stands for: what is added to a method."""
+    found = load_object(path)
+    if not (isinstance(found, type) and issubclass(found, Addition)):
+        raise UserError(f"{path} cannot stand behind a method: derive a dataclass from fp.ServerOptimised.")
+    return Wrapper(in_front(found, short_name(path)), int(issubclass(found, ServerStep)), found.source())
+
+
 def plain_name(name: str) -> str:
     """The method without what is wrapped about it.
 
-    >>> [plain_name(name) for name in ("moon+prototypes", "c++/keep.py:FedKeep+prototypes")]
-    ['moon', 'c++/keep.py:FedKeep']
+    >>> [plain_name(name) for name in ("moon+prototypes", "c++/keep.py:FedKeep+prototypes", "moon+lion.py:Lion")]
+    ['moon', 'c++/keep.py:FedKeep', 'moon']
     """
+    first = name.partition(SEPARATOR)[0]
+    if first in METHODS or ":" in first:  # else the plus sign may be one of a folder's name
+        return first
     folder, colon, tail = name.rpartition(":")
     return folder + colon + tail.split(SEPARATOR)[0]
+
+
+def suffixes_of(name: str) -> list[str]:
+    """What is wrapped about a method, by names or import paths.
+
+    >>> suffixes_of("moon+prototypes+lion.py:Lion"), suffixes_of("c++/keep.py:FedKeep")
+    (['prototypes', 'lion.py:Lion'], [])
+    """
+    return name.removeprefix(plain_name(name)).split(SEPARATOR)[1:]

@@ -23,7 +23,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import UserError, in_one_line, shortened
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.layers import linear_init
 
@@ -266,7 +266,8 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     if isinstance(part, nnx.Module):
         return NnxBackbone(Maker(part))
     if not callable(part):
-        raise UserError(f"model {name} must be a Flax module, or what returns one, not {type(part).__name__}.")
+        label = shortened(part) if name == type(part).__name__ else name
+        raise UserError(f"model {label} must be a Flax module, or what returns one, not {type(part).__name__}.")
     own = inspect.isclass(part) and issubclass(part, nnx.Module)  # whose own signature is that of any NNX class
     try:
         taken = inspect.signature(functools.partial(part.__init__, None) if own else part).parameters

@@ -208,8 +208,9 @@ def escaped(text: str) -> str:
 def terminal(table: Table) -> RichTable:
     """For a console."""
     rich = RichTable(title=table.title or None, title_justify="left")
-    for heading, left in zip(table.headings, table.left, strict=True):
-        rich.add_column(Text(heading), justify="left" if left else "right")
+    for i, (heading, left) in enumerate(zip(table.headings, table.left, strict=True)):
+        # Names that end alike are told from one another at any width.
+        rich.add_column(Text(heading), justify="left" if left else "right", overflow="ellipsis" if i else "fold")
     for line in _lines(table, ("{}",) * 3, str):
         rich.add_row(*map(Text, line))
     return rich

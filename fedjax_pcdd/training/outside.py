@@ -21,6 +21,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
     """Where the parts of a `RunConfig` come from that are not of this package, by their names in it."""
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
+        *((_registry_of(suffix), suffix) for suffix in methods.suffixes_of(config.method)),
         (LOADERS, None if config.task else config.dataset),
         (PARTITIONS, None if config.task else config.partition),
         (PARTITIONS, None if config.availability == "model" else config.availability),
@@ -37,6 +38,10 @@ def origins_of(config: Any) -> dict[str, Origin]:
     return {name: origin for name, origin in origins.items() if origin is not None}
 
 
+def _registry_of(suffix: str) -> Registry:
+    return methods.SERVER_OPTIMISERS if suffix in methods.SERVER_OPTIMISERS else methods.WRAPPERS
+
+
 def _listed(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
@@ -46,7 +51,8 @@ def _origin(registry: Registry, name: str) -> Origin | None:
         return origin_of_file(located(name)) if located(name).is_file() else None  # what is missing is said elsewhere
     if is_import_path(name):
         return origin_of(registry.find(name), name)
-    return origin_of(registry.find(name)) if name in registry else None
+    part: Any = registry.find(name) if name in registry else None
+    return None if part is None else origin_of(getattr(part, "wrap", part))
 
 
 def recorded_origins(value: Any, source: str) -> dict[str, Origin]:

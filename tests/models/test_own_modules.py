@@ -213,7 +213,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize(
     ("part", "sentence"),
     [
-        (42, "model int must be a Flax module, or what returns one, not int."),
+        (42, "model 42 must be a Flax module, or what returns one, not int."),
         (lambda x: x, "model <lambda> needs 'x': pass a Flax module"),
         (lambda: 3, "model <lambda> must be a Flax module, or what returns one, not int."),
         (Wide, "model Wide needs 'width': pass a Flax module"),

@@ -114,7 +114,7 @@ def test_early_stopping_waits_for_as_many_evaluations_as_it_is_told(federation):
         ({"callbacks": [StopAt]}, "callbacks takes"),
         ({"callbacks": StopAt(1)}, "callbacks takes a list"),
         ({"callback": 3}, "callback takes a function of the history, not 3"),
-        ({"model": 42}, "model int must be a Flax module, or what returns one, not int"),
+        ({"model": 42}, "model 42 must be a Flax module, or what returns one, not int"),
         ({"pipeline": "grey"}, "pipeline takes an fp.Pipeline, not 'grey'"),
     ],
 )
