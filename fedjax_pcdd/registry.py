@@ -2,7 +2,7 @@
 
     @fp.register_method("fedkeep")               a decorator, where the part is defined
     [project.entry-points."fedjax_pcdd.methods"]  a package that is installed, found when a name is looked up
-    --method=fedkeep.py:FedKeep                   an import path, `file.py:object` or `package.module:object`
+    method=fedkeep.py:FedKeep                     an import path, `file.py:object` or `package.module:object`
 
 All three work wherever a name is taken. A part from outside has an `Origin`: the file that defines it and its SHA-256,
 which a run writes down, so that it is not continued with another content.

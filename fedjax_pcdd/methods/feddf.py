@@ -2,10 +2,10 @@
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020.
 Server form (default, one architecture): sent as FedAvg; the weighted mean of the models is then trained on the server
-for `--server-steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
+for `server_steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
 teachers are fixed meanwhile, so they look at public images once, in eval mode and without augmentation: here when
 they upload, so the count of what is sent has these N C logits, which a server with the models makes itself.
-Participants' form (`--form=participants`, FCCL's comparison): logits travel, and all take a step towards their
+Participants' form (`form=participants`, FCCL's comparison): logits travel, and all take a step towards their
 mean on each public batch.
 """
 

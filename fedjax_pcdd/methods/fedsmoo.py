@@ -5,7 +5,7 @@ Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), 
 up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
 Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
 where the code leaves lambda w to the weight decay (`quadratic=decay`). The evaluated model is the server's; FedDyn's
-mean of the cohort is recorded beside it. Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
+mean of the cohort is recorded beside it. Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
 from typing import Any, Literal

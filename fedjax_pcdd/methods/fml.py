@@ -2,7 +2,7 @@
 
 Shen et al., "Federated Mutual Learning", 2020.
 Sent: the meme, both ways (its normalisation statistics too). The meme is averaged with equal weights, as officially (so
-are its statistics); `--meme-weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
+are its statistics); `meme_weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
 optimiser that is new each round (officially the private model's goes on). FCCL does not say which meme it compared
 with: ResNet10 is ours. Published as it is, the official script never averages: its calls are commented out.
 """
