@@ -61,10 +61,6 @@ class FedDF(Exchanging):
         """The global model, or the own one."""
         return Method.download(self, server, client) if self._at_server else super().download(server, client)
 
-    def personal_variables(self, server, client):
-        """The global model, or the own one."""
-        return self.download(server, client)
-
     def upload(self, variables, summary, context):
         """The model, and what it says of all public images [N, C], as its part of the ensemble."""
         if not self._at_server:

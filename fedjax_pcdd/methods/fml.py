@@ -87,10 +87,6 @@ class FML(Participant):
         """The mean meme, whose GA is recorded beside that of the private models."""
         return {"meme": server.variables}
 
-    def personal_variables(self, server, client):
-        """The own model and the shared meme."""
-        return join(private=client, meme=server.variables)
-
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Of the meme; a client's of the model that answers."""
         name = "meme" if scope == "generic" else self.answer
