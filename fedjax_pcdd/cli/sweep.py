@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fedjax_pcdd.api.grid import MEASURES, Experiment, stages, summarise
+from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.messages import called, flag, guarded, sentence
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.training.fields import Option, convert
+from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.presets import read_preset
 
 if TYPE_CHECKING:
