@@ -26,11 +26,6 @@ from fedjax_pcdd.training.presets import PRESETS, read_run
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
-def parse(argv: Sequence[str]) -> tuple[RunConfig, Method]:
-    """Configuration and method that arguments stand for; UserError for any mistake in them."""
-    return configure(scan(argv))
-
-
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
     """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
 

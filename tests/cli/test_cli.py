@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import commands
 import pytest
 
 from fedjax_pcdd.api import runs as api_runs
@@ -32,7 +33,7 @@ def runs(monkeypatch, tmp_path):
 
 
 def parse(*argv):
-    return cli.parse(argv)
+    return commands.parse(argv)
 
 
 def refusal(capsys, *argv):

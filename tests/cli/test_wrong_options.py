@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, RUN
+from commands import ROOT, RUN, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pcdd.cli.messages import guarded
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import RUN as OPTIONS
