@@ -83,8 +83,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0; 1 where an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -74,7 +74,7 @@ def outcome(argv):
     """Exit code and what was said."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
-        code = guarded(lambda: parse(argv) and None)
+        code = guarded(lambda argv: parse(argv) and None, argv)
     return code, err.getvalue()
 
 
