@@ -39,13 +39,13 @@ from fedjax_pcdd.models.convolution_table import Choices
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.config import RunConfig, rounds_of, unused
+from fedjax_pcdd.training.device_choices import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.training.fine_tuning import after_training, calibrated, check_calibration
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.initial_weights import started_from
 from fedjax_pcdd.training.inputs import digest_of, inputs_of
 from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, needs_epochs, protocol_of
-from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
