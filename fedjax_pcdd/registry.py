@@ -2,7 +2,7 @@
 
     @fp.register_method("fedkeep")               a decorator, where the part is defined
     [project.entry-points."fedjax_pcdd.methods"]  a package that is installed, found when a name is looked up
-    --method=fedkeep.py:FedKeep                   an import path, `file.py:object` or `package.module:object`
+    method=fedkeep.py:FedKeep                     an import path, `file.py:object` or `package.module:object`
 
 All three work wherever a name is taken. A part from outside has an `Origin`: the file that defines it and its SHA-256,
 which a run writes down, so that it is not continued with another content.
@@ -130,10 +130,10 @@ def recall(origins: Mapping[str, Origin]) -> None:
     _recorded.update(origins)
 
 
-def located(path: str) -> Path:
-    """A file by its path, or where the run that was read had it."""
-    file = Path(path).expanduser()
-    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
+def located(name: str, path: str | None = None) -> Path:
+    """The file that a name stands for, or where the run that was read had it; without a path the name is its path."""
+    file = Path(name if path is None else path).expanduser()
+    return Path(_recorded[name].path) if name in _recorded and not file.is_file() else file
 
 
 def short_name(name: str) -> str:
@@ -145,12 +145,6 @@ def short_name(name: str) -> str:
     return Path(name).stem if name.endswith(".npz") else name.rpartition(":")[2]
 
 
-def _file_of(path: str) -> Path:
-    """The file of an import path `file.py:object`, or where the run that was read had it."""
-    file = Path(path.rpartition(":")[0]).expanduser()
-    return Path(_recorded[path].path) if path in _recorded and not file.is_file() else file
-
-
 def _import_path(origin: Origin) -> str:
     return f"{origin.path}:{origin.object}"
 
@@ -159,7 +153,7 @@ def load_object(path: str) -> Any:
     """The object of an import path; UserError where file, module or object is missing or fails to import."""
     head, _, tail = path.rpartition(":")
     try:
-        module = _module_of_file(_file_of(path)) if head.endswith(".py") else importlib.import_module(head)
+        module = _module_of_file(located(path, head)) if head.endswith(".py") else importlib.import_module(head)
     except UserError:
         raise
     except Exception as error:  # whatever a user's own file does
@@ -205,7 +199,7 @@ def origin_of(part: Any, path: str = "") -> Origin | None:
     """
     if path:
         head, _, tail = path.rpartition(":")
-        file = _file_of(path) if head.endswith(".py") else getattr(sys.modules.get(head), "__file__", None)
+        file = located(path, head) if head.endswith(".py") else getattr(sys.modules.get(head), "__file__", None)
         return None if file is None else origin_of_file(Path(file), tail)
     module = getattr(part, "__module__", None) or type(part).__module__
     name = getattr(part, "__qualname__", None) or type(part).__qualname__

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from chex import assert_trees_all_close, assert_trees_all_equal
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
@@ -112,18 +113,6 @@ def leaves(tree: Any) -> list[np.ndarray]:
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
-def assert_close(one: Any, other: Any, tolerance: float) -> None:
-    """AssertionError where two trees differ by more than a relative or absolute tolerance."""
-    for a, b in zip(leaves(one), leaves(other), strict=True):
-        np.testing.assert_allclose(a, b, tolerance, tolerance)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """AssertionError where two trees differ in a bit."""
-    for a, b in zip(leaves(one), leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def three_rounds_with_changing_cohorts_compile_once(make: Make) -> None:
     """Shapes depend on the federation alone."""
     simulated = make()
@@ -139,14 +128,14 @@ def three_rounds_with_changing_cohorts_compile_once(make: Make) -> None:
 
 def lanes_do_not_change_results(make: Make) -> None:
     """Hooks see one client, whoever is trained beside it."""
-    assert_close(train(make()), train(make(lanes=1)), 1e-5)
+    assert_trees_all_close(train(make()), train(make(lanes=1)), rtol=1e-5, atol=1e-5)
 
 
 def blocks_do_not_change_results(make: Make) -> None:
     """Jobs that begin and end together do so under one vmap, as on an accelerator."""
     together = make(lanes=3, block=3)
     assert together.program.blocks.together
-    assert_close(train(together, ROUNDS[:1]), train(make(lanes=1), ROUNDS[:1]), 1e-5)
+    assert_trees_all_close(train(together, ROUNDS[:1]), train(make(lanes=1), ROUNDS[:1]), rtol=1e-5, atol=1e-5)
 
 
 def client_state_on_the_host_does_not_change_results(make: Make) -> None:
@@ -158,8 +147,8 @@ def client_state_on_the_host_does_not_change_results(make: Make) -> None:
     state, report = train(device)
     other, other_report = train(host)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(other.clients))
-    assert_close((state, report), (other, other_report), 1e-6)
-    assert_close(device.evaluate(state, personal=True), host.evaluate(other, personal=True), 0)
+    assert_trees_all_close((state, report), (other, other_report), rtol=1e-6, atol=1e-6)
+    assert_trees_all_close(device.evaluate(state, personal=True), host.evaluate(other, personal=True), rtol=0, atol=0)
 
 
 def order_of_clients_does_not_change_results(make: Make) -> None:
@@ -171,7 +160,7 @@ def order_of_clients_does_not_change_results(make: Make) -> None:
     plan = schedule.pack([batches[i] for i in order], 2, steps=simulated.capacity)
     expected, _ = simulated.step(simulated.start(), 0)
     state, _ = simulated.step(simulated.start(), 0, (plan, shuffled))
-    assert_close(state, expected, 1e-6)
+    assert_trees_all_close(state, expected, rtol=1e-6, atol=1e-6)
 
 
 def continuing_from_a_copied_state_is_bitwise_the_same(make: Make) -> None:
@@ -181,7 +170,7 @@ def continuing_from_a_copied_state_is_bitwise_the_same(make: Make) -> None:
     copy = jax.tree.map(lambda x: jnp.asarray(np.array(x)), state)
     straight, _ = train(simulated)
     resumed, _ = simulated.step(copy, 2)
-    assert_same(straight, resumed)
+    assert_trees_all_equal(straight, resumed)
 
 
 def a_ragged_federation_gives_no_nan(make: Make) -> None:
@@ -205,7 +194,7 @@ def a_round_without_clients_changes_nothing(make: Make) -> None:
     jobs = jobs._replace(weight=jobs.weight * 0, steps=jobs.steps * 0)
     before = leaves(simulated.start())
     state, _ = simulated.step(simulated.start(), 0, (plan, jobs))
-    assert_same(before, leaves(state))
+    assert_trees_all_equal(before, leaves(state))
 
 
 CLAIMS: tuple[Callable[[Make], None], ...] = (
@@ -227,4 +216,4 @@ def reduces_to_fedavg(simulated: Simulation, plain: Simulation) -> None:
       plain: FedAvg on the same model.
     """
     (state, _), (expected, _) = train(simulated), train(plain)
-    assert_close(state.servers.variables, expected.servers.variables, 1e-6)
+    assert_trees_all_close(state.servers.variables, expected.servers.variables, rtol=1e-6, atol=1e-6)

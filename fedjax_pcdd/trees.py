@@ -5,6 +5,7 @@ carries one leading axis S on every leaf, a row per client. Trees that meet in a
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,11 @@ def select(tree: Tree, row: Any) -> Tree:
 def zeros_like(tree: Tree) -> Tree:
     """Zeros with the shapes and dtypes of the leaves; takes arrays or `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def size(tree: Tree) -> int:
+    """How many numbers the leaves have, which may be abstract."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def total(trees: Iterable[Tree]) -> Tree:

@@ -12,10 +12,16 @@ from pathlib import Path
 
 import jax
 
+from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run import main
 
 ROOT = Path(__file__).parent.parent
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py")]
+
+
+def parse(argv):
+    """Configuration and method that arguments stand for."""
+    return configure(scan(argv))
 
 
 def start(*options, cwd=None, **environment):

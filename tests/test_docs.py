@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import toy
 import yaml
+from commands import parse
 
 import method_pages
 from documentation import relinked
@@ -209,7 +210,7 @@ def test_the_page_of_a_method_has_its_options_its_hooks_and_its_file(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_command_on_the_page_of_a_method_parses(name):
-    assert cli.parse(shlex.split(method_pages.command(name))[2:])
+    assert parse(shlex.split(method_pages.command(name))[2:])
 
 
 def test_the_command_on_a_page_names_a_task_only_where_participants_exchange():

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from commands import parse
 from flax import struct
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, registry
-from fedjax_pcdd.cli import options
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import lists, partition, sources
 from fedjax_pcdd.errors import UserError
@@ -145,7 +145,7 @@ def test_all_kinds_of_parts_take_an_import_path(folder):
 
 
 def test_options_of_a_method_from_outside_are_known(folder, capsys):
-    config, method = options.parse(["--method=own.py:FedStep", "--eta=0.25", "--loud"])
+    config, method = parse(["--method=own.py:FedStep", "--eta=0.25", "--loud"])
     assert (method.eta, method.loud) == (0.25, True)
     assert run_folder(config).name.startswith("FedStep-digits-")
     assert main(["--method=own.py:FedStep", "--help"]) == 0

@@ -178,7 +178,7 @@ def _timed_forms(workload: Workload, lanes: int, precision: str) -> Any:
     from benchmarks.round_time import build
     from fedjax_pcdd.engine.devices import TYPES
     from fedjax_pcdd.engine.tuning import operations, time_forms
-    from fedjax_pcdd.training.tuning import SECONDS
+    from fedjax_pcdd.training.device_choices import SECONDS
 
     asked = operations(build(workload, precision), workload.shape, workload.batch, lanes, TYPES[precision])
     return time_forms(asked, time.perf_counter() + SECONDS)

@@ -90,14 +90,14 @@ def _test_features(view: View, probe: jax.Array) -> jax.Array:
     return jax.lax.map(lambda index: features(view, index), probe)
 
 
-def _client_variances(found: Tree) -> Numbers:
-    seen, numbers = (np.asarray(x) for x in found)
+def _client_variances(client_features: Tree) -> Numbers:
+    seen, numbers = (np.asarray(x) for x in client_features)
     values = [eigenvalue_variance(z[:n])[1] if n >= 2 else np.nan for z, n in zip(seen, numbers, strict=True)]
     return {"variance": np.array(values)}
 
 
-def _spectrum(found: Tree, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
-    batches = np.asarray(found)
+def _spectrum(test_features: Tree, counts: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, Any]:
+    batches = np.asarray(test_features)
     pooled, labels = batches.reshape(-1, batches.shape[-1]), labels.ravel()
     eigenvalues, variance = mean_spectrum(batches)
     return {
@@ -139,7 +139,7 @@ _OWN = {
     "features": Quantity(
         "angles between the mean features of classes (FedGELA, Figures 3 and 5)",
         _client_feature_angles, lambda view, probe: _feature_angles(view),
-        lambda found: {name: _degrees(found)[name] for name in ("existing", "missing")}, _mean_degrees,
+        lambda angles: {name: _degrees(angles)[name] for name in ("existing", "missing")}, _mean_degrees,
     ),
     "spectrum": Quantity(
         "variance of the 50 largest eigenvalues of the features' correlation (FedMR, Table 7), and spectra",
@@ -147,14 +147,14 @@ _OWN = {
     ),
     "intra": Quantity(
         "FedMR's intra-class loss, whatever the method trains (FedMR, Figure 7)",
-        _client_intra, _test_intra, lambda found: {"loss": np.asarray(found, float)},
-        lambda found, counts, labels, classes: {"loss": float(found)},
+        _client_intra, _test_intra, lambda losses: {"loss": np.asarray(losses, float)},
+        lambda loss, counts, labels, classes: {"loss": float(loss)},
     ),
     "gradients": Quantity(
         "norm of the gradients before clipping, share of clipped steps, norm of the backbone's weights",
         _client_steps, lambda view, probe: _backbone_norm(view),
-        lambda found: {name: np.asarray(value, float) for name, value in found.items()},
-        lambda found, counts, labels, classes: {"weights": float(found)}, of_steps=True,
+        lambda steps: {name: np.asarray(value, float) for name, value in steps.items()},
+        lambda norm, counts, labels, classes: {"weights": float(norm)}, of_steps=True,
     ),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Context, Keys, Message, Method, ServerContext
 from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import select, size
 
 PUBLIC = 5000  # N, public images
 
@@ -62,15 +62,15 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
     params = lane.variables["params"]
     logits, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
     return Traffic(
-        up=_size(sent) + logits, down=down + aims, client=_size(client), held=_size(lane.variables) + sum(held),
-        model=_size(_model_part(simulated, lane.variables)), head=_size(params.get("head", {})),
+        up=size(sent) + logits, down=down + aims, client=size(client), held=size(lane.variables) + sum(held),
+        model=size(_model_part(simulated, lane.variables)), head=size(params.get("head", {})),
         features=simulated.program.setting.feature_dim,
     )  # fmt: skip
 
 
 def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
     """Scalars that `Method.upload` sends, but for what is said of public images; arguments as `traffic`."""
-    return _size(_traced(_simulation(method, model, image_shape))[-1])
+    return size(_traced(_simulation(method, model, image_shape))[-1])
 
 
 def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
@@ -150,7 +150,7 @@ def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tu
         return logits, select(aims, 0)
 
     logits, aims = jax.eval_shape(exchange, client, images)
-    return _size(logits), _size(aims)
+    return size(logits), size(aims)
 
 
 def _used(function, *arguments) -> list[bool]:
@@ -177,10 +177,6 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
     jaxpr: Any = jax.make_jaxpr(aggregate)(server, message, weights).jaxpr
     before = jaxpr.invars[: len(jax.tree.leaves(server))]
     return [after is not old for after, old in zip(jaxpr.outvars, before, strict=True)]
-
-
-def _size(tree: Tree) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def _model_part(simulated: Simulation, variables: Tree) -> Tree:

@@ -21,6 +21,7 @@ from fedjax_pcdd.engine.lanes import run_lanes
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Context, Local, Message, Method
+from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select
 
 # Of (data, server, variables, row) of one client: anything small.
@@ -54,11 +55,6 @@ class Steps(NamedTuple):
         return Steps(self.count + 1, self.norm + jnp.sqrt((norms**2).sum()), self.clipped + (norms > limit).any())
 
 
-def without_steps(variables: Tree) -> Tree:
-    """The variables as the method knows them."""
-    return {name: tree for name, tree in variables.items() if name != STEPS}
-
-
 @struct.dataclass
 class Watched(Method):
     """The local training of another method; what it uploads is what `look` finds, which may read the data.
@@ -82,7 +78,7 @@ class Watched(Method):
 
     def loss(self, variables, batch, context):
         """The other method's."""
-        return self.inner.loss(without_steps(variables), batch, _known(context))
+        return self.inner.loss(without_collection(variables, STEPS), batch, _known(context))
 
     def regulariser(self, params, context):
         """The other method's."""
@@ -100,7 +96,8 @@ class Watched(Method):
             gradients.append(given)
             return step(given, **apart)
 
-        loss, state, taken = self.inner.local_update(evaluate, noted, without_steps(variables), batch, _known(context))
+        known = without_collection(variables, STEPS)
+        loss, state, taken = self.inner.local_update(evaluate, noted, known, batch, _known(context))
         if self.of_steps and gradients:
             moved = only(self.trainable(variables["params"], context), gradients[-1])
             state = {**state, STEPS: variables[STEPS].after(moved, context.hyper.clip, self.traits().apart)}
@@ -117,7 +114,7 @@ class Watched(Method):
 
 def _known(context: Context) -> Context:
     """The context of the other method."""
-    return context._replace(start=without_steps(context.start))
+    return context._replace(start=without_collection(context.start, STEPS))
 
 
 @full_precision

@@ -10,6 +10,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure, in_any_case, method_of
 from fedjax_pcdd.training.presets import read_preset
 
@@ -21,7 +22,6 @@ SEARCH = {  # what a search takes beside its space
     "together": Option("together", int, False, 1, low=1),
     "search_seed": Option("search_seed", int, False, 0, low=0),
 }
-MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
 class Experiment(NamedTuple):

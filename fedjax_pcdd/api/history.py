@@ -23,11 +23,11 @@ from fedjax_pcdd.errors import UserError, as_path, failed_write, nearest, shorte
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
 
 CURVES = IN_WORDS | {"loss": "training loss"}
-MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
 
 
 @dataclass(frozen=True, eq=False)

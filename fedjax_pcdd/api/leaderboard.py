@@ -250,16 +250,16 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
       M methods, B splits as "split, network", and accuracies [M, B, seeds], -inf for a run that failed.
     """
     known = {(one["network"], one["split"], one["method"]): one for one in results}
-    places = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
+    pairs = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
     every = dict.fromkeys(one["method"] for one in results)
     most = max((len(one["seeds"]) for one in results), default=1)
     names = [
         name for name in every
-        if all((one := known.get((*place, name))) and len(one["seeds"]) in (0, most) for place in places)
+        if all((one := known.get((*pair, name))) and len(one["seeds"]) in (0, most) for pair in pairs)
     ]  # fmt: skip
-    scores = [[_scores(known[*place, name], most) for place in places] for name in names]
-    whole = np.reshape(np.array(scores), (len(names), len(places), most))
-    return [short_name(name) for name in names], [f"{split}, {network}" for network, split in places], whole
+    scores = [[_scores(known[*pair, name], most) for pair in pairs] for name in names]
+    whole = np.reshape(np.array(scores), (len(names), len(pairs), most))
+    return [short_name(name) for name in names], [f"{split}, {network}" for network, split in pairs], whole
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:

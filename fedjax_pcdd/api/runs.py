@@ -27,6 +27,7 @@ from fedjax_pcdd.training.build import Given, Pair
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
+from fedjax_pcdd.training.device_choices import Say
 from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
@@ -34,7 +35,6 @@ from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import bar
 from fedjax_pcdd.training.tasks import setup
-from fedjax_pcdd.training.tuning import Say
 
 
 def warn(sentence: str) -> None:

@@ -30,7 +30,6 @@ RUN is the folder of a run, or one that holds such folders. What --track wrote i
 its last checkpoint, where the clients' models are those after the local training of one further round.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -65,10 +64,10 @@ def analyse_main(argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+    return guarded(_main, argv)
 
 
-def _main(arguments: list[str]) -> None:
+def _main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         flags = [flag(option.name) for option in RUN.values() if option.group == "data"]
         print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
@@ -79,7 +78,7 @@ def _main(arguments: list[str]) -> None:
         raise failed_write(error, Path(error.filename or ".")) from error
 
 
-def _run(name: str, arguments: list[str]) -> str:
+def _run(name: str, arguments: Sequence[str]) -> str:
     if name == "partition":
         return _partition(scan(arguments))
     if name not in COMMANDS:

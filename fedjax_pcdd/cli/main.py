@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"  {name:11} {text}" for name, (_, _, text) in COMMANDS.items()]
     usage = "\n".join(["usage: fedjax-pcdd COMMAND [--NAME=VALUE ...]", "", *lines, "", "COMMAND --help says more."])
     if word in ("--help", "-h"):
-        return guarded(lambda: print(usage))
+        return guarded(lambda _: print(usage), rest)
     from fedjax_pcdd.errors import nearest
 
     print(f"there is no command '{word}': {nearest(word, COMMANDS)}", file=sys.stderr)

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,11 +47,16 @@ def _warned_in_sentences() -> Iterator[None]:
         warnings.formatwarning = written
 
 
-def guarded(work: Callable[[], int | None]) -> int:
-    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence."""
+def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
+    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence.
+
+    Args:
+      work: with the arguments.
+      argv: arguments without the program's name; None for those of the process.
+    """
     try:
         with _warned_in_sentences():
-            code = work() or 0
+            code = work(sys.argv[1:] if argv is None else argv) or 0
         sys.stdout.flush()
         return code
     except UserError as error:

@@ -5,7 +5,6 @@ Everything is generated from dataclasses (`RunConfig`, a method, the form of a c
 
 import inspect
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -24,11 +23,6 @@ from fedjax_pcdd.training.fields import Option, bounds, choices, convert, member
 from fedjax_pcdd.training.presets import PRESETS, read_run
 
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
-
-
-def parse(argv: Sequence[str]) -> tuple[RunConfig, Method]:
-    """Configuration and method that arguments stand for; UserError for any mistake in them."""
-    return configure(scan(argv))
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
@@ -135,11 +129,11 @@ def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, p
       Exit code, as `guarded`.
     """
 
-    def whole() -> None:
-        if (options := _parsed(form, sys.argv[1:] if argv is None else argv, program)) is not None:
+    def whole(arguments: Sequence[str]) -> None:
+        if (options := _parsed(form, arguments, program)) is not None:
             work(options)
 
-    return guarded(whole)
+    return guarded(whole, argv)
 
 
 def _parsed(form: Any, argv: Sequence[str], program: str) -> Any:

@@ -22,8 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0, 2 for a mistake of the user (one sentence on stderr), 130 for an interrupt.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> None:

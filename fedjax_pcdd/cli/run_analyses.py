@@ -193,11 +193,11 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     """The run of FedAvg with the same model and training on the same partition and kind of machine."""
     alike = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
 
-    def place(one: RunRecord) -> list[Any]:
+    def compared(one: RunRecord) -> list[Any]:
         machine = [(one.summary or {}).get(name) for name in ("device", "platform", "cpus")]
         return [one.partition, *(one.config.get(name) for name in alike), *machine]
 
-    return next((one for one in records if one.method == REFERENCE and place(one) == place(record)), None)
+    return next((one for one in records if one.method == REFERENCE and compared(one) == compared(record)), None)
 
 
 def bilateral(records: list[RunRecord], given: Options) -> str:
@@ -234,12 +234,12 @@ def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], 
             continue
         if ew is not None or record.method == REFERENCE:
             summaries[ew is not None].append(summary)
-        place = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
+        setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
         if ew is not None:
-            label = place + (" (linear)" if hyper.get("scale") == "linear" else "")
+            label = setting + (" (linear)" if hyper.get("scale") == "linear" else "")
             groups.setdefault(label, []).append((ew, ga, pa))
         elif record.method == REFERENCE:
-            fedavg.setdefault(place, []).append((ga, pa))
+            fedavg.setdefault(setting, []).append((ga, pa))
     return groups, fedavg, summaries
 
 

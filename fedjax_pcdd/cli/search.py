@@ -36,8 +36,7 @@ A search is one process, since a suggestion follows from the results before it: 
 
 def search_main(argv: Sequence[str] | None = None) -> int:
     """Search as the arguments say; exit code as `sweep_main`."""
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:

@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from fedjax_pcdd.api.grid import MEASURES, Experiment, stages, summarise
+from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.messages import called, flag, guarded, sentence
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.training.fields import Option, convert
+from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.presets import read_preset
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit code: 0; 1 where an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: _main(argv))
+    return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:

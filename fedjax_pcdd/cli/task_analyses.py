@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.analysis.domains import balanced, draw_bars, draw_embeddings, draw_tasks, fluctuation, separation
+from fedjax_pcdd.analysis.domain_figures import (
+    balanced,
+    draw_bars,
+    draw_embeddings,
+    draw_tasks,
+    fluctuation,
+    separation,
+)
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.errors import UserError

@@ -52,7 +52,7 @@ def read_tfds(folder: str | os.PathLike, name: str, mapped: bool = False) -> Dat
     try:
         return _from_builder(tfds.builder_from_directory(folder), name, mapped)
     except NotImplementedError as error:
-        again = f"remove it and prepare it anew by: fedjax-pcdd prepare {name} --data-dir=..."
+        again = f"remove it and prepare it anew by fedjax-pcdd prepare {name} with the same `data_dir`."
         raise UserError(f"{folder} is not in the array_record format; {again}") from error
     except ImportError as error:
         raise UserError(f"{folder} is read by array-record, which is missing: pip install array-record.") from error

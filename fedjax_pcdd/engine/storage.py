@@ -169,30 +169,30 @@ class OnHost(OnDevice):
             for start, chunk in zip(range(0, len(rows), self.chunk), self._split(rows), strict=True):
                 part, own = lifted(jnp.asarray(chunk)), rows[start : start + self.chunk]
                 if whole is None:
-                    whole = jax.tree.map(lambda x: self._array((self.rows, *x.shape[1:]), x.dtype), part)
+                    whole = jax.tree.map(lambda x: self.array((self.rows, *x.shape[1:]), x.dtype), part)
 
                 def write(old, new, own=own):
                     values = np.ascontiguousarray(np.asarray(new)[: len(own)])
                     if values.view(np.uint8).any():  # the room has zeros, for which neither memory nor time is spent
-                        self._put(old, own, values)
+                        self.put(old, own, values)
 
                 jax.tree.map(write, whole, part)
-                self._release()
+                self.release()
         return whole
 
-    def _array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Room for rows."""
         return np.zeros(shape, dtype)
 
-    def _get(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Some rows of what `_array` made, in memory of their own."""
+    def get(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Some rows of what `array` made, in memory of their own."""
         return array[rows]
 
-    def _put(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
+    def put(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
         """Write them."""
         array[rows] = values
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """What was read and written need not stay in memory."""
 
     def changed(self):
@@ -230,12 +230,12 @@ class OnHost(OnDevice):
         def of_devices(x: np.ndarray) -> jax.Array:
             shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, self.spec)
             assert target is not None
-            own = lambda index: self._get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
+            own = lambda index: self.get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
             return jax.make_array_from_callback(shape, target, own)
 
-        gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(self._get(x, rows))
+        gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(self.get(x, rows))
         held = jax.tree.map(gather, (state.clients, state.statistics))
-        self._release()
+        self.release()
         return held
 
     def prefetch(self, state, rows):
@@ -249,14 +249,14 @@ class OnHost(OnDevice):
             def write(old, value):
                 for part, own in _parts(value):
                     kept = trained[part]
-                    self._put(old, rows[part][kept], own if kept.all() else own[kept])
+                    self.put(old, rows[part][kept], own if kept.all() else own[kept])
                 return old
 
             return jax.tree.map(write, tree, new)
 
         clients, statistics = scatter(state.clients, after.clients), scatter(state.statistics, after.statistics)
         self._changed[rows[trained]] = True
-        self._release()
+        self.release()
         if self._ahead:
             self._ahead = self._patched(self._ahead, clients, (after.clients, after.statistics), rows, trained)
         return State(after.servers, clients, statistics)
@@ -291,7 +291,8 @@ class OnDisk(OnHost):
     _files: ClassVar[weakref.WeakKeyDictionary[mmap.mmap, int]] = weakref.WeakKeyDictionary()  # of any simulation, as
     # these take over states
 
-    def _array(self, shape, dtype):
+    def array(self, shape, dtype):
+        """Room for rows in a file; UserError where the disk has none."""
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         if not size:
             return np.empty(shape, dtype)
@@ -313,21 +314,23 @@ class OnDisk(OnHost):
         """The state, with the clients in files of their own."""
 
         def copy(array):
-            new = self._array(array.shape, array.dtype)
+            new = self.array(array.shape, array.dtype)
             for rows in np.array_split(self._own, max(1, -(-len(self._own) // self.chunk))):
-                self._put(new, rows, self._get(array, rows))
-            self._release()
+                self.put(new, rows, self.get(array, rows))
+            self.release()
             return new
 
         clients, statistics = jax.tree.map(copy, (state.clients, state.statistics))
         return State(jax.tree.map(lambda x: x.copy(), state.servers), clients, statistics)
 
-    def _get(self, array, rows):
+    def get(self, array, rows):
+        """Some rows, read from the file."""
         values = np.empty((len(rows), *array.shape[1:]), array.dtype)
         self._transfer(lambda file, value, at: os.preadv(file, [value], at), array, rows, values)
         return values
 
-    def _put(self, array, rows, values):
+    def put(self, array, rows, values):
+        """Write them to the file; UserError where the disk is full."""
         try:
             self._transfer(os.pwrite, array, rows, np.ascontiguousarray(values))
         except OSError as error:  # where a file system gives no room before it is written to
@@ -352,6 +355,7 @@ class OnDisk(OnHost):
             memory = memory.obj if isinstance(memory, memoryview) else memory.base
         return self._files[memory]
 
-    def _release(self):
+    def release(self):
+        """What was read and written need not stay in memory: the file has it."""
         for one in self._files:
             one.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

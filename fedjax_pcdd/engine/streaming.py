@@ -65,9 +65,9 @@ class Split:
         first, total = ends - sizes, int(ends[-1]) if len(ends) else 0
         numbers = np.zeros(self.most_of(capacity) if capacity else self.most, np.int32)
         numbers[:total] = self.lists.flat[np.repeat(self.lists.starts[rows] - first, sizes) + np.arange(total)]
-        start, here = self._table(capacity or self.rows)
-        start[: len(rows)], here[: len(rows)] = first, rows
-        return self._samples(numbers, total, start, here)
+        start, row_numbers = self._table(capacity or self.rows)
+        start[: len(rows)], row_numbers[: len(rows)] = first, rows
+        return self._samples(numbers, total, start, row_numbers)
 
     def chunk(self, numbers: np.ndarray) -> Samples:
         """Samples by their numbers, which are no row's."""
@@ -187,9 +187,9 @@ class Streamed:
                 shape = (self.devices, *pieces[0].shape[1:])
                 return jax.make_array_from_single_device_arrays(shape, target, pieces)
 
-            images, labels, start, numbers, here = map(joined, _OWN)
+            images, labels, start, numbers, row_numbers = map(joined, _OWN)
             order, sizes = distribute((shards[0].order, part.sizes), self.devices)
-            return Samples(images, labels, order, start, sizes, numbers, here)
+            return Samples(images, labels, order, start, sizes, numbers, row_numbers)
 
         test = split(self.test)
         return self.known._replace(test=test) if capacity else self.known._replace(train=split(self.train), test=test)

@@ -2,7 +2,7 @@
 
 Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020, algorithm 1.
 Sent: as FedAvg. A client keeps its own model v with its running statistics, and alpha.
-Follows the paper: parameters are mixed, and all gradients are taken before the step. `--mix=logits` is the published
+Follows the paper: parameters are mixed, and all gradients are taken before the step. `mix=logits` is the published
 code, which mixes logits, steps w first, and moves alpha after both steps, with 0.02 alpha added to its slope. Alpha is
 fixed unless `adapt` says otherwise, as there. Running statistics are mixed as parameters are; v's are those of the
 mixture's batches. PA is that of the mixture with the w just trained. The recorded loss is that of w plus the mixture's.

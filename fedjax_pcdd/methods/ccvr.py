@@ -86,20 +86,20 @@ class CCVR(Method):
         """The calibrated head is the model's own, until the last round."""
         return Server(variables, variables["params"]["head"])
 
-    def _training(self, context):
+    def training(self, context):
         """Whether this round trains; the last one calibrates."""
         return context.round < context.setting.rounds - 1
 
     def trainable(self, params, context):
         """Nothing moves in the last round."""
-        training = self._training(context)
+        training = self.training(context)
         return moving(params, head=training, body=training)
 
     def local_update(self, evaluate, step, variables, batch, context):
         """As FedAvg; running statistics stand still in the last round, too."""
         loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
         before = {name: variables[name] for name in state}
-        return loss, where(self._training(context), state, before), taken
+        return loss, where(self.training(context), state, before), taken
 
     def summarise(self, variables, batch, context):
         """The sums of 1, z and z z^T of each class; zeros before the last round."""
@@ -113,7 +113,7 @@ class CCVR(Method):
         def zeros():
             return no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
 
-        return jax.lax.cond(self._training(context), zeros, sums)
+        return jax.lax.cond(self.training(context), zeros, sums)
 
     def upload(self, variables, summary, context):
         """The model and the sums."""
@@ -129,7 +129,7 @@ class CCVR(Method):
             head = self.calibrated(server.variables["params"]["head"], message.total, context.key)
             return server._replace(head=head)
 
-        return jax.lax.cond(self._training(context), train, calibrate)
+        return jax.lax.cond(self.training(context), train, calibrate)
 
     def calibrated(self, head, moments, key):
         """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the sums."""
@@ -159,7 +159,8 @@ class Calibration(CCVR):
         """Any round is the last."""
         return super().traits()._replace(summary=Summary())
 
-    def _training(self, context):
+    def training(self, context):
+        """No round does."""
         return False
 
     def local_update(self, evaluate, step, variables, batch, context):

@@ -52,7 +52,7 @@ def misspelt(method: Any, contract: type) -> list[str]:
     functions = [name for cls in type(method).__mro__ for name, one in vars(cls).items() if callable(one)]
     own = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
     near = {name: get_close_matches(name, hooks, 1, 0.85) for name in own}
-    return [f"{_name(method)}.{name} is no hook: did you mean `{found[0]}`?" for name, found in near.items() if found]
+    return [f"{_name(method)}.{name} is no hook: did you mean `{close[0]}`?" for name, close in near.items() if close]
 
 
 def _name(method: Any) -> str:

@@ -4,7 +4,7 @@ Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", 
 Sent: as FedAvg. A client keeps its own model and that model's running statistics.
 Both models see the same batches and take one step each, with optimisers that are new each round and clipping of each by
 itself; the proximal term, which is inside the clipping, pulls towards w^t as received. The mean is weighted by n_k (the
-published code weighs equally, `--weights=uniform`); lambda is one number, not chosen by each client on held-out data.
+published code weighs equally, `weights=uniform`); lambda is one number, not chosen by each client on held-out data.
 The recorded loss is the sum of both, without the proximal term; with `personal_epochs`, where the own model has epochs
 of its own after the global one's and each step costs one model's, the mean over the steps of both.
 """

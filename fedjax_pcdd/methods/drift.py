@@ -4,7 +4,7 @@ w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k with v_k the su
 is a server momentum, near 1 where alpha is small; without this step of the server alpha -> 0 is FedAvg.
 """
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ def size_factor(context: Context) -> jax.Array:
 class Drifting(Method):
     """The server's side of both methods; a client's objective is left to them."""
 
+    keeps_state: ClassVar[bool] = False  # whether the field `state` of server and clients is a tree as the parameters
+
     eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
         "selected_mean",
         help="model that GA is read from, the others being recorded beside it: mean of the cohort's models, mean of "
@@ -86,15 +88,16 @@ class Drifting(Method):
         return super().weight(facts) if self._averages else jnp.ones((), jnp.result_type(float))
 
     def init_server(self, setting, variables, class_counts, key):
-        """No client has drifted; those that never took part count with w^0."""
+        """No client has drifted; those that never took part count with w^0. What a method adds starts at 0."""
+        state = zeros_like(variables["params"]) if self.keeps_state else ()
         if self._averages:
-            return Server(variables, (), (), ())
+            return Server(variables, (), (), state)
         latest = jax.tree.map(jnp.copy, variables) if self.eval == "all_mean" else ()
-        return Server(variables, zeros_like(variables["params"]), latest, ())
+        return Server(variables, zeros_like(variables["params"]), latest, state)
 
     def init_client(self, setting, server, facts, key):
-        """No drift yet."""
-        return Client(zeros_like(server.variables["params"]), server.latest, ())
+        """No drift yet, and 0 for what a method adds."""
+        return Client(zeros_like(server.variables["params"]), server.latest, zeros_like(server.state))
 
     def pace(self) -> jax.Array | float:
         """A drift grows by this times w_k - w^t."""

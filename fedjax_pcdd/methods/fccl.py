@@ -2,9 +2,9 @@
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
 Sent: the logits of public images up, their mean down (per public epoch N C scalars each way); no parameters.
-Follows the paper where the published code differs, but that every public batch has a new Adam (`--public-optimizer`),
+Follows the paper where the published code differs, but that every public batch has a new Adam (`public_optimizer`),
 and that the correlation is of centred columns with the unbiased standard deviation over B (code), which the paper does
-not fix. The code puts the previous model's logits in the place of one's own in the mean: `--own=previous`.
+not fix. The code puts the previous model's logits in the place of one's own in the mean: `own=previous`.
 """
 
 from typing import Literal, NamedTuple

@@ -2,7 +2,7 @@
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
 Sent: the model (parameters and running statistics) each way. Clients keep nothing.
-Follows the paper: weights n_k (option `--weights=batches` for what the FedMR and FedGELA codes use).
+Follows the paper: weights n_k (option `weights=batches` for what the FedMR and FedGELA codes use).
 """
 
 from flax import struct

@@ -2,8 +2,8 @@
 
 Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
 Sent: the body each way; the random head once, before the first round. A client keeps nothing.
-Follows the paper, also in the weights p_k = n_k / n; the published code averages uniformly (--weights=uniform). PA:
-every client fine-tunes the best global model for --fine-tune-epochs (published code 5, FedGELA protocol 10). GA:
+Follows the paper, also in the weights p_k = n_k / n; the published code averages uniformly (`weights=uniform`). PA:
+every client fine-tunes the best global model for `fine_tune_epochs` (published code 5, FedGELA protocol 10). GA:
 the global body under the initial head; the mean of the fine-tuned models is the other reading.
 """
 

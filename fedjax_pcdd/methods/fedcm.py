@@ -4,7 +4,7 @@ Xu et al., "FedCM: Federated Learning with Client-level Momentum", 2021.
 Sent: the model and the direction Delta down (2P), the model and the scalar eta tau_k up. Clients keep nothing.
 Follows the published code, which has no local momentum, but for tau_k: the steps that each client made (a_k with
 momentum), where the code takes those of the first client for all, and weights n_k. Clipping acts on the mixture, weight
-decay follows in full. Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
+decay follows in full. Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
 from typing import Any

@@ -17,12 +17,14 @@ from flax import struct
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
 from fedjax_pcdd.methods.steps import effective_steps, state_advice
-from fedjax_pcdd.trees import squared_distance, zeros_like
+from fedjax_pcdd.trees import squared_distance
 
 
 @struct.dataclass
 class FedDC(Drifting):
     """L = CE + (alpha_k / 2) * ||w - (w^t - h_k)||^2 + <w, Delta / nu_k - Delta_k>."""
+
+    keeps_state = True  # Delta and Delta_k
 
     alpha: float = hyperparameter(0.01, symbol="alpha", help="weight of the drift's penalty", low=0.0)
     alpha_scaling: Literal["common", "inverse_size"] = hyperparameter(
@@ -44,15 +46,6 @@ class FedDC(Drifting):
         """With momentum, an update over K_s steps is too large a state."""
         counted = self.step_normaliser != "steps"
         return self, [*self.unread(), *state_advice("FedDC", setting, hyper, counts_momentum=counted)]
-
-    def init_server(self, setting, variables, class_counts, key):
-        """Delta starts at 0."""
-        server = super().init_server(setting, variables, class_counts, key)
-        return server._replace(state=zeros_like(variables["params"]))
-
-    def init_client(self, setting, server, facts, key):
-        """Delta_k starts at 0."""
-        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.state))
 
     def _ratio(self, context: Context):
         return size_factor(context) if self.alpha_scaling == "inverse_size" else 1.0

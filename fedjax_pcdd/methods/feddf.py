@@ -2,10 +2,10 @@
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020.
 Server form (default, one architecture): sent as FedAvg; the weighted mean of the models is then trained on the server
-for `--server-steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
+for `server_steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
 teachers are fixed meanwhile, so they look at public images once, in eval mode and without augmentation: here when
 they upload, so the count of what is sent has these N C logits, which a server with the models makes itself.
-Participants' form (`--form=participants`, FCCL's comparison): logits travel, and all take a step towards their
+Participants' form (`form=participants`, FCCL's comparison): logits travel, and all take a step towards their
 mean on each public batch.
 """
 
@@ -60,10 +60,6 @@ class FedDF(Exchanging):
     def download(self, server, client):
         """The global model, or the own one."""
         return Method.download(self, server, client) if self._at_server else super().download(server, client)
-
-    def personal_variables(self, server, client):
-        """The global model, or the own one."""
-        return self.download(server, client)
 
     def upload(self, variables, summary, context):
         """The model, and what it says of all public images [N, C], as its part of the ensemble."""

@@ -5,8 +5,8 @@ Classifier", ICCV 2023.
 Sent: backbone, projection and the scalar beta each way; no classifier, as the ETF follows from a seed. Clients keep
 nothing. PA: after the last round each client trains on for E epochs and tunes ETF and projection in turn for itself.
 Follows the published code: a class that a client lacks counts as one sample in the balanced softmax (`removed` is the
-printed formula), weight decay acts on beta too. Momentum that crosses rounds, as there, is `--optimizer-state=kept`.
-With `--local-steps` a client trains on for one epoch, with epochs of each client's own for the most of them.
+printed formula), weight decay acts on beta too. Momentum that crosses rounds, as there, is `optimizer_state=kept`.
+With `local_steps` a client trains on for one epoch, with epochs of each client's own for the most of them.
 """
 
 import dataclasses

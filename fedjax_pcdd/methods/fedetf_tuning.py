@@ -10,7 +10,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.fedetf import ETF, FedETF, Server
 from fedjax_pcdd.methods.method import Message, Step, Traits, hyperparameter
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.parts import joined, without, without_collection
 from fedjax_pcdd.models.etf import draw_etf
 from fedjax_pcdd.trees import zeros_like
 
@@ -68,8 +68,7 @@ class FedETFTuning(FedETF):
 
     def upload(self, variables, summary, context):
         """The model without what is the client's own."""
-        shared = without(variables, ETF)
-        return (), Message(mean={name: tree for name, tree in shared.items() if name != TRACE})
+        return (), Message(mean=without_collection(without(variables, ETF), TRACE))
 
     def personal_variables(self, server, client):
         """The model before its tuning."""

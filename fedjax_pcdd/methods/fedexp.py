@@ -4,8 +4,8 @@ Jhunjhunwala et al., "FedExP: Speeding Up Federated Averaging via Extrapolation"
 Sent: as FedAvg (or X in `X+exp`), and the scalar ||w_k - w^t||^2 up. Clients keep nothing.
 Follows the paper's step and, in what is evaluated, its code: the mean of the last two iterates, as every second one
 overshoots; training goes on from the iterate. epsilon shrinks with the square of the learning rate's decay, as in the
-code, which also multiplies it by the cohort's size (option); weights are n_k (`--weights=uniform` is the paper's).
-Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
+code, which also multiplies it by the cohort's size (option); weights are n_k (`weights=uniform` is the paper's).
+Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
 from typing import Any, Literal, NamedTuple

@@ -6,7 +6,7 @@ with the same perturbation, as the paper has it of SCAFFOLD and FedDyn: what X a
 Follows the paper; the published code takes the server's last update for all clients (`memory=server`, then 2P are sent
 down and clients keep nothing) and divides by the sum of the layers' norms (`norm=sum`). As published it also
 passes one vector where a list of tensors is meant, which is a slip and not offered.
-Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
+Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
 from typing import Any, Literal, NamedTuple

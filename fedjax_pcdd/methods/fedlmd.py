@@ -3,7 +3,7 @@
 Lu et al., "Federated Learning with Label-Masking Distillation", ACM MM 2023.
 Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
 A majority label has more samples than the mean over all C classes. Masks are exact, where the published code subtracts
-1000 and goes astray if the label is the only class of the minority (`--empty=published`). FedLMD-Tf, `--teacher-free`,
+1000 and goes astray if the label is the only class of the minority (`empty=published`). FedLMD-Tf, `teacher_free`,
 asks no model and teaches the uniform distribution; published, it does not run.
 """
 

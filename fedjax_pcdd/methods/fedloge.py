@@ -17,8 +17,8 @@ from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
-from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.parts import PersonalHead, joined
 from fedjax_pcdd.models.classifier import apply_head, forward
 from fedjax_pcdd.models.etf import draw_sparse_etf
 
@@ -31,7 +31,7 @@ class Server(NamedTuple):
 
 
 @struct.dataclass
-class FedLoGe(Method):
+class FedLoGe(PersonalHead):
     """L = CE(S^T z) + CE(g(sg[z])) + CE(l_k(sg[z])), with the sparse ETF S and heads g and l_k."""
 
     sparsity: float = hyperparameter(0.6, help="share of the ETF's entries that are 0", low=0.0, high=0.95, static=True)
@@ -63,14 +63,6 @@ class FedLoGe(Method):
         size = setting.feature_dim, setting.num_classes
         return Server(variables, draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm))
 
-    def init_client(self, setting, server, facts, key):
-        """The personal head: kernel [D, C] and bias [C], those of the auxiliary one."""
-        return server.variables["params"]["head"]
-
-    def download(self, server, client):
-        """The global model and the personal head beside it."""
-        return joined(server.variables, "personal", client)
-
     def classification(self, outputs, batch, context):
         """CE(S^T z), a scalar; the body learns from it alone."""
         return cross_entropy(outputs.features @ context.server.sparse_etf, batch.labels, mask=batch.mask)
@@ -81,10 +73,6 @@ class FedLoGe(Method):
         heads = (variables["params"][part] for part in ("head", "personal"))
         losses = [cross_entropy(apply_head(head, features), batch.labels, mask=batch.mask) for head in heads]
         return losses[0] + losses[1]
-
-    def upload(self, variables, summary, context):
-        """Keep the personal head, send the rest."""
-        return variables["params"]["personal"], Message(mean=without(variables, "personal"))
 
     def generic_variables(self, server):
         """The global model under the auxiliary head with rows of equal norm."""

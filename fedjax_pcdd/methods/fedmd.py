@@ -2,7 +2,7 @@
 
 Li and Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019.
 Sent: the logits of public images up, their mean down; no parameters. The FCCL paper speaks of the squared error, but
-both published codes take the absolute one, as we do by default. `--consensus=per_batch` makes the mean anew for every
+both published codes take the absolute one, as we do by default. `consensus=per_batch` makes the mean anew for every
 public batch, as FCCL's comparison does; `per_round` once a round from the models as they are, as the original.
 """
 

@@ -4,7 +4,7 @@ Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold
 Sent: as FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up.
 The intra loss follows the published code (the tabulated mu1 only fit it), the inter loss the printed formula, since the
 code has none; the other readings are options. Prototypes: mean feature of all local samples under the final local
-weights, in eval mode, not augmented. What FedVLS's paper calls FedMR is `--terms=intra --mu1=0.001 --weight-decay=0`.
+weights, in eval mode, not augmented. FedVLS's paper calls FedMR what is `terms=intra`, `mu1=0.001`, `weight_decay=0`.
 """
 
 import dataclasses

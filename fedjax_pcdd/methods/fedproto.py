@@ -5,7 +5,7 @@ Sent: the prototypes [C, D] and which exist [C] down, the local ones and their c
 Prototypes are averaged with equal weights, as in the published code (option: n_kc, the weights of the printed formula),
 but taken under the final weights in eval mode (option: the last epoch's features, as the code has it). The published
 evaluation by prototypes adds up two countings; ours counts once. Clients may have models of several architectures
-(`--models`) with as many features (`--features`), and begin with the same one of each.
+(`models`) with as many features (`features`), and begin with the same one of each.
 """
 
 from typing import Literal

@@ -4,7 +4,7 @@
 received model's output of one layer; the next batch takes the next layer, and each local training begins anew.
 Sent: as FedAvg. A client keeps nothing between rounds (it holds the received model while it trains).
 Follows the paper's algorithm where its text differs (the layer advances with batches, `cycle`); cross-entropy and
-review are batch means. The paper trains without shuffling and with momentum 1e-4: --no-shuffle --momentum=1e-4.
+review are batch means. The paper trains without shuffling and with momentum 1e-4: `shuffle=false`, `momentum=1e-4`.
 """
 
 from functools import partial

@@ -15,13 +15,13 @@ from flax import struct
 
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.logit_adjustment import balanced_cross_entropy
-from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
-from fedjax_pcdd.methods.parts import PersonalModel, joined, protocol_of, without
+from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.parts import PersonalHead, PersonalModel, protocol_of
 from fedjax_pcdd.models.classifier import apply_head, forward
 
 
 @struct.dataclass
-class FedRoD(Method):
+class FedRoD(PersonalHead):
     """L = CE(g(z) + gamma log n_k, y) + CE(sg[g(z)] + p_k(sg[z]), y), with heads g and p_k."""
 
     prior_power: float = hyperparameter(
@@ -44,12 +44,8 @@ class FedRoD(Method):
 
     def init_client(self, setting, server, facts, key):
         """The personal head: kernel [D, C] and bias [C]."""
-        head = server.variables["params"]["head"]
+        head = super().init_client(setting, server, facts, key)
         return jax.tree.map(jnp.zeros_like, head) if self.personal_start == "zeros" else head
-
-    def download(self, server, client):
-        """The global model and the personal head beside it."""
-        return joined(server.variables, "personal", client)
 
     def classification(self, outputs, batch, context):
         """L_g, the balanced softmax of the generic head, a scalar."""
@@ -65,14 +61,6 @@ class FedRoD(Method):
     def _personal(self, variables, outputs):
         logits = apply_head(variables["params"]["personal"], outputs.features)
         return logits + outputs.logits if self.personal_logits == "sum" else logits
-
-    def upload(self, variables, summary, context):
-        """Keep the personal head, send the rest."""
-        return variables["params"]["personal"], Message(mean=without(variables, "personal"))
-
-    def personal_variables(self, server, client):
-        """The aggregated model and the personal head."""
-        return self.download(server, client)
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Of the generic head; a client's of both heads, or of the personal one; without the prior."""

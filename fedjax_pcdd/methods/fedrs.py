@@ -4,7 +4,7 @@ Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distri
 Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it.
 Follows the paper (`hard`: missing classes alone are scaled); `soft`, scales by the ratio of counts, is the published
 code's. The head has no bias, unless asked for; then the bias is not scaled. The published code also clips gradients
-(--grad-clip). GA and fine-tuning use plain logits.
+(`grad_clip`). GA and fine-tuning use plain logits.
 """
 
 from typing import Literal

@@ -3,8 +3,8 @@
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 1; the same idea in
 Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients. `X+sam` is X with the
 same perturbation, of the gradient of X's whole objective; X's correction of a gradient acts on the second one.
-Follows the paper but for the weights: n_k (`--weights=uniform` is the paper's). Published codes update running
-statistics in both passes (option), differ in the constant beside the norm, and clip at 10 (`--grad-clip=10`), which
+Follows the paper but for the weights: n_k (`weights=uniform` is the paper's). Published codes update running
+statistics in both passes (option), differ in the constant beside the norm, and clip at 10 (`grad_clip=10`), which
 ours does not unless told to.
 """
 

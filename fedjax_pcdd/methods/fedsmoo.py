@@ -5,7 +5,7 @@ Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), 
 up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
 Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
 where the code leaves lambda w to the weight decay (`quadratic=decay`). The evaluated model is the server's; FedDyn's
-mean of the cohort is recorded beside it. Published runs clip at 10 (`--grad-clip=10`), ours do not unless told to.
+mean of the cohort is recorded beside it. Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting
 from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.methods.sharpness import moved_to, of_length
 from fedjax_pcdd.trees import zeros_like
 
@@ -26,6 +27,8 @@ DUAL = "dual"  # mu_k among the variables, where local steps change it
 @struct.dataclass
 class FedSMOO(Drifting):
     """g = grad F(w + e) + lambda (h_k + w - w^t), e = rho d / ||d|| with d = grad F(w) - mu_k - s; mu_k += e - s."""
+
+    keeps_state = True  # s and mu_k
 
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedDyn", low=0.0)
     lam: float = hyperparameter(
@@ -48,15 +51,6 @@ class FedSMOO(Drifting):
         if self.rho == 0:
             advice = [*advice, "FedSMOO with `rho=0` is FedDyn at twice the cost: set `rho` above 0."]
         return method, advice
-
-    def init_server(self, setting, variables, class_counts, key):
-        """s = 0."""
-        server = super().init_server(setting, variables, class_counts, key)
-        return server._replace(state=zeros_like(variables["params"]))
-
-    def init_client(self, setting, server, facts, key):
-        """mu_k = 0."""
-        return super().init_client(setting, server, facts, key)._replace(state=zeros_like(server.state))
 
     def pace(self) -> Any:
         """No drift accumulates at lambda = 0."""
@@ -83,8 +77,7 @@ class FedSMOO(Drifting):
     def upload(self, variables, summary, context):
         """As with every drift, and the dual."""
         dual = variables[DUAL]
-        model = {name: tree for name, tree in variables.items() if name != DUAL}
-        client, message = super().upload(model, summary, context)
+        client, message = super().upload(without_collection(variables, DUAL), summary, context)
         return client._replace(state=dual), message._replace(total=message.total._replace(state=dual))
 
     def aggregate(self, server, message, weights, context):

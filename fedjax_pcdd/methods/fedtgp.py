@@ -4,9 +4,9 @@ Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced
 Heterogeneity in Federated Learning", AAAI 2024.
 Sent: the prototypes [C, D] down, the local ones and which exist [C] up. A client keeps its model.
 Follows the published code: the margin is the largest distance of a class centre to its nearest neighbour (the paper's
-largest of all: `--margin=farthest`), prediction is by the nearest prototype of any class, defaults are the script's.
+largest of all: `margin=farthest`), prediction is by the nearest prototype of any class, defaults are the script's.
 The server's network has one prototype for every class, also where nobody owns it: it is only pushed away. Clients
-may have models of several architectures (`--models`) with as many features (`--features`), and begin with the same one
+may have models of several architectures (`models`) with as many features (`features`), and begin with the same one
 of each; until prototypes exist, they answer with their classifiers.
 """
 

@@ -4,7 +4,7 @@ Son et al., "FedUV: Uniformity and Variance for Heterogeneous Federated Learning
 Sent: as FedAvg. Clients keep nothing.
 Follows the published code: features are not normalised, although the paper calls the space a hypersphere, and gradients
 go through the median that scales their distances; both are options. The weights are those for 10 classes; with
-`--lam-scaling=classes` that of the variance is C / 4, as the paper perhaps has it. The authors' networks end in two
+`lam_scaling=classes` that of the variance is C / 4, as the paper perhaps has it. The authors' networks end in two
 further layers, where the common model has none.
 """
 

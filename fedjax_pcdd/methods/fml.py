@@ -2,7 +2,7 @@
 
 Shen et al., "Federated Mutual Learning", 2020.
 Sent: the meme, both ways (its normalisation statistics too). The meme is averaged with equal weights, as officially (so
-are its statistics); `--meme-weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
+are its statistics); `meme_weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
 optimiser that is new each round (officially the private model's goes on). FCCL does not say which meme it compared
 with: ResNet10 is ours. Published as it is, the official script never averages: its calls are commented out.
 """
@@ -86,10 +86,6 @@ class FML(Participant):
     def further_models(self, server):
         """The mean meme, whose GA is recorded beside that of the private models."""
         return {"meme": server.variables}
-
-    def personal_variables(self, server, client):
-        """The own model and the shared meme."""
-        return join(private=client, meme=server.variables)
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Of the meme; a client's of the model that answers."""

@@ -8,7 +8,7 @@ from flax import struct
 
 from fedjax_pcdd.losses.membership import membership
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
-from fedjax_pcdd.methods.parts import SEEN, unobserved
+from fedjax_pcdd.methods.parts import SEEN, without_collection
 
 
 @struct.dataclass
@@ -36,7 +36,7 @@ class LabelCounts(Method):
     def split(self, variables: Tree, context: Context) -> tuple[Tree, jax.Array]:
         """The model, and the class counts [C] that are sent."""
         counts = context.facts.class_counts if self.label_counts == "owned" else variables[SEEN]["labels"]
-        return unobserved(variables), counts
+        return without_collection(variables, SEEN), counts
 
     def samples(self, counts: jax.Array, present: jax.Array) -> jax.Array:
         """Samples of each class [C] behind the counts [S, C] of the clients that are present [S] bool."""

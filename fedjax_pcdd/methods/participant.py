@@ -66,8 +66,8 @@ class Participant(Method):
         return server
 
     def personal_variables(self, server, client):
-        """The participant's own model."""
-        return model_of(client)
+        """The participant's own model, and what it downloads with it."""
+        return self.download(server, client)
 
 
 @struct.dataclass

@@ -25,9 +25,9 @@ def without(variables: Tree, part: str) -> Tree:
     return {**variables, "params": {name: tree for name, tree in variables["params"].items() if name != part}}
 
 
-def unobserved(variables: Tree) -> Tree:
-    """The variables of the model, without what was summed up beside them."""
-    return {name: tree for name, tree in variables.items() if name != SEEN}
+def without_collection(variables: Tree, collection: str) -> Tree:
+    """The variables without one of their collections."""
+    return {name: tree for name, tree in variables.items() if name != collection}
 
 
 def joined(variables: Tree, part: str, value: Tree) -> Tree:
@@ -39,6 +39,27 @@ def moving(params: Tree, *, head: Any, body: Any) -> Tree:
     """What `Method.trainable` returns where head and body each move or stand still; flags may be traced."""
     flags = {part: head if part == "head" else body for part in params}
     return {part: jax.tree.map(lambda _, part=part: flags[part], tree) for part, tree in params.items()}
+
+
+@struct.dataclass
+class PersonalHead(Method):
+    """FedAvg, whose clients train and keep a head of their own, the part "personal", beside the global model."""
+
+    def init_client(self, setting, server, facts, key):
+        """The personal head: kernel [D, C] and bias [C], those of the global one."""
+        return server.variables["params"]["head"]
+
+    def download(self, server, client):
+        """The global model and the personal head beside it."""
+        return joined(server.variables, "personal", client)
+
+    def upload(self, variables, summary, context):
+        """Keep the personal head, send the rest."""
+        return variables["params"]["personal"], Message(mean=without(variables, "personal"))
+
+    def personal_variables(self, server, client):
+        """The global model and the personal head."""
+        return self.download(server, client)
 
 
 @struct.dataclass

@@ -7,7 +7,7 @@ statistics are the collection "personal". To the global model neither exists.
 from flax import struct
 
 from fedjax_pcdd.methods.method import Message, Method, Tree
-from fedjax_pcdd.methods.parts import joined, without
+from fedjax_pcdd.methods.parts import joined, without, without_collection
 from fedjax_pcdd.models.classifier import forward
 
 PERSONAL = "personal"
@@ -26,7 +26,7 @@ def copy_of(variables: Tree) -> Tree:
 
 def without_copy(variables: Tree) -> Tree:
     """The variables of the global model."""
-    return {name: tree for name, tree in without(variables, PERSONAL).items() if name != PERSONAL}
+    return without_collection(without(variables, PERSONAL), PERSONAL)
 
 
 @struct.dataclass

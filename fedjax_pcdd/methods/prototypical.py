@@ -23,7 +23,7 @@ from fedjax_pcdd.methods.method import (
     objective,
     train_forward,
 )
-from fedjax_pcdd.methods.parts import SEEN, unobserved
+from fedjax_pcdd.methods.parts import SEEN, without_collection
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import add_scaled, zeros_like
 
@@ -116,7 +116,7 @@ class Selective(Prototypical):
     def split(self, variables: Tree, summary: Tree) -> tuple[Tree, Tree]:
         """The model, and the class sums [C, D] and counts [C] that are sent."""
         sent = variables.get(SEEN, summary)
-        model = unobserved(variables)
+        model = without_collection(variables, SEEN)
         if self.prototype_weights == "samples":
             return model, sent
         sums, counts = equal_shares(**sent)

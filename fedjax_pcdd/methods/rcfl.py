@@ -4,7 +4,7 @@ Resource-constrained federated learning with heterogeneous labels and models, a 
 A RECONSTRUCTION: no code was published; this follows the algorithm's statement as it is known, for label sets that
 coincide and unlabelled public images (owners of a label weigh equally). Sent: N C scores each way; no parameters.
 By default the scores keep their scale, S = mean_i (S + alpha_i F_i) / (1 + alpha_i), alpha_i = n_i / N; the literal
-S_c = mean over the owners of c of S_c + alpha_i F_ic grows from round to round: `--scores=literal`.
+S_c = mean over the owners of c of S_c + alpha_i F_ic grows from round to round: `scores=literal`.
 """
 
 from typing import Literal

@@ -2,7 +2,7 @@
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, algorithm 1.
 Sent: the model and the control c down (2P), the model and the change of c_k plus c up (2P). A client keeps c_k (P).
-Follows the paper but for the weights: n_k as the benchmark code (`--weights=uniform` is the paper's). That code
+Follows the paper but for the weights: n_k as the benchmark code (`weights=uniform` is the paper's). That code
 corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
 algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
 whose gradient is that of the training mode, in batches of B. With momentum, tau_k as divisor of option II diverges.

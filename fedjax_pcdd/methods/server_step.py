@@ -1,7 +1,7 @@
 """What the server does with the clients' mean in place of taking it: a step of its own, for any method that averages.
 
-Such a method is FedAvg with a server of its own (`--method=fedadam`), and its class goes in front of any other one that
-averages models (`--method=fedgela+adam`): the derived class has X's hooks behind the server's. A run has one such
+Such a method is FedAvg with a server of its own (`method=fedadam`), and its class goes in front of any other one that
+averages models (`method=fedgela+adam`): the derived class has X's hooks behind the server's. A run has one such
 step, so two of them are refused.
 """
 

@@ -1,8 +1,8 @@
 """Any averaging method "with prototypes" (FedMR, Table 8): its own objective plus FedProc's contrast.
 
 The FedMR paper does not define these rows. It calls FedProc the prototype version of FedAvg, so that of X is here the
-objective of X + mu * L_gpc, with prototypes sent and merged as in FedProc beside whatever X sends. On the command line
-`--method=X+prototypes`, as `fedprox+prototypes`.
+objective of X + mu * L_gpc, with prototypes sent and merged as in FedProc beside whatever X sends. It is named
+`method=X+prototypes`, as `fedprox+prototypes`.
 """
 
 from typing import Any, NamedTuple

@@ -4,7 +4,6 @@ Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels),
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from fedjax_pcdd.models.convolution_table import Choices, choosing
 from fedjax_pcdd.models.layers import BatchNorm, Linear, Typed
 from fedjax_pcdd.models.own_modules import OwnHead, in_this_engine, spelled
+from fedjax_pcdd.trees import size
 
 Variables = dict[str, Any]
 
@@ -185,16 +185,12 @@ def feature_dim(model: Classifier, image_shape: tuple[int, ...]) -> int:
 def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
     """Counts scalars, without running anything."""
     outputs, variables = _shapes(model, image_shape)
-    statistics, params = variables.get("batch_stats", {}), _count(variables["params"])
+    statistics, params = variables.get("batch_stats", {}), size(variables["params"])
     counters = len(jax.tree.leaves(statistics)) // 2
-    head = _count(variables["params"].get("head", {}))
-    return Sizes(params, params + _count(statistics) + counters, outputs.features.shape[-1], head)
+    head = size(variables["params"].get("head", {}))
+    return Sizes(params, params + size(statistics) + counters, outputs.features.shape[-1], head)
 
 
 def _shapes(model: Classifier, image_shape: tuple[int, ...]) -> tuple[Any, Variables]:
     image = jnp.zeros((1, *image_shape))
     return jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), image, train=False))
-
-
-def _count(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

@@ -59,7 +59,7 @@ class Accuracies(Callback):
         """Measure the round."""
         row = {"round": run.round, "ga": None, "pa": None, "loss": self._loss(run, report), "seconds": report.seconds}
         if run.traits.personal_model == "local":
-            self._trained(run, report, report.correct)
+            self.trained(run, report, report.correct)
         if run.traits.recorded:
             server = parts_of(run.simulation)[0].of(run.state).servers
             row |= {name: float(np.array(getattr(server, name))[0]) for name in run.traits.recorded}
@@ -79,7 +79,7 @@ class Accuracies(Callback):
         if received:
             self._personal(run, counts.personal, "received")
             if run.traits.personal_model == "server":
-                self._trained(run, self._report, counts.personal[self._report.jobs.row])
+                self.trained(run, self._report, counts.personal[self._report.jobs.row])
                 self._personal(run, counts.personal, "last")
                 self._take(run, np.arange(len(counts.personal)), counts.personal)
         self._choose(run)
@@ -135,7 +135,7 @@ class Accuracies(Callback):
     def _choose(self, run: Run) -> None:
         run.history.pa_clients = run.history.also[f"pa_{self._rule(run)}"].copy()
 
-    def _trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
+    def trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
         """Take over the accuracies of the clients that trained, with `after` [S, C] correct predictions in the end.
 
         Where PA is of aggregated models, those just trained count as one epoch more.

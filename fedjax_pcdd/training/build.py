@@ -39,13 +39,13 @@ from fedjax_pcdd.models.convolution_table import Choices
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.config import RunConfig, rounds_of, unused
+from fedjax_pcdd.training.device_choices import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.training.fine_tuning import after_training, calibrated, check_calibration
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.initial_weights import started_from
 from fedjax_pcdd.training.inputs import digest_of, inputs_of
 from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, needs_epochs, protocol_of
-from fedjax_pcdd.training.tuning import Say, convolutions_of, fewer_lanes, lanes_of, note
 from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
@@ -164,7 +164,7 @@ class Setup:
         self.clock, self.started = CompileClock(), perf_counter()
         self.pairs, self.given, self.config = pairs, given, pairs[0][0]
         select_device(self.config.device, self.config.devices)
-        self.federations = self._federate()
+        self.federations = self.federate()
         self.simulation = self.make(1)
         self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
         for e in range(len(pairs)):
@@ -206,7 +206,8 @@ class Setup:
         images = () if public is None else public
         return inputs_of(config, method, federation, data, images, self.given.pipeline)
 
-    def _federate(self) -> list[Federation]:
+    def federate(self) -> list[Federation]:
+        """The clients' data of each experiment [E]."""
         if self.given.federation is not None:
             return [validated(self.config, self.given.federation)]
         dataset = load(self.config)
@@ -215,14 +216,14 @@ class Setup:
     def make(self, lanes: int) -> Any:
         """The simulation with so many lanes."""
         (config, method), federation = self.pairs[0], self.federations[0]
-        private, plain = self._pipelines()
+        private, plain = self.pipelines()
         experiments = [
             Experiment(own, m, local_training(c, m), c.seed, availability=who_is_there(c, own.num_clients))
             for (c, m), own in zip(self.pairs, self.federations, strict=True)
         ]
         model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
         return Simulation(
-            method.build(self._in_form(build_model(config, model, federation.dataset))), experiments,
+            method.build(self.in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
             pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
             client_state=config.client_state, stream=self._stream, **self._settings(lanes),
@@ -238,7 +239,7 @@ class Setup:
             return None
         return share if config.data_memory is None else config.data_memory * 10**6
 
-    def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
+    def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
         """Of private and of public images."""
         config, federation = self.config, self.federations[0]
         dataset, shape, text = config.dataset, federation.image_shape, federation.dataset.text
@@ -247,7 +248,7 @@ class Setup:
         own = own or augment.pipeline(dataset, config.augment, shape, **more)
         return own, augment.pipeline(dataset, False, shape, text=text)
 
-    def _in_form(self, model: Classifier) -> Classifier:
+    def in_form(self, model: Classifier) -> Classifier:
         """A model with the precision of the options, and the forms of convolutions that are used."""
         precision = model.precision or products(self.config.precision)
         return model.clone(precision=precision, convolutions=self.convolutions)
@@ -300,10 +301,11 @@ class Setup:
         lanes = noted["lanes"] if noted else self.config.lanes
         if lanes == "auto":
             jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
-            return self._with_fastest_lanes(state, jobs)
+            return self.with_fastest_lanes(state, jobs)
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
 
-    def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
+    def with_fastest_lanes(self, state: State, jobs: int) -> Any:
+        """The simulation with as many lanes as are measured to be fastest, of so many jobs."""
         return choose_lanes(self.make, state, jobs, self.config.rounds)
 
     def notes(self, simulation: Any) -> dict[str, Any]:

@@ -489,9 +489,9 @@ def difference(inventory: dict[str, Any], template: Arrays) -> str | None:
     written = {name: [dtype, shape] for name, (dtype, shape, _) in inventory.items()}
     wanted = {name: _type_of(leaf) for name, leaf in template.items()}
     for name in sorted(written.keys() | wanted.keys()):
-        there, here = ("{}{}".format(*kinds[name]) if name in kinds else "missing" for kinds in (written, wanted))
-        if there != here:
-            return f"{name} is {there} there and {here} here"
+        stored, expected = ("{}{}".format(*kinds[name]) if name in kinds else "missing" for kinds in (written, wanted))
+        if stored != expected:
+            return f"{name} is {stored} there and {expected} here"
     return None
 
 

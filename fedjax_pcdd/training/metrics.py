@@ -15,6 +15,8 @@ from fedjax_pcdd.methods.method import Method
 LAST = 10  # rounds averaged beside best and last
 SELECTED = {"test": "", "validation": "_validation", "test, balanced accuracy": "_balanced"}
 """What chooses the best round -> end of the name of that accuracy in the rows."""
+MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
+"""Of a summary, what a table of several shows."""
 CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
 MOST_WRITTEN = 10_000  # clients, of whose accuracies a run writes those that changed
 

@@ -66,9 +66,9 @@ class ParticipantSetup(build.Setup):
     def make(self, lanes: int) -> Groups:
         """The groups of equal architectures."""
         (config, method), federation = self.pairs[0], self.federations[0]
-        self._check_options(method)
-        models = [self._in_form(build.build_model(config, each, federation.dataset)) for each in self.models()]
-        (private, pipeline), public = self._pipelines(), None
+        self.check_options(method)
+        models = [self.in_form(build.build_model(config, each, federation.dataset)) for each in self.models()]
+        (private, pipeline), public = self.pipelines(), None
         if method.traits().needs_public:
             public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
         return Groups(
@@ -87,7 +87,7 @@ class ParticipantSetup(build.Setup):
             raise UserError(f"`models` names {len(names)} architectures for {participants} participants: name fewer.")
         return [names[k % len(names)] for k in range(participants)]
 
-    def _check_options(self, method: Method) -> None:
+    def check_options(self, method: Method) -> None:
         """UserError for options that mean nothing here."""
         config = self.config
         if config.cohort not in (None, self.federations[0].num_clients) or config.client_state != "device":
@@ -109,7 +109,7 @@ class ParticipantSetup(build.Setup):
         if not method.traits().own_models and config.task is None:
             raise UserError(f"{config.method} has one common model: name it with `model`, not `models`.")
 
-    def _with_fastest_lanes(self, state: State, jobs: int) -> Any:
+    def with_fastest_lanes(self, state: State, jobs: int) -> Any:
         """All participants of an architecture at once, but one after another on a CPU."""
         return self.make(1 if jax.default_backend() == "cpu" else jobs)
 
@@ -125,7 +125,7 @@ class TaskSetup(ParticipantSetup):
 
     task: Task
 
-    def _federate(self) -> list[Federation]:
+    def federate(self) -> list[Federation]:
         """The domains; options that are not given become those of the task."""
         config, method = self.pairs[0]
         if config.model is not None:
@@ -150,11 +150,13 @@ class TaskSetup(ParticipantSetup):
             return "simple_cnn" if self.task.side < 32 else ARCHITECTURES[0]
         return ",".join(SMALL_ARCHITECTURES if self.task.side < 32 else ARCHITECTURES)
 
-    def _in_form(self, model: Classifier) -> Classifier:
-        return with_uniform_kernels(super()._in_form(model))
+    def in_form(self, model: Classifier) -> Classifier:
+        """As of any run, its kernels starting uniform, as all of the FCCL paper's do."""
+        return with_uniform_kernels(super().in_form(model))
 
-    def _check_options(self, method: Method) -> None:
-        super()._check_options(method)
+    def check_options(self, method: Method) -> None:
+        """UserError also for options that mean nothing in a task."""
+        super().check_options(method)
         if self.config.pa_protocol is not None:
             raise UserError("in a task PA is the intra-domain accuracy after each round: drop `pa_protocol`.")
         if self.config.augmentation is not None:
@@ -162,7 +164,8 @@ class TaskSetup(ParticipantSetup):
         if self.config.fine_tune_epochs and method.traits().fine_tunes:
             raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
 
-    def _pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
+    def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
+        """One of the images of all domains, and that of the public images."""
         return augment.DOMAIN_PIPELINE, augment.public_pipeline(self.config.public or "", self.task.side)
 
     def accuracies(self, e: int, **more: Any) -> Callback:
@@ -198,7 +201,7 @@ class DomainAccuracies(Accuracies):
     def on_start(self, run: Run) -> None:
         """All participants take part in the first round."""
 
-    def _trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
+    def trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
         """PA is of the models between rounds alone."""
 
     def on_round(self, run: Run, report: RoundReport) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 from fedjax_pcdd.analysis.angles import etf_angle
 from fedjax_pcdd.analysis.pictures import draw
 from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
-from fedjax_pcdd.analysis.trained import STEPS, look_after_training, look_between_rounds, without_steps
+from fedjax_pcdd.analysis.trained import STEPS, look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.registry import is_import_path, short_name
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
@@ -172,7 +173,7 @@ def _with_tests(simulation: Any, data: Data) -> Data:
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
     """What one client's model shows."""
-    model, present, steps = without_steps(variables), data.class_counts[row] > 0, variables.get(STEPS)
+    model, present, steps = without_collection(variables, STEPS), data.class_counts[row] > 0, variables.get(STEPS)
     view = View(program, server, model, data.train, row, present, data.test, steps)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 

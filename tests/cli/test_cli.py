@@ -5,6 +5,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import commands
 import pytest
 
 from fedjax_pcdd.api import runs as api_runs
@@ -32,7 +33,7 @@ def runs(monkeypatch, tmp_path):
 
 
 def parse(*argv):
-    return cli.parse(argv)
+    return commands.parse(argv)
 
 
 def refusal(capsys, *argv):
@@ -58,12 +59,13 @@ def test_the_run_folder_is_settled_before_the_run(runs):
 def test_what_the_package_warns_of_is_a_line_and_others_name_their_place():
     lines = []
 
-    def work():
+    def work(argv):
+        assert argv == ["--lanes=2"]
         for file in (messages.__file__, "/elsewhere.py"):
             lines.append(warnings.formatwarning("`lanes` are few.", UserWarning, file, 7))
 
     before = warnings.formatwarning
-    assert messages.guarded(work) == 0
+    assert messages.guarded(work, ["--lanes=2"]) == 0
     assert lines == ["--lanes are few.\n", "/elsewhere.py:7: UserWarning: `lanes` are few.\n"]
     assert warnings.formatwarning is before
 

@@ -12,12 +12,13 @@ import pytest
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
-from fedjax_pcdd.api.grid import MEASURES, expand, stages, summarise, values_of
+from fedjax_pcdd.api.grid import expand, stages, summarise, values_of
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Planned, Sweep
 from fedjax_pcdd.cli.sweep import launch, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure
 
 DRAWS_PICTURES = True

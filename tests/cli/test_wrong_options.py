@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, RUN
+from commands import ROOT, RUN, parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pcdd.cli.messages import guarded
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.config import RUN as OPTIONS
@@ -75,7 +74,7 @@ def outcome(argv):
     """Exit code and what was said."""
     err = io.StringIO()
     with contextlib.redirect_stderr(err):
-        code = guarded(lambda: parse(argv) and None)
+        code = guarded(lambda argv: parse(argv) and None, argv)
     return code, err.getvalue()
 
 

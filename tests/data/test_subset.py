@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from commands import parse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset, sampler, stratified, subset
 from fedjax_pcdd.errors import UserError

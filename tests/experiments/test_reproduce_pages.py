@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import parse
 from made_up_results import CLAIM, PAPER, made_up
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
 from fedjax_pcdd.training.config import RUN

@@ -8,11 +8,11 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 import toy
+from chex import assert_trees_all_close
 from flax import struct
 
 from fedjax_pcdd import testing
 from fedjax_pcdd.methods import METHODS, Method
-from fedjax_pcdd.testing import assert_close
 
 # Hyper-parameters that switch a method's own part off; None with the reason where FedAvg is no special case of it.
 REDUCES = {
@@ -80,7 +80,9 @@ def test_every_method(claim, name):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_a_lane_for_every_client_does_not_change_results(name):
-    assert_close(toy.train(simulation(name, lanes=3)), toy.train(simulation(name, lanes=1)), 1e-5)
+    assert_trees_all_close(
+        toy.train(simulation(name, lanes=3)), toy.train(simulation(name, lanes=1)), rtol=1e-5, atol=1e-5
+    )
 
 
 ALL = 5
@@ -96,7 +98,7 @@ def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
 
     expected = outcome(1, 1)
     for lanes, block in SHAPES:
-        assert_close(outcome(lanes, block), expected, 1e-10)
+        assert_trees_all_close(outcome(lanes, block), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_every_method_says_whether_it_reduces_to_fedavg():

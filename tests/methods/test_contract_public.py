@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import test_contract
 import toy
+from chex import assert_trees_all_close
 
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import Partition
@@ -14,7 +15,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.participant import model_of
-from fedjax_pcdd.testing import assert_close, leaves
+from fedjax_pcdd.testing import leaves
 
 ONE, TWO = (0, 0, 0, 0, 0), (0, 1, 0, 1, 0)
 
@@ -92,7 +93,7 @@ def assert_compiles_once(table):
 @every_form
 def test_lanes_do_not_change_results(form):
     expected = toy.train(groups(form, lanes=1))
-    assert_close(toy.train(groups(form, lanes=2)), expected, 1e-5)
+    assert_trees_all_close(toy.train(groups(form, lanes=2)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
@@ -106,7 +107,7 @@ def test_blocks_of_participants_do_not_change_results(form, x64):
 
     expected = outcome(lanes=1)
     for block in (2, 3):
-        assert_close(outcome(lanes=3, block=block), expected, 1e-10)
+        assert_trees_all_close(outcome(lanes=3, block=block), expected, rtol=1e-10, atol=1e-10)
 
 
 @every_form
@@ -167,9 +168,9 @@ def test_equal_models_in_several_groups_are_as_in_one(form):
     assert (len(one.groups), len(several.groups)) == (1, 2)
     expected, report = toy.train(one, (0, 1))
     state, other = toy.train(several, (0, 1))
-    assert_close(models(state, several), models(expected, one), 1e-5)
-    assert_close(other, report, 1e-5)
-    assert_close(several.domain_correct(state), one.domain_correct(expected), 0)
+    assert_trees_all_close(models(state, several), models(expected, one), rtol=1e-5, atol=1e-5)
+    assert_trees_all_close(other, report, rtol=1e-5, atol=1e-5)
+    assert_trees_all_close(several.domain_correct(state), one.domain_correct(expected), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("form", some("fccl", of=["fccl", "rcfl", "fedmatch", "fml"]))
@@ -184,7 +185,9 @@ def test_order_of_participants_does_not_change_results(form):
     state, _ = toy.train(shuffled, (0,))
     straight, _ = toy.train(expected, (0,))
     held = models(state, shuffled)
-    assert_close([held[list(order).index(k)] for k in range(5)], models(straight, expected), 1e-5)
+    assert_trees_all_close(
+        [held[list(order).index(k)] for k in range(5)], models(straight, expected), rtol=1e-5, atol=1e-5
+    )
 
 
 def numbered(table, order):
@@ -207,7 +210,7 @@ def test_the_server_form_of_feddf_compiles_once():
 
 
 def test_lanes_do_not_change_the_server_form_of_feddf():
-    assert_close(toy.train(at_server(2)), toy.train(at_server(1)), 1e-4)
+    assert_trees_all_close(toy.train(at_server(2)), toy.train(at_server(1)), rtol=1e-4, atol=1e-4)
 
 
 def test_the_server_form_of_feddf_continues_to_the_same_bits():

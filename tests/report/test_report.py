@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from commands import parse
 from made_up_runs import in_preset, write_experiments, write_run
 
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, read_run

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from commands import parse
 
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.errors import UserError
 
 ROOT = Path(__file__).parents[2]

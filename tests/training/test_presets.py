@@ -8,9 +8,9 @@ import functools
 from pathlib import Path
 
 import pytest
+from commands import parse
 
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.sources import DATASETS
@@ -224,8 +224,8 @@ def test_a_partition_is_the_one_that_its_split_names(name):
 def test_the_settings_of_fccl_are_those_of_its_tasks(name):
     preset = preset_of(name)
     for split in preset.splits:
-        config, _ = cli.parse([f"--preset={name}", f"--split={split}", "--method=fccl"])
-        task, _ = cli.parse([f"--task={config.task}", "--method=fccl"])
+        config, _ = parse([f"--preset={name}", f"--split={split}", "--method=fccl"])
+        task, _ = parse([f"--task={config.task}", "--method=fccl"])
         recipe = TASKS[config.task or ""]
         assert {field: getattr(config, field) for field in TASK_DEFAULTS} == {
             field: getattr(task, field) for field in TASK_DEFAULTS
@@ -237,7 +237,7 @@ def test_the_settings_of_fccl_are_those_of_its_tasks(name):
 def test_one_architecture_is_averaged_in_table_3_of_fccl_alone():
     averages = {}
     for name in ("fccl/table1", "fccl/table3"):
-        _, method = cli.parse([f"--preset={name}", "--split=office-home", "--method=fccl"])
+        _, method = parse([f"--preset={name}", "--split=office-home", "--method=fccl"])
         averages[name] = method.traits().averages
     assert averages == {"fccl/table1": "never", "fccl/table3": "exchanged"}
 
@@ -253,14 +253,14 @@ def test_every_table_without_a_preset_is_on_the_page():
 
 
 def test_one_cell_is_run_by_three_names():
-    config, method = cli.parse(["--preset=fedmr/table1", "--method=fedmr", "--split=P10C2"])
+    config, method = parse(["--preset=fedmr/table1", "--method=fedmr", "--split=P10C2"])
     assert (config.dataset, config.model, config.rounds) == ("fashion_mnist", "resnet18", 100)
     assert (partition_tag(config), method) == ("P10C2", FedMR(mu1=0.01, mu2=1e-4))
 
 
 def test_a_smaller_cell_is_the_preset_with_options_over_it():
     over = ["--model=simple_cnn", "--rounds=3", "--dataset=cifar100_subset"]
-    config, _ = cli.parse(["--preset=fedmr/table1", "--split=svhn-P10C2", "--method=moon", *over])
+    config, _ = parse(["--preset=fedmr/table1", "--split=svhn-P10C2", "--method=moon", *over])
     assert (config.dataset, config.model, config.rounds, config.batch_size) == ("cifar100_subset", "simple_cnn", 3, 128)
 
 
@@ -296,22 +296,22 @@ def test_a_variant_wins_over_its_method(mine, split, variant, expected):
 
 
 def test_a_variant_names_the_method(mine):
-    config, method = cli.parse([f"--preset={mine}", "--split=a", "--variant=fedge"])
+    config, method = parse([f"--preset={mine}", "--split=a", "--variant=fedge"])
     assert (config.method, method) == ("fedgela", FedGELA(phi="none"))
 
 
 def test_a_variant_may_stand_beside_its_method(mine):
-    config, _ = cli.parse([f"--preset={mine}", "--split=a", "--variant=fedge", "--method=fedgela"])
+    config, _ = parse([f"--preset={mine}", "--split=a", "--variant=fedge", "--method=fedgela"])
     assert config.method == "fedgela"
 
 
 def test_options_win_over_a_variant(mine):
-    _, method = cli.parse([f"--preset={mine}", "--split=a", "--variant=strong", "--mu1=1"])
+    _, method = parse([f"--preset={mine}", "--split=a", "--variant=strong", "--mu1=1"])
     assert method == FedMR(mu1=1.0, mu2=0.4)
 
 
 def test_a_method_without_variants_needs_none(mine):
-    assert cli.parse([f"--preset={mine}", "--split=a", "--method=fedavg"])[0].method == "fedavg"
+    assert parse([f"--preset={mine}", "--split=a", "--method=fedavg"])[0].method == "fedavg"
 
 
 def test_without_a_variant_the_preset_names_the_method(mine):

@@ -4,11 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from commands import kill_after, results, resumed, undisturbed
+from commands import kill_after, parse, results, resumed, undisturbed
 
 from fedjax_pcdd.analysis.pictures import correlation_matrices, draw_matrices
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.cli.options import parse
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS

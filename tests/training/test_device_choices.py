@@ -10,15 +10,15 @@ import pytest
 import toy
 
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.engine import tuning as timing
+from fedjax_pcdd.engine import tuning
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models import convolution_table as choices
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.cnn import mcmahan_cnn
 from fedjax_pcdd.models.convolution_table import Choices, Rule, as_json, from_json
 from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.training import device_choices
 from fedjax_pcdd.training import folder as records
-from fedjax_pcdd.training import tuning
 from fedjax_pcdd.training.config import build
 
 SHAPE, BATCH = (8, 8, 3), 4
@@ -34,13 +34,13 @@ def small_resnet() -> Classifier:
 
 
 def listed(model, lanes=2):
-    return timing.operations(model, SHAPE, BATCH, lanes, jnp.float32)
+    return tuning.operations(model, SHAPE, BATCH, lanes, jnp.float32)
 
 
 @pytest.fixture
 def unmeasured(monkeypatch, tmp_path):
     """A device that the packaged table does not know, and an empty cache folder."""
-    monkeypatch.setattr(tuning, "table", dict)
+    monkeypatch.setattr(device_choices, "table", dict)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "fedjax_pcdd" / "convolutions"
 
@@ -54,7 +54,7 @@ def timed(monkeypatch):
         asked.extend(operations)
         return Choices(tuple((operation, RULE) for operation in operations))
 
-    monkeypatch.setattr(tuning, "time_forms", time_forms)
+    monkeypatch.setattr(device_choices, "time_forms", time_forms)
     return asked
 
 
@@ -62,7 +62,7 @@ def chosen(noted=None, said=None, **options):
     config, _ = build({"method": "fedavg", **SMALL, **options})
     simulated = toy.simulation(model="mcmahan_cnn", lanes=1)
     say = said.append if said is not None else pytest.fail
-    return tuning.convolutions_of(config, simulated, simulated.start(), noted, say)
+    return device_choices.convolutions_of(config, simulated, simulated.start(), noted, say)
 
 
 def test_each_distinct_convolution_of_a_training_step_is_listed_once():
@@ -81,36 +81,36 @@ def test_each_distinct_convolution_of_a_training_step_is_listed_once():
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_short_measurement_gives_a_rule_to_every_operation(lanes):
     operations = listed(small_resnet(), lanes)[:2]
-    found = timing.time_forms(operations, time.perf_counter() + 60)
+    found = tuning.time_forms(operations, time.perf_counter() + 60)
     assert [operation for operation, _ in found.timed] == operations
     assert from_json(json.loads(json.dumps(as_json(found)))) == found
 
 
 def test_a_form_takes_the_place_of_the_default_where_it_is_faster_by_a_tenth(monkeypatch):
     times = {"direct": 1.0, "gemm": 0.95, "rows": 2.0}
-    monkeypatch.setattr(timing, "_compiled", lambda name, operands: name)
-    monkeypatch.setattr(timing, "_seconds", lambda name, operands, deadline: times[name])
+    monkeypatch.setattr(tuning, "_compiled", lambda name, operands: name)
+    monkeypatch.setattr(tuning, "_seconds", lambda name, operands, deadline: times[name])
     names = {name: name for name in times}
-    assert timing._fastest(names, (), "direct", 0.0) == "direct"
+    assert tuning._fastest(names, (), "direct", 0.0) == "direct"
     times["gemm"] = 0.9
-    assert timing._fastest(names, (), "direct", 0.0) == "gemm"
+    assert tuning._fastest(names, (), "direct", 0.0) == "gemm"
 
 
 def test_a_form_that_the_compiler_refuses_is_no_candidate(monkeypatch):
     operation = listed(small_resnet(), lanes=1)[0]
-    compute = timing._compute
+    compute = tuning._compute
 
     def refuse(operation, form, a, b):
         if form != "gemm":
             raise jax.errors.JaxRuntimeError("INTERNAL: this cannot be compiled")
         return compute(operation, form, a, b)
 
-    monkeypatch.setattr(timing, "_compute", refuse)
-    assert timing._fastest_rule(operation, time.perf_counter() + 60).single == "gemm"
+    monkeypatch.setattr(tuning, "_compute", refuse)
+    assert tuning._fastest_rule(operation, time.perf_counter() + 60).single == "gemm"
 
 
 def test_nothing_is_timed_after_the_deadline():
-    assert timing.time_forms(listed(small_resnet()), time.perf_counter() - 1) == Choices()
+    assert tuning.time_forms(listed(small_resnet()), time.perf_counter() - 1) == Choices()
 
 
 @pytest.mark.parametrize("rule", [Rule("gemm", "loop"), Rule("direct", "gemm")])
@@ -161,7 +161,7 @@ def test_what_is_timed_once_is_kept_for_the_next_run(unmeasured, timed):
 
 def test_nothing_is_timed_where_the_table_knows_the_device_or_the_options_say_so(unmeasured, timed, monkeypatch):
     assert chosen(tune="off") is None
-    monkeypatch.setattr(tuning, "table", lambda: {"cpu": {"shapes": [{}]}})
+    monkeypatch.setattr(device_choices, "table", lambda: {"cpu": {"shapes": [{}]}})
     assert chosen() is None
     assert not timed
 
@@ -238,6 +238,6 @@ def test_models_without_notes_take_the_packaged_table():
 def test_participants_of_several_architectures_are_timed_together(unmeasured, timed):
     config, _ = build({"method": "fedmd", "quiet": True})
     groups = toy.groups()
-    assert tuning.convolutions_of(config, groups, groups.start(), None, pytest.fail) is None  # an mlp has none
+    assert device_choices.convolutions_of(config, groups, groups.start(), None, pytest.fail) is None  # an mlp has none
     model = Classifier(mcmahan_cnn(), 4)
-    assert len(timing.operations(model, (5, 5, 1), 8, 1, jnp.float32)) == 5
+    assert len(tuning.operations(model, (5, 5, 1), 8, 1, jnp.float32)) == 5
