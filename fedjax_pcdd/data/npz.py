@@ -171,11 +171,11 @@ def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Datase
     groups = _groups(archive, len(y["train"]), len(y["test"]))
     names, num_classes = _classes(archive, np.concatenate(list(y.values())))
     for part, labels in y.items():
-        number = _number_of(archive, f"x_{part}")
-        if number != len(labels):
+        rows, number = keep(part, labels), _number_of(archive, f"x_{part}")
+        fits = number == len(labels)
+        x = read_images(images, f"x_{part}", rows) if fits or rows is None else ()  # what is too large is said first
+        if not fits:
             raise UserError(f"y_{part} must be integers [{number}], not {list(labels.shape)}.")
-        rows = keep(part, labels)
-        x = read_images(images, f"x_{part}", rows)
         chosen = slice(None) if rows is None else rows
         fields |= {f"x_{part}": x, f"y_{part}": labels[chosen]}
         fields |= {f"groups_{part}": groups[part][chosen]} if groups else {}
