@@ -287,7 +287,7 @@ class Setup:
           UserError: the file does not suit the models.
         """
         path = self.config.initial_weights
-        return self.simulation.start() if path is None else started_from(self.simulation, path)
+        return self.simulation.start() if path is None else started_from(self.simulation, located(str(path)))
 
     def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
         """The simulation with the lanes and the forms of convolutions that are used.

@@ -105,8 +105,6 @@ def _read(kind: Any, text: str) -> Any:
     """A value of one type; ValueError where the text is none."""
     if kind is Path and (not text or "\0" in text):
         raise ValueError(text)
-    if kind is Path:
-        return Path(text).expanduser()
     known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
     if not known:
         return kind(text)

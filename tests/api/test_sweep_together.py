@@ -242,7 +242,7 @@ def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
 def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
     config, method = build({**SMALL, "method": "fedavg"})
     state = Setup([(config, method)]).simulation.start()
-    monkeypatch.setattr(sweep, "free_bytes", lambda: states * size(state))
+    monkeypatch.setattr(sweep, "available_memory", lambda: states * size(state))
     assert sweep.affordable(config, method) == most
 
 

@@ -76,4 +76,4 @@ def test_advice_is_given_where_nothing_can_correlate():
     setting = Setting(5, 4, 1, 1, 1, 8, False)
     assert FedDecorr().configure(setting, None)[1] == []
     for small in (setting._replace(batch_size=1), setting._replace(feature_dim=1)):
-        assert "it is FedAvg" in FedDecorr().configure(small, None)[1][0]
+        assert "nothing to decorrelate" in FedDecorr().configure(small, None)[1][0]

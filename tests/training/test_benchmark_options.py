@@ -139,7 +139,7 @@ def test_a_file_that_does_not_suit_is_refused(tmp_path, change, sentence):
 
 def test_an_option_starts_the_run_so(tmp_path):
     config, method = build({"method": "fedavg", "initial_weights": tmp_path / "a.npz", **SMALL})
-    with pytest.raises(UserError, match=r"a\.npz is no readable npz archive"):
+    with pytest.raises(UserError, match=r"there is no file .*a\.npz: check the path"):
         setup([(config, method)]).start()
 
 
