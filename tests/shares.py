@@ -26,13 +26,13 @@ def reading(self, numbers, into, original=Rows.read):
 
 
 def remember(cls):
-    original = cls._array
+    original = cls.array
 
-    def _array(self, shape, dtype):
+    def array(self, shape, dtype):
         made.append((self, original(self, shape, dtype)))
         return made[-1][1]
 
-    cls._array = _array
+    cls.array = array
 
 
 def held(storage, array):
