@@ -137,8 +137,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     where = f"looked for {file} and for a prepared TFDS data set in {folder}"
     if name in TFDS_NAMES:
-        command = f"fedjax-pcdd prepare {name} with `data_dir={root}`"
-        return f"The data set '{name}' was not found ({where}); prepare it by {command}."
+        command = f"fedjax-pcdd prepare {name} `data_dir={root}`"
+        return f"The data set '{name}' was not found ({where}); prepare it by: {command}"
     if name in DATASETS:
         holds = _CONTENTS.get(name, _ARRAYS)
         return f"The data set '{name}' was not found ({where}); put {name}.npz there, with {holds} (docs/data.md)."

@@ -246,7 +246,7 @@ def test_a_hundred_thousand_class_names_take_seconds(tmp_path):
 def test_missing_data_set_gives_the_command_and_the_places(tmp_path):
     with pytest.raises(UserError) as caught:
         sources.load("svhn", tmp_path)
-    for part in (f"fedjax-pcdd prepare svhn with data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
+    for part in (f"fedjax-pcdd prepare svhn data_dir={tmp_path}", "svhn.npz", "svhn_cropped"):
         assert part in str(caught.value)
 
 
