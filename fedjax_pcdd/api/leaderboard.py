@@ -36,7 +36,9 @@ GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10
 PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
 MEASURES = (*GA, *PA)
 KEYS = {"network", "split", "method", "trials", "chosen", "seeds", "floats"}  # of every result
-SECTIONS = ("run", "splits", "networks", "seeds", "trials", "public")
+OWN = ("run", "splits", "networks")  # sections that every plan has; the others are the packaged plan's if not given
+SECTIONS = (*OWN, "seeds", "trials", "public")
+NETWORK = "{network}"  # in a trial: the cell's, for a method that needs another model beside
 
 
 class Plan(NamedTuple):
@@ -67,15 +69,20 @@ class Cell(NamedTuple):
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """A plan from a YAML file; UserError for one that is not understood."""
+    """A plan from a YAML file, `seeds`, `trials` and `public` the packaged plan's where not given.
+
+    Raises:
+      UserError: it is not understood.
+    """
     given = load_mapping(read_text(path), str(path))
-    for name in SECTIONS:
+    for name in OWN:
         if name not in given:
             raise UserError(f"{path} needs a section '{name}': compare it with {PLAN}.")
     for name in given:
         if name not in SECTIONS:
             raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(SECTIONS)}.")
-    plan = Plan(**given)
+    packaged = {} if path == PLAN else read_plan()._asdict()
+    plan = Plan(**{**packaged, **given})
     _check_kinds(plan, path)
     if "default" not in plan.trials or len({len(listed) for listed in plan.trials.values()}) != 1:
         raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
@@ -114,7 +121,7 @@ def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: M
     needed = methods.get(cell.method)().traits().needs_public
     public = plan.public.get(str(split.get("dataset")), {}) if needed else {}
     settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **public, **trial, "seed": seed}
-    return {name: str(value) for name, value in settings.items()} | dict(more)
+    return {name: str(value).replace(NETWORK, cell.network) for name, value in settings.items()} | dict(more)
 
 
 def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], console: Console) -> dict[str, Any]:
@@ -251,8 +258,9 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
     """
     known = {(one["network"], one["split"], one["method"]): one for one in results}
     pairs = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
-    every = dict.fromkeys(one["method"] for one in results)
-    most = max((len(one["seeds"]) for one in results), default=1)
+    own = [one for one in results if (one["network"], one["split"]) in pairs]
+    every = dict.fromkeys(one["method"] for one in own)
+    most = max((len(one["seeds"]) for one in own), default=1)
     names = [
         name for name in every
         if all((one := known.get((*pair, name))) and len(one["seeds"]) in (0, most) for pair in pairs)

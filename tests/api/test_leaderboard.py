@@ -114,7 +114,9 @@ def test_the_packaged_plan_tries_as_much_of_every_method(method):
         )
         assert config.select_on == "validation"
         own = {**vars(config), **vars(made)}
-        assert all(own[name] == value for name, value in trial.items())
+        assert all(
+            own[name] == ("simple_cnn" if value == leaderboard.NETWORK else value) for name, value in trial.items()
+        )
 
 
 def test_ranks_by_hand():
@@ -185,3 +187,22 @@ def test_a_page_in_a_new_folder_and_workers_in_a_fresh_one(tmp_path, folder, cap
     words = [f"--plan={folder}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/fresh"]
     assert main(["leaderboard", *words, "--method=fedprox", "--workers=2"]) == 0
     assert (tmp_path / "fresh" / "worker-0.log").is_file()
+
+
+def test_a_plan_of_other_splits_takes_the_packaged_trials(tmp_path):
+    own = "run: {validation: 0.1, select_on: validation}\nsplits: {mine: {dataset: digits}}\nnetworks: [mlp]\n"
+    (tmp_path / "plan.yaml").write_text(own)
+    plan, packaged = leaderboard.read_plan(tmp_path / "plan.yaml"), leaderboard.read_plan()
+    assert (plan.trials, plan.seeds, plan.networks) == (packaged.trials, 3, ["mlp"])
+    cell = leaderboard.Cell("mlp", "mine", "fml")
+    assert leaderboard.options(plan, cell, plan.trials_of("fml")[0], 0, {})["meme"] == "mlp"
+    (tmp_path / "plan.yaml").write_text("run: {}\nsplits: {}\n")
+    with pytest.raises(UserError, match="needs a section 'networks'"):
+        leaderboard.read_plan(tmp_path / "plan.yaml")
+
+
+def test_ranks_do_not_ask_for_the_seeds_of_another_plans_results():
+    cells = [leaderboard.Cell("mlp", "dir", name) for name in "ab"]
+    other = made("a", [0.9] * 5) | {"split": "another"}
+    names, _, _ = leaderboard.over_splits([made("a", [0.9] * 3), made("b", [0.5] * 3), other], cells)
+    assert names == ["a", "b"]
