@@ -2,8 +2,9 @@
 
 Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 Sent: the base layers each way, with their running statistics. A client keeps its last layers, at first the common ones.
-Differs from FedRep in that it has no phases. Follows the paper with weights n_k and one personal layer, the classifier;
-momentum and weight decay act on all layers. GA is the mean over clients of their best models on the global test set.
+Differs from FedRep in that it has no phases. Follows the paper with weights n_k and one personal layer, the classifier
+(`layers=head,backbone/fc2` has two); momentum and weight decay act on all layers. GA is the mean over clients of their
+best models on the global test set.
 """
 
 from flax import struct

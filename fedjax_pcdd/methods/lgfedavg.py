@@ -1,7 +1,8 @@
 """LG-FedAvg: every client has a representation of its own under the last layers, which are averaged.
 
 Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
-Sent: the last layers each way. A client keeps the others and their running statistics, at first the common ones.
+Sent: the last layers each way; one by default, where the published CNN shares two (`layers=head,backbone/fc2`). A
+client keeps the others and their running statistics, at first the common ones.
 Weights are n_k, as in the paper; the published code averages uniformly (`weights=uniform`) and begins with a model
 trained by FedAvg, where ours begins with the common initial one. Whoever is not selected has the new last layers, too.
 GA is the mean over clients of their best models on the global test set; the published ensemble of all models, for users

@@ -1,39 +1,42 @@
 """What FedPer and LG-FedAvg share: one model, of which some parts are averaged and the others stay with the client.
 
-Both are trained together. A part is a top-level entry of each collection: the running statistics of a part go with it.
+Both are trained together. A part is a layer, as "backbone/fc2": its running statistics go with its parameters.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 from flax import struct
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparameter
 
-Top = Literal["head", "top"]
 BODY = "backbone"
 
 
 def divided(variables: Tree, own: Callable[[str], bool]) -> tuple[Tree, Tree]:
-    """The parts that are a client's own, by name, and the others; each with the collections that it has."""
+    """The leaves that are a client's own, by their path in a collection, and the others; each as nested as before."""
     sides: tuple[Tree, Tree] = {}, {}
-    for collection, parts in variables.items():
-        for name, tree in parts.items():
-            sides[0 if own(name) else 1].setdefault(collection, {})[name] = tree
-    return sides
+    for path, leaf in flatten_dict(variables, keep_empty_nodes=True).items():
+        sides[0 if own("/".join(path[1:])) else 1][path] = leaf
+    return unflatten_dict(sides[0]), unflatten_dict(sides[1])
 
 
 def united(one: Tree, other: Tree) -> Tree:
     """Variables with the parts of both; where both have one, that of `other`."""
-    return {name: {**one.get(name, {}), **other.get(name, {})} for name in sorted({*one, *other})}
+    leaves = [flatten_dict(tree, keep_empty_nodes=True) for tree in (one, other)]
+    return unflatten_dict(leaves[0] | leaves[1])
 
 
 @struct.dataclass
 class SplitModel(Method):
     """FedAvg of some parts of a model; `own` says which ones are not sent."""
 
-    layers: Top = hyperparameter(
-        "head", help="the classifier, or all that follows the backbone (neck, feature norm, classifier)", static=True
+    layers: str = hyperparameter(
+        "head",
+        help="the last layers: head (the classifier), top (neck, feature norm and classifier), or names with commas "
+        "between, as head,backbone/fc2",
+        static=True,
     )
     record_ensemble: bool = hyperparameter(
         False, help="also record GA of all these models together, the mean of their softmax outputs", static=True
@@ -45,15 +48,22 @@ class SplitModel(Method):
         return Traits(**kinds, ensemble=self.record_ensemble)
 
     def own(self, part: str) -> bool:
-        """Whether a part of this name stays with the client."""
+        """Whether what has this path in a collection stays with the client."""
         raise NotImplementedError
 
     def last(self, part: str) -> bool:
-        """Whether it is one of the last layers."""
-        return part == "head" if self.layers == "head" else part != BODY
+        """Whether it belongs to the last layers."""
+        if self.layers == "top":
+            return not _within(part, BODY)
+        return any(_within(part, name) for name in self.layers.split(","))
 
     def init_client(self, setting, server, facts, key):
-        """The common initial parts."""
+        """The common initial parts; UserError for a layer that the model does not have."""
+        paths = list(flatten_dict(server.variables["params"], sep="/"))
+        for name in self.layers.split(","):
+            if name != "top" and not any(_within(path, name) for path in paths):
+                known = ", ".join(sorted({"/".join(path.split("/")[:-1][:2]) for path in paths}))
+                raise UserError(f"names no layer by '{name}': choose head, top, or of {known}.", field="layers")
         return divided(server.variables, self.own)[0]
 
     def download(self, server, client):
@@ -72,3 +82,7 @@ class SplitModel(Method):
     def personal_variables(self, server, client):
         """The shared parts of this round with the own ones."""
         return self.download(server, client)
+
+
+def _within(path: str, name: str) -> bool:
+    return f"{path}/".startswith(f"{name}/")

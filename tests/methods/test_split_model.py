@@ -7,6 +7,7 @@ import pytest
 import toy
 from participants import arrays, assert_close, assert_equal, same
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.lgfedavg import LGFedAvg
 from fedjax_pcdd.methods.split_model import divided, united
@@ -25,6 +26,7 @@ everyone = {"cohort": 5}
         (FedPer(layers="top"), {"head", "neck", "feature_norm"}, {"feature_norm"}),
         (LGFedAvg(), {"backbone", "neck", "feature_norm"}, {"backbone", "feature_norm"}),
         (LGFedAvg(layers="top"), {"backbone"}, {"backbone"}),
+        (FedPer(layers="neck,head"), {"neck", "head"}, set()),
     ],
 )
 def test_running_statistics_stay_where_their_layers_are(method, own, statistics):
@@ -82,3 +84,27 @@ def test_the_ensemble_answers_with_the_mean_of_all_models_softmax(name, options)
 def test_an_ensemble_is_asked_for():
     simulated = toy.simulation("lgfedavg")
     assert simulated.evaluate(simulated.start()).further == {}
+
+
+def test_layers_of_the_backbone_are_named_by_their_path():
+    tree = {"params": {"backbone": {"fc1": 1, "fc2": 2, "fc20": 3}, "head": 4}, "batch_stats": {"backbone": {"fc2": 5}}}
+    for method, own in ((FedPer, 0), (LGFedAvg, 1)):
+        sides = divided(tree, method(layers="head,backbone/fc2").own)
+        assert sides[own] == {"params": {"backbone": {"fc2": 2}, "head": 4}, "batch_stats": {"backbone": {"fc2": 5}}}
+        assert sides[1 - own] == {"params": {"backbone": {"fc1": 1, "fc20": 3}}}
+        assert united(*sides) == united(*sides[::-1]) == tree
+
+
+@pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
+def test_with_all_layers_named_fedper_is_solo_and_lgfedavg_is_fedavg(name):
+    state = after(name, layers="head,backbone/fc1")
+    if name == "lgfedavg":
+        assert_close(state.servers.variables, after("fedavg").servers.variables, 1e-6)
+        assert not jax.tree.leaves(state.clients)
+    else:
+        assert_close(state.clients, after("solo").clients, 1e-6)
+
+
+def test_a_layer_that_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"names no layer by 'fc3': choose head, top, or of backbone/fc1, head"):
+        toy.simulation("fedper", layers="head,fc3").start()
