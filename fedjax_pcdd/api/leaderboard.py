@@ -19,6 +19,7 @@ from rich.console import Console
 from fedjax_pcdd import __version__, methods
 from fedjax_pcdd.analysis.traffic import traffic
 from fedjax_pcdd.api.sweep import Planned, Sweep
+from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
@@ -124,6 +125,7 @@ def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: M
     return {name: str(value).replace(NETWORK, cell.network) for name, value in settings.items()} | dict(more)
 
 
+@compiled_once()
 def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], console: Console) -> dict[str, Any]:
     """The result of a cell, which continues where it was.
 

@@ -25,6 +25,7 @@ from fedjax_pcdd.api.runs import check_same, load_run, run, run_together, warn
 from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import available_memory
+from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, as_path, failed_write, shortened
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
@@ -140,6 +141,7 @@ class Sweep:
         if isinstance(result, UserError):
             self._failed(name, result)
 
+    @compiled_once()
     def run(self, bar: SweepBar, together: int | None = None) -> dict[str, Result | UserError]:
         """Run it all, or wait for what other processes run of it.
 
@@ -361,6 +363,7 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
     return given
 
 
+@compiled_once()
 def run_stages(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
     progress: bool = False,

@@ -24,6 +24,7 @@ from fedjax_pcdd.engine.blocks import choose_blocks, client_pass
 from fedjax_pcdd.engine.devices import in_sentences
 from fedjax_pcdd.engine.ensemble import ensemble_correct, mean_kept, softmax_sums
 from fedjax_pcdd.engine.evaluation import evaluation_batch, generic_correct, personal_correct
+from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
@@ -202,19 +203,19 @@ class Simulation(Planner):
     def _make_programs(self) -> None:
         """The compiled functions: a round, its parts where samples come in chunks, and the two evaluations."""
         devices, one_step = self.program.devices, self.program.blocks.steps == 1
-        self.round = jax.jit(
-            partial(training_round, self.program), donate_argnums=4, out_shardings=self._shardings(),
-            compiler_options=compiler_options(devices, one_step=one_step),
+        self.round = compiled(
+            training_round, self.program, compiler_options(devices, one_step=one_step), donate_argnums=4,
+            out_shardings=self._shardings(),
         )  # fmt: skip
+        self._compiled_before = self._compiled
         options = compiler_options(one_step=one_step)
         self._begin, self._part, self._end = (
-            jax.jit(partial(part, self.program), donate_argnums=4, compiler_options=options)
-            for part in (begin_round, part_of_round, end_round)
+            compiled(part, self.program, options, donate_argnums=4) for part in (begin_round, part_of_round, end_round)
         )
-        self._generic_correct = jax.jit(partial(generic_correct, self.program))
-        self._softmax_sums = jax.jit(partial(softmax_sums, self.program))
-        self._ensemble_correct = jax.jit(partial(ensemble_correct, self.program))
-        self._personal_correct = jax.jit(partial(personal_correct, self.program), static_argnums=0)
+        self._generic_correct = compiled(generic_correct, self.program)
+        self._softmax_sums = compiled(softmax_sums, self.program)
+        self._ensemble_correct = compiled(ensemble_correct, self.program)
+        self._personal_correct = compiled(personal_correct, self.program, static_argnums=0)
 
     def _make_arrays(self, public: Any, stream: int | None) -> None:
         """What rounds read, on the devices: methods and local training [E], data, and keys [E]."""
@@ -376,7 +377,11 @@ class Simulation(Planner):
 
     @property
     def compilations(self) -> int:
-        """How often the round was compiled; 1 after any number of rounds."""
+        """How often the round was compiled; 1 after any number of rounds, 0 if one made before is used."""
+        return self._compiled - self._compiled_before
+
+    @property
+    def _compiled(self) -> int:
         return self.round._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:

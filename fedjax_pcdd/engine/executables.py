@@ -1,0 +1,55 @@
+"""Compiled functions of a program, which simulations made one after another may share."""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import jax
+
+from fedjax_pcdd.engine.program import Program
+
+MOST = 40  # functions that are kept, those of some four programs
+_kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=None)
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Within, simulations whose programs and shapes are equal are compiled once, as the trials of a sweep are.
+
+    Not beyond: JAX does not see when something that a hook or an own pipeline reads, a global of a notebook say, is
+    another since.
+    """
+    token = _kept.set(OrderedDict() if (outer := _kept.get()) is None else outer)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def compiled(
+    function: Callable, program: Program, compiler_options: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
+    """`jax.jit` of the function of a program's arrays, or one made before in `compiled_once` of an equal program.
+
+    Args:
+      function: takes the program, which is static, and arrays.
+      program: whose model and methods may be of others' making, so that it cannot always be compared.
+      compiler_options, options: of `jax.jit`.
+    """
+    kept = _kept.get()
+    key = function, program, tuple(sorted((compiler_options or {}).items())), tuple(sorted(options.items()))
+    try:
+        hash(key)
+    except TypeError:
+        kept = None
+    if kept is None:
+        return jax.jit(partial(function, program), compiler_options=compiler_options, **options)
+    if key not in kept:
+        kept[key] = jax.jit(partial(function, program), compiler_options=compiler_options, **options)
+    kept.move_to_end(key)
+    while len(kept) > MOST:
+        kept.popitem(last=False)
+    return kept[key]

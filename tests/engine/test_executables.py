@@ -1,0 +1,75 @@
+"""Simulations made one after another: what is equal is compiled once, where that is asked for, and only there."""
+
+import pytest
+import toy
+from flax import struct
+from participants import arrays, assert_equal, same
+
+import fedjax_pcdd as fp
+from fedjax_pcdd.engine.executables import MOST, compiled, compiled_once
+from fedjax_pcdd.methods.fedavg import FedAvg
+from fedjax_pcdd.methods.fedprox import FedProx
+
+outside = {"factor": 1.0}
+
+
+@struct.dataclass
+class Scaled(FedAvg):
+    """Its loss depends on something outside, as one may write it in a notebook."""
+
+    def loss(self, variables, batch, context):
+        """Cross-entropy by a factor."""
+        value, state = super().loss(variables, batch, context)
+        return outside["factor"] * value, state
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_shared_by_the_tests_themselves(monkeypatch):
+    monkeypatch.setattr(toy, "shared", lambda simulated: simulated)
+    monkeypatch.setattr(toy, "simulation", toy.simulation.__wrapped__)
+
+
+def trained(**options):
+    simulated = toy.simulation(**options)
+    state, _ = toy.train(simulated, (0, 1))
+    simulated.evaluate(state)
+    return simulated.compilations, arrays(state)
+
+
+def test_another_value_compiles_nothing_and_changes_the_result_as_alone():
+    _, alone = trained(method=FedProx(mu=0.5), seed=1)
+    with compiled_once():
+        first = trained(method=FedProx(mu=0.1))
+        second = trained(method=FedProx(mu=0.5), seed=1)
+        other = trained(method=FedAvg())
+    assert (first[0], second[0], other[0]) == (1, 0, 1)
+    assert_equal(second[1], alone)
+    assert not same(first[1], alone)
+
+
+def test_what_hooks_read_from_outside_is_seen_again_in_the_next_simulation(monkeypatch):
+    _, before = trained(method=Scaled())
+    monkeypatch.setitem(outside, "factor", 0.5)
+    count, after = trained(method=Scaled())
+    assert count == 1
+    assert not same(before, after)
+
+
+def test_what_cannot_be_compared_is_compiled_alone_and_not_all_is_kept():
+    program = toy.simulation().program
+    with compiled_once():
+        first = compiled(lambda _, x: x, program)
+        assert compiled(lambda _, x: x, program) is not first
+        kept = [compiled(max, number) for number in range(MOST)]
+        assert compiled(max, MOST - 1) is kept[-1]
+        assert compiled(max, MOST) is not None
+        assert compiled(max, 0) is not kept[0]
+        assert compiled(max, ["a list"]) is not compiled(max, ["a list"])
+    assert compiled(max, 1) is not compiled(max, 1)
+
+
+def test_trials_with_validation_samples_are_compiled_once(tmp_path):
+    options = {"rounds": 1, "local_epochs": 1, "validation": 0.2, "select_on": "validation", "fine_tune_epochs": 0}
+    grid = {"dataset": "digits", "method": "fedprox", "mu": [0.1, 1.0], "lanes": 1, "min_samples": 10, **options}
+    found = fp.sweep(grid, folder=tmp_path)
+    assert [one["compilations"] for one in found.values()] == [1, 0]
