@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ def compiled_once() -> Iterator[None]:
 
 
 def compiled(
-    function: Callable, program: Program, compiler_options: Mapping[str, Any] | None = None, **options: Any
+    function: Callable, program: Program, compiler_options: dict[str, Any] | None = None, **options: Any
 ) -> Any:
     """`jax.jit` of the function of a program's arrays, or one made before in `compiled_once` of an equal program.
 
