@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.api.sweep import PAUSE, groups, portions
+from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.training.config import values
 from fedjax_pcdd.training.lock import InUse
 from reproduction import results
@@ -63,6 +64,7 @@ def typical_seconds(cell: Cell, known: Sequence[dict[str, Any]]) -> float | None
     return median(r["seconds"] for r in nearer) if nearer else None
 
 
+@compiled_once()
 def work_off(
     cells: Sequence[Cell], folders: Folders, budget: Budget, say: Callable[[str], None] = print, together: int = 1
 ) -> Outcome:
