@@ -33,7 +33,7 @@ from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
 from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
-from fedjax_pcdd.training.progress import bar
+from fedjax_pcdd.training.progress import RunBar
 from fedjax_pcdd.training.tasks import setup
 
 
@@ -202,7 +202,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
       UserError: there is no run, or it cannot be continued.
     """
     one = recorded(as_path(folder, "folder"), objects)
-    one = one._replace(callbacks=as_callbacks(callbacks), last=[bar()] if progress else [])
+    one = one._replace(callbacks=as_callbacks(callbacks), last=[RunBar()] if progress else [])
     return finished(one)
 
 

@@ -25,7 +25,7 @@ from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.fields import Option, check, convert, options_of
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY
 from fedjax_pcdd.training.loop import Callback, Run
-from fedjax_pcdd.training.progress import bar
+from fedjax_pcdd.training.progress import RunBar
 
 # Run options that have a meaning in memory, beside the arguments of `simulate` that have the same names.
 OPTIONS = tuple(
@@ -114,7 +114,7 @@ def simulate(
     told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
     if callback is not None:
         told.append(Function(lambda run, _: callback(_so_far(run, label or config.method, config, given))))
-    asked = Asked(config, chosen, callbacks=told, last=[bar()] if progress else [], given=given)
+    asked = Asked(config, chosen, callbacks=told, last=[RunBar()] if progress else [], given=given)
     if run_dir is None:
         return finished(asked, label)
     return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)

@@ -62,7 +62,7 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
         if own.quiet:
             runs.run(own, method, origin, say=lambda _: None)
             return
-        summary = runs.run(own, method, origin, last=[progress.bar()], say=_warn)
+        summary = runs.run(own, method, origin, last=[progress.RunBar()], say=_warn)
         progress.show(summary, own.run_dir or Path())
 
 

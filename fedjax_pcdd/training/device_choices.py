@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.devices import OutOfMemory
 from fedjax_pcdd.engine.groups import Groups
@@ -29,6 +27,7 @@ from fedjax_pcdd.engine.tuning import operations, time_forms
 from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.models.convolution_table import Choices, Operation, Rule, as_json, from_json, table
 from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.training.hosts import told_by_first
 from fedjax_pcdd.training.trained_models import parts_of
 
 SECONDS = 20.0
@@ -104,7 +103,7 @@ def convolutions_of(
     if not wanted:
         return None
     chosen = _timed(wanted, say, quiet=config.quiet) if jax.process_index() == 0 else Choices()
-    return _of_first_process(chosen) if jax.process_count() > 1 else chosen
+    return from_json(json.loads(told_by_first(json.dumps(as_json(chosen)))))
 
 
 def lanes_of(simulation: Simulation | Groups) -> int:
@@ -133,14 +132,6 @@ def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
         kept.write(kept.read() | new)  # another run may have written meanwhile
         known |= new
     return Choices(tuple((operation, known[operation]) for operation in wanted if operation in known))
-
-
-def _of_first_process(chosen: Choices) -> Choices:
-    """The choices of the first process, in every one."""
-    text = np.frombuffer(json.dumps(as_json(chosen)).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    sent = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return from_json(json.loads(bytes(np.asarray(sent))))
 
 
 def fewer_lanes(lanes: int, error: OutOfMemory, say: Say) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry
+from fedjax_pcdd.training.fields import listed
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
@@ -91,7 +92,7 @@ def check(config: Any) -> None:
     for name in OWN:
         if getattr(config, name):
             load(name)
-    for name in _named(config):
+    for name in listed(config.loggers):
         LOGGERS.find(name)
 
 
@@ -101,12 +102,7 @@ def made(config: Any, folder: Path) -> list[Callback]:
     loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
     loggers += [WandB(folder, options)] if config.wandb else []
     loggers += [MLflow(folder, options)] if config.mlflow else []
-    return loggers + [LOGGERS.find(name)(folder, options) for name in _named(config)]
-
-
-def _named(config: Any) -> list[str]:
-    """The loggers from outside that a `RunConfig` names."""
-    return [name.strip() for name in (config.loggers or "").split(",") if name.strip()]
+    return loggers + [LOGGERS.find(name)(folder, options) for name in listed(config.loggers)]
 
 
 def load(name: str) -> ModuleType:

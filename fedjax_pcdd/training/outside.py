@@ -12,6 +12,7 @@ from fedjax_pcdd.data.sources import LOADERS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
+from fedjax_pcdd.training.fields import listed
 from fedjax_pcdd.training.loggers import LOGGERS
 
 OUTSIDE = "from_outside"  # the key of config.yaml that names them
@@ -27,9 +28,9 @@ def origins_of(config: Any) -> dict[str, Origin]:
         (PARTITIONS, None if config.availability == "model" else config.availability),
         (models.BACKBONES, config.model),
         (AUGMENTATIONS, config.augmentation),
-        *((models.BACKBONES, name) for name in _listed(config.models)),
-        *((QUANTITIES, name) for name in _listed(config.track)),
-        *((LOGGERS, name) for name in _listed(config.loggers)),
+        *((models.BACKBONES, name) for name in listed(config.models)),
+        *((QUANTITIES, name) for name in listed(config.track)),
+        *((LOGGERS, name) for name in listed(config.loggers)),
     ]
     origins = {name: _origin(registry, name) for registry, name in named if name}
     weights = config.initial_weights
@@ -40,10 +41,6 @@ def origins_of(config: Any) -> dict[str, Origin]:
 
 def _registry_of(suffix: str) -> Registry:
     return methods.SERVER_OPTIMISERS if suffix in methods.SERVER_OPTIMISERS else methods.WRAPPERS
-
-
-def _listed(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
 def _origin(registry: Registry, name: str) -> Origin | None:

@@ -13,56 +13,7 @@ from rich.table import Table
 
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
-SHOWN = ("ga", "pa", "loss")
 IN_TRAINING = "PA in training"
-ROUNDS = TextColumn("round {task.completed:.0f}/{task.total:.0f}")
-
-
-def bar(console: Console | None = None) -> Callback:
-    """A bar on a terminal or in a notebook, elsewhere one plain line about every tenth of the rounds."""
-    console = console or Console()
-    if console.is_jupyter:
-        return _Notebook(console)
-    return _Terminal(console) if console.is_terminal else _Lines(console)
-
-
-class _Terminal(Callback):
-    def __init__(self, console: Console):
-        texts = [TextColumn("{task.fields[" + name + "]}") for name in SHOWN]
-        self._progress = Progress(ROUNDS, BarColumn(), *texts, TimeRemainingColumn(), console=console)
-
-    def on_start(self, run: Run) -> None:
-        self._task = self._progress.add_task("", total=run.rounds, completed=run.round, **_texts({}))
-        self._progress.start()
-
-    def on_round(self, run: Run, report: RoundReport) -> None:
-        # What a round without evaluation does not know stays as it was.
-        known = {name: text for name, text in _texts(run.history.rows[-1]).items() if text}
-        self._progress.update(self._task, completed=run.round, **known)
-
-    def on_end(self, run: Run) -> None:
-        self._progress.stop()
-
-
-class _Lines(Callback):
-    def __init__(self, console: Console):
-        self._console, self._known = console, {}
-
-    def on_start(self, run: Run) -> None:
-        self._done, self._begun = run.round, time.perf_counter()
-
-    def on_round(self, run: Run, report: RoundReport) -> None:
-        line = self._line(run)
-        if run.round % max(1, run.rounds // 10) == 0 or run.is_over:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _line(self, run: Run) -> str:
-        self._known |= {name: text for name, text in _texts(run.history.rows[-1]).items() if text}
-        texts = [f"round {run.round}/{run.rounds}", *(self._known[n] for n in SHOWN if n in self._known)]
-        return "  ".join([*texts, self._left(run)])
-
-    def _left(self, run: Run) -> str:
-        return _left(self._begun, run.round - self._done, run.rounds - run.round)
 
 
 class CellBar:
@@ -83,20 +34,62 @@ class CellBar:
             self._shown.update(data, raw=True)
 
 
-class _Notebook(_Lines):
+class _Bar:
+    """Rounds out of a total, drawn on a terminal or in a notebook's cell; elsewhere nothing is drawn."""
+
+    def __init__(self, console: Console, cell: CellBar | None):
+        rounds = TextColumn("round {task.completed:.0f}/{task.total:.0f}")
+        columns = rounds, BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._cell = cell
+
+    def start(self, total: int, done: int = 0) -> None:
+        self._total, self._first, self._begun = total, done, time.perf_counter()
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
+
+    def show(self, done: int, text: str) -> str:
+        """Draw it; gives the same as a line."""
+        self._progress.update(self._task, completed=done, description=text)
+        line = f"round {done}/{self._total}  {text}  {self._left(done)}"
+        if self._cell:
+            self._cell.show(done, self._total, line)
+        return line
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def _left(self, done: int) -> str:
+        """Time to go, if rounds take as long as those so far."""
+        taken = time.perf_counter() - self._begun
+        seconds = math.ceil(taken / max(1, done - self._first) * (self._total - done))
+        minutes, seconds = divmod(seconds, 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+class RunBar(Callback):
+    """A bar on a terminal or in a notebook, elsewhere one plain line about every tenth of the rounds."""
+
+    def __init__(self, console: Console | None = None):
+        self._console = console or Console()
+        self._bar = _Bar(self._console, CellBar() if self._console.is_jupyter else None)
+        self._known: dict[str, Any] = {}
+
     def on_start(self, run: Run) -> None:
-        super().on_start(run)
-        self._bar = CellBar()
+        """Draw what is done."""
+        self._bar.start(run.rounds, run.round)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        self._bar.show(run.round, run.rounds, self._line(run))
+        """Draw the round; what one without evaluation does not know stays as it was."""
+        self._known |= {name: value for name, value in run.history.rows[-1].items() if value is not None}
+        line = self._bar.show(run.round, _accuracies(self._known))
+        in_lines = not (self._console.is_terminal or self._console.is_jupyter)
+        if in_lines and (run.round % max(1, run.rounds // 10) == 0 or run.is_over):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-
-def _left(begun: float, done: int, missing: int) -> str:
-    """Time to go where so many rounds took the time since `begun`."""
-    seconds = math.ceil((time.perf_counter() - begun) / max(1, done) * missing)
-    minutes, seconds = divmod(seconds, 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+    def on_end(self, run: Run) -> None:
+        """Leave it as it is."""
+        self._bar.stop()
 
 
 class SweepBar:
@@ -104,10 +97,8 @@ class SweepBar:
 
     def __init__(self, rounds: Mapping[str, int], console: Console, cell: CellBar | None = None):
         """Args: rounds: of each run, by its name; cell: where the bar is in a notebook."""
-        self._rounds, self._done, self._cell = rounds, dict.fromkeys(rounds, 0), cell
-        columns = TextColumn("{task.description}"), BarColumn(), ROUNDS, TimeRemainingColumn()
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task("sweep", total=sum(rounds.values()))
+        self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
+        self._bar = _Bar(console, cell)
 
     @property
     def completed(self) -> int:
@@ -115,21 +106,16 @@ class SweepBar:
         return sum(self._done.values())
 
     def __enter__(self):
-        self._begun = time.perf_counter()
-        self._progress.start()
+        self._bar.start(sum(self._rounds.values()))
         return self
 
     def __exit__(self, *error):
-        self._progress.stop()
+        self._bar.stop()
 
     def show(self, name: str, done: int) -> None:
         """A run has completed so many rounds."""
-        self._progress.update(self._task, advance=done - self._done[name], description=name)
         self._done[name] = done
-        if self._cell:
-            completed, total = self.completed, sum(self._rounds.values())
-            left = _left(self._begun, completed, total - completed)
-            self._cell.show(completed, total, f"{name}  round {completed}/{total}  {left}")
+        self._bar.show(self.completed, name)
 
     def end(self, name: str) -> None:
         """A run is over, whether or not it came to its last round."""
@@ -214,15 +200,10 @@ def show(summary: Mapping[str, Any], folder: Path, console: Console | None = Non
     console.print(f"written to {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _texts(row: Mapping[str, Any]) -> dict[str, Any]:
-    texts: dict[str, Any] = dict.fromkeys(SHOWN, "")
-    names = {"ga": "GA", "pa": IN_TRAINING}
-    for name in names:
-        if row.get(name) is not None:
-            texts[name] = f"{names[name]} {_percent(row[name])} %"
-    if row.get("loss") is not None:
-        texts["loss"] = f"loss {row['loss']:.4g}"
-    return texts
+def _accuracies(row: Mapping[str, Any]) -> str:
+    """GA, PA and loss, those that a row has."""
+    texts = [f"{name} {_percent(row[key])} %" for key, name in (("ga", "GA"), ("pa", IN_TRAINING)) if key in row]
+    return "  ".join([*texts, f"loss {row['loss']:.4g}"] if "loss" in row else texts)
 
 
 def _percent(share: float | None) -> str:

@@ -185,7 +185,7 @@ def show(callback, rounds, done, rows):
 
 def test_outside_a_terminal_a_tenth_of_the_rounds_is_told_in_plain_lines(console):
     rows = [{"ga": 0.5 if round == 55 else None, "pa": None, "loss": 0.25} for round in range(51, 101)]
-    show(progress.bar(console), 100, 50, rows)
+    show(progress.RunBar(console), 100, 50, rows)
     lines = text_of(console).splitlines()
     assert [line.split()[1] for line in lines] == ["60/100", "70/100", "80/100", "90/100", "100/100"]
     assert lines[0].startswith("round 60/100  GA 50.00 %  loss 0.25  0:00:")
@@ -195,7 +195,7 @@ def test_outside_a_terminal_a_tenth_of_the_rounds_is_told_in_plain_lines(console
 def test_a_terminal_gets_a_bar_that_keeps_the_last_evaluation():
 
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    show(progress.bar(console), 4, 0, [{"ga": 0.5, "pa": 0.75, "loss": 2.0}, {"ga": None, "pa": None, "loss": 1.0}])
+    show(progress.RunBar(console), 4, 0, [{"ga": 0.5, "pa": 0.75, "loss": 2.0}, {"ga": None, "pa": None, "loss": 1.0}])
     last = text_of(console).split("round ")[-1]
     assert last.startswith("2/4")
     assert all(text in last for text in ("GA 50.00 %", "PA in training 75.00 %", "loss 1"))
@@ -205,7 +205,7 @@ def test_a_notebook_gets_one_bar_that_changes_in_place(monkeypatch):
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "IPython", recorder)
     monkeypatch.setitem(sys.modules, "IPython.display", recorder)
-    show(progress.bar(Console(file=io.StringIO(), force_jupyter=True)), 2, 0, [{"ga": 0.5}, {"ga": 0.75}])
+    show(progress.RunBar(Console(file=io.StringIO(), force_jupyter=True)), 2, 0, [{"ga": 0.5}, {"ga": 0.75}])
     (first, data, _), (then, newer, _) = recorder.calls
     assert (first, then) == ("display", "update")
     assert data["text/plain"].startswith("round 1/2  GA 50.00 %")
