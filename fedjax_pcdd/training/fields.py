@@ -187,10 +187,20 @@ def load_mapping(text: str, source: str) -> dict[str, Any]:
 
 
 def as_mapping(value: Any, source: str) -> dict[str, Any]:
-    """The keys of a mapping in the spelling of fields (`batch-size` is `batch_size`), {} for nothing."""
+    """The keys of a mapping in the spelling of fields (`batch-size` is `batch_size`), {} for nothing.
+
+    Raises:
+      UserError: it is none, or gives a key in both spellings.
+    """
     if not isinstance(value, dict | None):
         raise UserError(f"{source} must hold `name: value` lines, not {str(value)[:40]!r}.")
-    return {str(key).replace("-", "_"): item for key, item in (value or {}).items()}
+    fields: dict[str, Any] = {}
+    for key, item in (value or {}).items():
+        name = str(key).replace("-", "_")
+        if name in fields:
+            raise UserError(f"{source} gives the key '{name}' twice: correct it.")
+        fields[name] = item
+    return fields
 
 
 def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:

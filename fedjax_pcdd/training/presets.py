@@ -128,9 +128,10 @@ def _on_split(preset: Preset, splits: Any, split: str | None, where: str) -> dic
     """What a method or a variant has on this split alone."""
     if splits is None:
         return {}
-    if not isinstance(splits, dict) or not set(splits) <= set(preset.splits):
+    own = {str(name): values for name, values in splits.items()} if isinstance(splits, dict) else None
+    if own is None or not set(own) <= set(preset.splits):
         raise UserError(f"'splits' of {where} may name no other splits than {', '.join(preset.splits)}.")
-    return as_mapping(splits.get(split), f"split '{split}' of {where}")
+    return as_mapping(own.get(str(split)), f"split '{split}' of {where}")
 
 
 def _variant_of(preset: Preset, method: str, variant: str | None) -> dict[str, Any]:

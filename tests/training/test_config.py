@@ -93,6 +93,7 @@ def test_types_survive_the_round_trip():
         ("lr: .nan", "'lr' in X must be a finite number, not nan."),
         ("method: fedgella", "there is no method 'fedgella': did you mean 'fedgela'?"),
         ("{", "X is not valid YAML at line 1: correct it."),
+        ("lr-decay: 0.2\nlr_decay: 0.5", "X gives the key 'lr_decay' twice: correct it."),
         ("- 1", "X must hold `name: value` lines, not '[1]'."),
     ],
 )

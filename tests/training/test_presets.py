@@ -360,6 +360,11 @@ def test_a_wrong_variant_in_a_file_is_refused(tmp_path, text, sentence):
     assert str(error.value).replace(str(tmp_path / "mine.yaml"), "FILE").startswith(sentence)
 
 
+def test_a_split_may_be_named_by_a_number(tmp_path):
+    (tmp_path / "mine.yaml").write_text("splits: {10: {clients: 10}}\nmethods: {fedmr: {splits: {10: {mu1: 0.5}}}}")
+    assert preset_values(read_preset("mine", tmp_path), "fedmr", "10") == {"clients": 10, "mu1": 0.5}
+
+
 def test_the_help_shows_the_option(capsys):
     main(["--help"])
     assert "--variant " in capsys.readouterr().out
