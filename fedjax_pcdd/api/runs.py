@@ -27,7 +27,7 @@ from fedjax_pcdd.training.build import Given, Pair
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
-from fedjax_pcdd.training.device_choices import Say
+from fedjax_pcdd.training.device_choices import Say, fewer_lanes
 from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
@@ -163,7 +163,8 @@ class Session:
         Raises:
           OutOfMemory: the error, where there is but one lane, or where other processes would have to know.
         """
-        notes = self.setup.notes_out_of_memory(self.simulation, error, say)
+        notes = self.setup.notes(self.simulation)
+        notes["lanes"] = fewer_lanes(notes["lanes"], error, say)
         for record in self.records:
             record.resolve(notes)
         if jax.process_count() > 1:

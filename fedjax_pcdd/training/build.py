@@ -19,15 +19,7 @@ from fedjax_pcdd.data.domains import load_public
 from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import load_validation
 from fedjax_pcdd.data.partition import is_file, partition
-from fedjax_pcdd.engine.devices import (
-    TYPES,
-    CompileClock,
-    OutOfMemory,
-    available_memory,
-    count_devices,
-    products,
-    select_device,
-)
+from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
@@ -35,17 +27,18 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.models.classifier import Classifier
-from fedjax_pcdd.models.convolution_table import Choices
+from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.accuracies import Accuracies
 from fedjax_pcdd.training.config import RunConfig, rounds_of, unused
-from fedjax_pcdd.training.device_choices import Say, convolutions_of, fewer_lanes, lanes_of, note
-from fedjax_pcdd.training.fine_tuning import after_training, calibrated, check_calibration
+from fedjax_pcdd.training.device_choices import Say, convolutions_of
+from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration, from_global, from_last, global_models
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.initial_weights import started_from
 from fedjax_pcdd.training.inputs import digest_of, inputs_of
 from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, needs_epochs, protocol_of
+from fedjax_pcdd.training.trained_models import parts_of
 from fedjax_pcdd.trees import select
 
 Pair = tuple[RunConfig, Method]
@@ -310,11 +303,8 @@ class Setup:
 
     def notes(self, simulation: Any) -> dict[str, Any]:
         """What was settled, for resolved.json: with it a resumed run computes the same numbers."""
-        return {"lanes": lanes_of(simulation), "convolutions": note(self.convolutions)}
-
-    def notes_out_of_memory(self, simulation: Any, error: OutOfMemory, say: Say) -> dict[str, Any]:
-        """The same with half of the lanes, which is said; the error where there is but one."""
-        return self.notes(simulation) | {"lanes": fewer_lanes(lanes_of(simulation), error, say)}
+        lanes = max(part.simulation.program.lanes for part in parts_of(simulation))  # of the architecture with the most
+        return {"lanes": lanes, "convolutions": as_json(self.convolutions) if self.convolutions else []}
 
     def prepared(self, simulation: Any, state: State) -> State:
         """What the first round starts from."""
@@ -335,8 +325,12 @@ class Setup:
         if self.config.calibrate == "ccvr":
             changes = calibrated(simulation, state)
         if self.tunes:
-            epochs, best = self.config.fine_tune_epochs, best if self.keeps_best else None
-            tuned = after_training(simulation, epochs, rounds, state, best, results, self.protocol)
+            tuner = simulation.tuner(self.config.fine_tune_epochs, tests_epochs=needs_epochs(self.protocol))
+            if self.keeps_best:
+                last = global_models(simulation, state)
+                tuned = from_global(tuner, best, last, rounds, results, self.protocol)
+            else:
+                tuned = from_last(tuner, state, rounds, self.protocol)
             changes = [one | other for one, other in zip(changes, tuned, strict=True)]
         return [result | change for result, change in zip(results, changes, strict=True)]
 

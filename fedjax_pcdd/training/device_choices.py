@@ -106,16 +106,6 @@ def convolutions_of(
     return from_json(json.loads(told_by_first(json.dumps(as_json(chosen)))))
 
 
-def lanes_of(simulation: Simulation | Groups) -> int:
-    """L, of the architecture with the most."""
-    return max(part.simulation.program.lanes for part in parts_of(simulation))
-
-
-def note(convolutions: Choices | None) -> list[dict[str, Any]]:
-    """For resolved.json."""
-    return [] if convolutions is None else as_json(convolutions)
-
-
 def _timed(wanted: list[Operation], say: Say, *, quiet: bool) -> Choices:
     """Rules of these operations, those that are not kept timed now."""
     device = jax.local_devices()[0].device_kind

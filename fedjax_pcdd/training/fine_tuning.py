@@ -18,36 +18,12 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.ccvr import Calibration
 from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
-from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, needs_epochs, rules
+from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, rules
 from fedjax_pcdd.trees import select
 
 
-def after_training(
-    simulation: Simulation,
-    epochs: int,
-    rounds: int,
-    state: State,
-    best: Tree | None,
-    results: Sequence[dict[str, Any]],
-    protocol: Protocol = "last",
-) -> list[dict[str, Any]]:
-    """What fine-tuning changes in the results [E].
-
-    Args:
-      epochs: of every client.
-      rounds: of the training.
-      state: after it.
-      best: global variables [E, ...] of the best GA, None for methods that fine-tune from the last state alone.
-      protocol: of PA, whose epochs are those of the fine-tuning.
-    """
-    tuner = simulation.tuner(epochs, tests_epochs=needs_epochs(protocol))
-    if best is None:
-        return from_last(tuner, state, rounds, protocol)
-    return from_global(tuner, best, _generic(simulation, state), rounds, results, protocol)
-
-
-def _generic(simulation: Simulation, state: State) -> Tree:
-    """Variables [E, ...] of the global models."""
+def global_models(simulation: Simulation, state: State) -> Tree:
+    """Their variables [E, ...]."""
     return jax.vmap(lambda method, server: method.generic_variables(server))(simulation.methods, state.servers)
 
 
@@ -163,7 +139,7 @@ def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
         for e in simulation.experiments
     ]
     calibrator = simulation.alike(experiments, simulation.program.setting.num_clients)
-    state, _ = calibrator.step(calibrator.start(_generic(simulation, state)), 0)
+    state, _ = calibrator.step(calibrator.start(global_models(simulation, state)), 0)
     classes = simulation.program.setting.num_classes  # behind them lie validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
     samples = np.full(len(correct), len(experiments[0].federation.dataset.y_test))
