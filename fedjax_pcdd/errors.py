@@ -4,7 +4,8 @@ import difflib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,12 @@ def failed_write(error: Exception, path: Path, instead: str = "another `run_dir`
     if isinstance(error, OSError):
         return UserError(f"cannot write to {path} ({error.strerror or error}): choose {instead}.")
     return error
+
+
+@contextmanager
+def writing(path: Path, instead: str = "another `run_dir`") -> Iterator[None]:
+    """What is written within to a path, or a sentence that says why it cannot be; arguments as of `failed_write`."""
+    try:
+        yield
+    except OSError as error:
+        raise failed_write(error, path, instead) from error

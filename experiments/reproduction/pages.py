@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.errors import failed_write
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
+from fedjax_pcdd.training.fields import write_text
 from fedjax_pcdd.training.presets import PRESETS
 from reproduction.ambiguities import Ambiguity, ambiguities_page, read_ambiguities, tags_of
 from reproduction.claims import Claim, Finding, counts, findings, read_claims
@@ -88,13 +88,7 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
 
 def write_pages(results: Path, experiments: Path, docs: Path) -> list[Path]:
     """Write the generated pages into a folder and say where they are."""
-    written = []
-    for name, text in pages(results, experiments).items():
-        path = docs / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise failed_write(error, path) from error
-        written.append(path)
-    return written
+    files = pages(results, experiments)
+    for name, text in files.items():
+        write_text(docs / name, text, "another `docs_dir`")
+    return [docs / name for name in files]

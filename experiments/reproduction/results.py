@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.cli.options import configure, scan
-from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import PA_LAST, measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
 from fedjax_pcdd.training.config import FOLDERS, RUN, values
-from fedjax_pcdd.training.fields import options_of
+from fedjax_pcdd.training.fields import options_of, write_text
 from fedjax_pcdd.training.folder import PACKAGES
 from fedjax_pcdd.training.protocols import needs_epochs
 from reproduction.plan import Cell
@@ -52,14 +52,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 def write_result(folder: Path, cell: Cell, result: Mapping[str, Any]) -> None:
     """Write the result of a cell at once or not at all."""
-    path = result_path(folder, cell)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(".part")
-        half.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        half.replace(path)
-    except OSError as error:
-        raise failed_write(error, path) from error
+    write_text(result_path(folder, cell), json.dumps(result, indent=1) + "\n", "another `results_dir`")
 
 
 def command(cell: Cell, config: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedjax_pcdd.api.sweep import CLAIMS
-from fedjax_pcdd.errors import failed_write
+from fedjax_pcdd.errors import writing
 from fedjax_pcdd.training.config import values
 from fedjax_pcdd.training.folder import LOCK
 from fedjax_pcdd.training.lock import InUse, Lock, owner
@@ -28,10 +28,8 @@ def claim_name(cell: Cell, folders: Folders) -> str:
 def claims(folders: Folders) -> Path:
     """The folder of the claims, and of what several processes say."""
     folder = folders.runs / CLAIMS
-    try:
+    with writing(folder, "another `runs_dir`"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise failed_write(error, folder) from error
     return folder
 
 

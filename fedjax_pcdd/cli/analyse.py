@@ -75,7 +75,7 @@ def _main(arguments: Sequence[str]) -> None:
     try:
         print(_run(arguments[0], arguments[1:]))
     except OSError as error:
-        raise failed_write(error, Path(error.filename or ".")) from error
+        raise failed_write(error, Path(error.filename or "."), "another `output`") from error
 
 
 def _run(name: str, arguments: Sequence[str]) -> str:

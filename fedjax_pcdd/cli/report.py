@@ -18,7 +18,7 @@ from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
 from fedjax_pcdd.report.plots import LABELS, curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
-from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.fields import run_option, write_text
 from fedjax_pcdd.training.folder import CONFIG
 from fedjax_pcdd.training.presets import PAPERS
 
@@ -101,7 +101,8 @@ def _report(options: ReportOptions, folder: Path) -> None:
     counted = [run for one in groups for entry in one.entries for run in entry.runs]
     own = [pivot(counted, rows, columns or None, metric)] if rows else []
     files = _files(groups, papers, runs, notes, own)
-    _write(options.output, files)
+    for name, text in files.items():
+        write_text(options.output / name, text, "another `output`")
     names = ", ".join(name for name in files if "/" not in name)
     print("\n".join([*notes, f"written to {options.output}: {names}"]))
 
@@ -161,16 +162,6 @@ def _files(groups, papers, runs, notes, own) -> dict[str, str]:
         "report.tex": "\n".join(map(latex, tables)),
         **pictures,
     }
-
-
-def _write(folder: Path, files: dict[str, str]) -> None:
-    try:
-        for name, text in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --output.") from error
 
 
 def command_of(run: RunRecord) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, nearest, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -238,3 +238,16 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise UserError(f"{path} cannot be read ({reason}).") from None
+
+
+def write_text(path: Path, text: str, instead: str) -> None:
+    """Write a file at once or not at all, and its folder where there is none.
+
+    Raises:
+      UserError: it cannot be written; `instead` is what to choose.
+    """
+    with writing(path, instead):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f"{path.name}.part")
+        half.write_text(text, encoding="utf-8")
+        half.replace(path)
