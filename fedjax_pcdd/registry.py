@@ -12,7 +12,8 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,7 @@ class Origin(NamedTuple):
     sha256: str  # of the file
 
 
-class Registry(MutableMapping[str, T], Generic[T]):
+class Registry(UserDict[str, T], Generic[T]):
     """Parts of one kind by name, in the order in which they were added; entry points come last.
 
     Attributes:
@@ -45,7 +46,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     def __init__(self, kind: str, plural: str, parts: Mapping[str, T] | None = None):
         """A registry of the package's own parts."""
         self.kind, self.group = kind, f"{PACKAGE}.{plural}"
-        self._parts: dict[str, T] = dict(parts or {})
+        super().__init__(parts or {})
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that adds a part under a name; UserError for a name that is taken or cannot be typed."""
@@ -57,10 +58,10 @@ class Registry(MutableMapping[str, T], Generic[T]):
         def add(part: T) -> T:
             if not callable(part) and type(part).__module__ == "builtins":
                 raise UserError(f"{part!r} cannot be a {self.kind}: register a class or a function.")
-            known = self._parts.get(name)
+            known = self.data.get(name)
             if known is not None and _identity(known) != _identity(part):
                 raise UserError(f"there is a {self.kind} '{name}' already: choose another name.")
-            self._parts[name] = part
+            self[name] = part
             return part
 
         return add
@@ -80,32 +81,23 @@ class Registry(MutableMapping[str, T], Generic[T]):
             raise UserError(f"there is no {self.kind} '{name}': {hint}")
         return self[name]
 
-    def __getitem__(self, name: str) -> T:
-        """The part of a name; an entry point is loaded when it is first asked for."""
-        if name not in self._parts and name in (points := self._points()):
-            point = points[name]
-            try:
-                self._parts[name] = point.load()
-            except Exception as error:  # whatever another package's code does
-                sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
-                raise UserError(sentence) from error
-        return self._parts[name]
-
-    def __setitem__(self, name: str, part: T) -> None:
-        """Put a part under a name."""
-        self._parts[name] = part
-
-    def __delitem__(self, name: str) -> None:
-        """Forget a part."""
-        del self._parts[name]
+    def __missing__(self, name: str) -> T:
+        """The part of an entry point, which is loaded when it is first asked for."""
+        point = self._points()[name]
+        try:
+            self[name] = point.load()
+        except Exception as error:  # whatever another package's code does
+            sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
+            raise UserError(sentence) from error
+        return self[name]
 
     def __contains__(self, name: object) -> bool:
         """Whether the name is known, without loading anything."""
-        return name in self._parts or name in self._points()
+        return name in self.data or name in self._points()
 
     def __iter__(self) -> Iterator[str]:
         """All names, without loading anything."""
-        return iter(dict.fromkeys([*self._parts, *self._points()]))
+        return iter(dict.fromkeys([*self.data, *self._points()]))
 
     def __len__(self) -> int:
         """How many names there are."""

@@ -95,7 +95,7 @@ def session(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for registry in (METHODS, SERVER_OPTIMISERS, PARTITIONS, LOGGERS):
-            patch.setattr(registry, "_parts", dict(registry._parts))
+            patch.setattr(registry, "data", dict(registry.data))
         yield {"__name__": "bring_your_own"}
 
 
