@@ -5,6 +5,7 @@ Rounds to an accuracy and speed-ups are those of FedMR's Table 4 and FedRL's Tab
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ def look(index: int) -> tuple[str, str]:
     return COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
 
 
-def series(rows: Iterable[Mapping[str, Any]], name: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds and values [n] of a number in lines of metrics.jsonl, where it is known and finite.
+def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds and values [n] of a number in lines of metrics.jsonl or track.jsonl, where it is known and finite.
 
-    >>> [x.tolist() for x in series([{"round": 1, "ga": None}, {"round": 2, "ga": 0.5}], "ga", 100)]
+    Args:
+      rows: the lines.
+      names: key of the number, after those of the mappings that it is in.
+      factor: that it is multiplied by.
+
+    >>> [x.tolist() for x in series([{"round": 1, "ga": None}, {"round": 2, "ga": 0.5}], "ga", factor=100)]
     [[2], [50.0]]
+    >>> rows = [{"round": 1, "intra": {"global": {"loss": 0.5}}}, {"round": 2, "intra": {"global": None}}]
+    >>> [x.tolist() for x in series(rows, "intra", "global", "loss")]
+    [[1], [0.5]]
     """
-    known = [(row["round"], row[name]) for row in rows if row.get(name) is not None and math.isfinite(row[name])]
+    values = [(row["round"], reduce(lambda of, name: (of or {}).get(name), names, row)) for row in rows]
+    known = [(round, value) for round, value in values if value is not None and math.isfinite(value)]
     return np.array([x for x, _ in known], int), factor * np.array([y for _, y in known], float)
 
 
@@ -77,7 +87,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
     rows = list(rows)
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    curves = {name: one for name in ("ga", "pa") if len((one := series(rows, name, 100))[0])}
+    curves = {name: one for name in ("ga", "pa") if len((one := series(rows, name, factor=100))[0])}
     for name, (rounds, values) in curves.items():
         best = values.argmax()
         curve(accuracy, rounds, values, color=OWN_COLOURS[name])

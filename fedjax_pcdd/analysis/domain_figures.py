@@ -84,7 +84,7 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
     left, right = figure.subplots(1, 2)
     for i, (label, rows) in enumerate(runs.items()):
         colour, style = look(i)
-        curve(left, *series(rows, f"intra_top{top}", 100), color=colour, linestyle=style, label=label)
+        curve(left, *series(rows, f"intra_top{top}", factor=100), color=colour, linestyle=style, label=label)
         curve(right, *series(rows, "local_objective"), color=colour, linestyle=style)
     frame(left, title="own domain, mean over participants", upwards=f"top-{top} accuracy (%)")
     frame(right, title="local objective, mean over participants")

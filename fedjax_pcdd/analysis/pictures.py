@@ -4,15 +4,15 @@ Tracked quantities have one colour a run, solid for the global model, dashed for
 participants, N public images, C classes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedjax_pcdd.analysis.curves import curve, frame, look
+from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.registry import short_name
 
@@ -36,18 +36,6 @@ TITLES = {
     "intra": "FedMR's intra-class loss",
     "gradients": "local training",
 }
-
-
-def tracked(rows: Rows, name: str, model: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds and values [n] of one number in the lines of track.jsonl, where it is known.
-
-    >>> rows = [{"round": 1, "intra": {"global": {"loss": 0.5}}}, {"round": 2, "intra": {"global": None}}]
-    >>> [x.tolist() for x in tracked(rows, "intra", "global", "loss")]
-    [[1], [0.5]]
-    """
-    values = [(row["round"], ((row.get(name) or {}).get(model) or {}).get(key)) for row in rows]
-    known = [(round, value) for round, value in values if value is not None]
-    return np.array([x for x, _ in known], int), np.array([y for _, y in known], float)
 
 
 def panels_of(name: str, runs: Mapping[str, Rows]) -> list[tuple[str, str, str]]:
@@ -110,7 +98,7 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
 def _curves(panel: Any, name: str, runs: Mapping[str, Rows], key: str) -> None:
     for i, rows in enumerate(runs.values()):
         for model, style in STYLES.items():
-            curve(panel, *tracked(rows, name, model, key), linestyle=style, color=look(i)[0])
+            curve(panel, *series(rows, name, model, key), linestyle=style, color=look(i)[0])
     known = [row[name]["etf"] for rows in runs.values() for row in rows if "etf" in (row.get(name) or {})]
     if known:
         panel.axhline(known[0], color="0.5", linewidth=1, linestyle=":")
@@ -130,7 +118,7 @@ def _eigenvalues(panel: Any, runs: Mapping[str, Rows]) -> None:
 def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[str]]:
     """Runs by colour, where they are named, then the styles that occur, then the reference angle."""
     keys = [key for *_, key in panels_of(name, runs)]
-    known = [m for m in STYLES if any(len(tracked(r, name, m, k)[0]) for r in runs.values() for k in keys)]
+    known = [m for m in STYLES if any(len(series(r, name, m, k)[0]) for r in runs.values() for k in keys)]
     entries = [(label, "-", look(i)[0]) for i, label in enumerate(runs) if label]
     entries += [(NAMES[model], STYLES[model], "0.3") for model in known]
     entries += [("simplex ETF", ":", "0.5")] * (name in ("angles", "features"))
@@ -138,42 +126,14 @@ def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[st
     return lines, [text for text, _, _ in entries]
 
 
-class Bilateral(NamedTuple):
-    """GA and PA against the energy E_W of FedGELA's classifier (FedGELA, Figure 4), means over the seeds."""
-
-    ew: np.ndarray  # [n] in rising order
-    ga: np.ndarray  # [n]
-    ga_std: np.ndarray  # [n] sample standard deviation, nan for a single seed
-    pa: np.ndarray
-    pa_std: np.ndarray
-    seeds: np.ndarray  # [n] how many
-
-
-def bilateral(points: Iterable[tuple[float, float, float]]) -> Bilateral:
-    """Curves from (E_W, GA, PA) of single runs.
-
-    >>> curves = bilateral([(1e4, 0.5, 0.9), (1e2, 0.6, 0.8), (1e4, 0.7, 0.9)])
-    >>> curves.ew.tolist(), curves.ga.tolist(), curves.seeds.tolist()
-    ([100.0, 10000.0], [0.6, 0.6], [1, 2])
-    """
-    values = np.array(list(points), float).reshape(-1, 3)
-    energies = np.unique(values[:, 0])
-    groups = [values[values[:, 0] == ew, 1:] for ew in energies]
-    means = np.array([group.mean(0) for group in groups]).reshape(-1, 2)
-    nothing = np.full(2, np.nan)
-    spread = np.array([group.std(0, ddof=1) if len(group) > 1 else nothing for group in groups]).reshape(-1, 2)
-    seeds = np.array([len(group) for group in groups], int)
-    return Bilateral(energies, means[:, 0], spread[:, 0], means[:, 1], spread[:, 1], seeds)
-
-
 def draw_bilateral(
-    curves: dict[str, Bilateral], references: dict[str, tuple[float, float]], path: str | Path, *, pa: str = "PA",
+    curves: Mapping[str, np.ndarray], references: Mapping[str, Sequence[float]], path: str | Path, *, pa: str = "PA",
     reference: str = "FedAvg",
 ) -> None:  # fmt: skip
-    """Write a PNG of GA beside PA (shares in [0, 1]) in percent over log10 E_W, a line a label.
+    """Write a PNG of GA beside PA in percent over log10 E_W (FedGELA, Figure 4), a line a label.
 
     Args:
-      curves: by label.
+      curves: by label [n, 5], E_W in rising order, GA and its deviation over seeds, PA and its deviation.
       references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
       path: of the PNG.
       pa: what PA is called by the moment when it is measured.
@@ -181,13 +141,12 @@ def draw_bilateral(
     """
     figure = Figure(figsize=(8.0, 3.6), dpi=100, layout="constrained")
     panels = figure.subplots(1, 2)
-    for i, (label, one) in enumerate(curves.items()):
-        both = zip(panels, (one.ga, one.pa), (one.ga_std, one.pa_std), references.get(label, (None, None)), strict=True)
-        for panel, mean, spread, fedavg in both:
-            bars = {"marker": "o", "capsize": 3, "label": label, "color": look(i)[0]}
-            panel.errorbar(np.log10(one.ew), 100 * mean, 100 * np.nan_to_num(spread), **bars)
-            if fedavg is not None:
-                panel.axhline(100 * fedavg, color=look(i)[0], linestyle="--", linewidth=1)
+    for i, (label, numbers) in enumerate(curves.items()):
+        energies, *accuracies = numbers.T
+        for panel, mean, spread in zip(panels, accuracies[::2], accuracies[1::2], strict=True):
+            panel.errorbar(np.log10(energies), mean, spread, marker="o", capsize=3, label=label, color=look(i)[0])
+        for panel, fedavg in zip(panels, references.get(label, ()), strict=False):
+            panel.axhline(fedavg, color=look(i)[0], linestyle="--", linewidth=1)
     titles = ("generic accuracy (GA)", "FedAvg"), (f"personal accuracy ({pa})", reference)
     for panel, (title, dashed) in zip(panels, titles, strict=True):
         frame(panel, title=title, across="log10 E_W" + (f"; dashed: {dashed}" if references else ""), upwards="%")

@@ -123,7 +123,7 @@ def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> 
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
         row["pa_protocol"] = "; ".join(dict.fromkeys(r["pa_protocol"] for r in finished if "pa_protocol" in r))
         for measure in (*MEASURES, "ga_validation_best"):
-            cell = over_seeds(100 * r[measure] if r.get(measure) is not None else None for r in finished)
+            cell = over_seeds((r.get(measure) for r in finished), factor=100.0)
             row |= {measure: cell.mean, f"{measure}_std": cell.std}
         rows.append(row)
     return rows

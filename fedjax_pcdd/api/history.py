@@ -19,7 +19,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError, as_path, failed_write, nearest, shortened
+from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
@@ -139,11 +139,9 @@ class History(TrainedModels):
         variables = self.variables if client is None else self.client_variables(client)
         arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
         known = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
-        try:
+        with writing(path, "another path"):
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(arrays, path, known | {"summary": json.dumps(self.summary)})
-        except OSError as error:
-            raise failed_write(error, path, "another path") from error
         return path
 
     def plot(self, ax: Any = None, *, what: str | None = None, label: str | None = None, **style: Any) -> Any:
@@ -166,7 +164,7 @@ class History(TrainedModels):
         what = what or "ga"
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
-        rounds, values = series(self.rows, what, 1 if what == "loss" else 100)
+        rounds, values = series(self.rows, what, factor=1 if what == "loss" else 100)
         curve(ax, rounds, values, label=label or self.label, **style)
         frame(ax, upwards=CURVES[what] + ("" if what == "loss" else " (%)"))
         return ax

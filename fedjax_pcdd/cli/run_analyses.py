@@ -1,13 +1,13 @@
 """Analyses of runs on a data set: tables and pictures from run folders (`fedjax-pcdd analyse`)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fedjax_pcdd.analysis.burden import Burden, draw_burdens
-from fedjax_pcdd.analysis.pictures import Bilateral, draw, draw_bilateral, draw_columns
-from fedjax_pcdd.analysis.pictures import bilateral as averaged
+from fedjax_pcdd.analysis.pictures import draw, draw_bilateral, draw_columns
 from fedjax_pcdd.analysis.traffic import COLUMNS, Traffic, as_printed, in_words, upload
 from fedjax_pcdd.analysis.traffic import traffic as counted
 from fedjax_pcdd.data import sources
@@ -16,7 +16,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import differing
-from fedjax_pcdd.report.tables import markdown, texts
+from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model
 from fedjax_pcdd.training.config import RUN, parse_config
@@ -205,24 +205,39 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
     groups, fedavg, summaries = _by_ew(records)
     if not groups:
         raise UserError("none of these runs has an E_W: sweep `ew=1,4,16` of fedgela.")
-    curves = {label: averaged(points) for label, points in groups.items()}
-    means = {label: np.mean(points, axis=0) for label, points in fedavg.items()}
-    references = {label: tuple(means[name]) for label in curves if (name := label.removesuffix(" (linear)")) in means}
+    curves = {label: {ew: _over_seeds(own[ew]) for ew in sorted(own)} for label, own in groups.items()}
+    means = {label: _over_seeds(own) for label, own in fedavg.items()}
     pa, reference = (with_pa_named("PA", summaries[own]) for own in (True, False))
     fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
-        draw_bilateral(curves, references, given["output"], pa=pa, reference=fedavg_pa)
-    lines = _energies(curves)
-    for name, (ga, own) in means.items():
-        lines.append([name, fedavg_pa, f"{100 * ga:.2f}", f"{100 * own:.2f}", str(len(fedavg[name]))])
+        names = {label: label.removesuffix(" (linear)") for label in curves}
+        references = {label: [one.mean or 0.0 for one in means[name]] for label, name in names.items() if name in means}
+        numbers = {
+            label: np.array(
+                [[ew, *(x or 0.0 for one in cells for x in (one.mean, one.std))] for ew, cells in own.items()]
+            )
+            for label, own in curves.items()
+        }
+        draw_bilateral(numbers, references, given["output"], pa=pa, reference=fedavg_pa)
+    cells = [(label, f"{ew:g}", *both) for label, own in curves.items() for ew, both in own.items()]
+    cells += [(name, fedavg_pa, *(replace(one, std=None) for one in both)) for name, both in means.items()]
+    lines = [[label, at, shown(ga), shown(own), str(ga.n)] for label, at, ga, own in cells]
     by = _chosen_on(records)
     return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
 
 
-def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], dict[bool, list[dict[str, Any]]]]:
-    """By partition (and options of the run that differ) E_W, best GA and best PA of runs with an E_W, both accuracies
-    of FedAvg's, and the summaries of the former (True) and of the latter."""
-    groups: dict[str, list[tuple[float, float, float]]] = {}
+def _over_seeds(runs: Sequence[tuple[float, float]]) -> tuple[Cell, Cell]:
+    """GA and PA of runs in percent."""
+    ga, pa = (over_seeds(shares, factor=100.0) for shares in zip(*runs, strict=True))
+    return ga, pa
+
+
+def _by_ew(
+    records: list[RunRecord],
+) -> tuple[dict[str, dict[float, list]], dict[str, list], dict[bool, list[dict[str, Any]]]]:
+    """By partition (and options of the run that differ) best GA and best PA of the runs with each E_W, those of
+    FedAvg's, and the summaries of the former (True) and of the latter."""
+    groups: dict[str, dict[float, list[tuple[float, float]]]] = {}
     fedavg: dict[str, list[tuple[float, float]]] = {}
     summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
@@ -230,28 +245,16 @@ def _by_ew(records: list[RunRecord]) -> tuple[dict[str, list], dict[str, list], 
     for record in records:
         summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
         ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
-        if ga is None or pa is None:
+        if ga is None or pa is None or (ew is None and record.method != REFERENCE):
             continue
-        if ew is not None or record.method == REFERENCE:
-            summaries[ew is not None].append(summary)
+        summaries[ew is not None].append(summary)
         setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
         if ew is not None:
             label = setting + (" (linear)" if hyper.get("scale") == "linear" else "")
-            groups.setdefault(label, []).append((ew, ga, pa))
-        elif record.method == REFERENCE:
+            groups.setdefault(label, {}).setdefault(ew, []).append((ga, pa))
+        else:
             fedavg.setdefault(setting, []).append((ga, pa))
     return groups, fedavg, summaries
-
-
-def _energies(curves: dict[str, Bilateral]) -> list[list[str]]:
-    """A line for each E_W of each curve, in percent."""
-    lines = []
-    for label, one in curves.items():
-        for ew, ga, ga_std, own, own_std, seeds in zip(*one, strict=True):
-            percent = [f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if seeds > 1 else "") for mean, std in
-                       ((ga, ga_std), (own, own_std))]  # fmt: skip
-            lines.append([label, f"{ew:g}", *percent, str(seeds)])
-    return lines
 
 
 def _chosen_on(records: list[RunRecord]) -> str:

@@ -92,12 +92,11 @@ def _accuracy(runs: Runs, asked: Accuracy) -> Cell:
     for summary in (run.summary or {} for run in runs):
         begins = pa_entries(summary).get(asked.moment) if asked.moment else "ga"
         shares.append(summary.get(begins + asked.entry[2:]) if begins else None)
-    return over_seeds((None if share is None else 100.0 * share for share in shares), _lengths(runs))
+    return over_seeds(shares, _lengths(runs), 100.0)
 
 
 def _of_summary(runs: Runs, name: str, factor: float) -> Cell:
-    values = [(run.summary or {}).get(name) for run in runs]
-    return over_seeds((None if value is None else factor * value for value in values), _lengths(runs))
+    return over_seeds(((run.summary or {}).get(name) for run in runs), _lengths(runs), factor)
 
 
 def _lengths(runs: Iterable[RunRecord]) -> set[int]:

@@ -111,13 +111,13 @@ class Table:
         return [True, *(column.left for column in self.columns)]
 
 
-def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = ()) -> Cell:
-    """Mean and sample deviation of the values that are there.
+def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = (), factor: float = 1.0) -> Cell:
+    """Mean and sample deviation of the values that are there, times a factor, as 100 for shares in percent.
 
     >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
-    known = np.array([value for value in values if value is not None], float)
+    known = factor * np.array([value for value in values if value is not None], float)
     if not len(known):
         return Cell()
     std = float(known.std(ddof=1)) if len(known) > 1 else None

@@ -95,6 +95,17 @@ def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
     assert (tmp_path / "b.png").is_file()
 
 
+def test_bilateral_curves_are_means_over_seeds(tmp_path, capsys):
+    for i, (ew, ga) in enumerate([(100.0, 0.5), (10.0, 0.25), (100.0, 0.75)]):
+        folder = write_run(tmp_path / str(i), ga, method="fedgela", seed=i, origin={"hyperparameters": {"ew": ew}})
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"pa_best": 1 - ga}))
+    rows = [line.split("|")[2:6] for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
+    assert [[x.strip() for x in row] for row in rows] == [
+        ["10", "25.00", "75.00", "1"], ["100", "62.50 ± 17.68", "37.50 ± 17.68", "2"],
+    ]  # fmt: skip
+
+
 def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):
     moments = {"fedgela": "during training", "fedavg": "global model fine-tuned for 10 epochs"}
     for method, protocol in moments.items():
