@@ -22,6 +22,7 @@ from fedjax_pcdd.api.leaderboard import read_results
 from fedjax_pcdd.errors import nearest
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, markdown, over_seeds
+from fedjax_pcdd.training.fields import read_text, write_text
 from fedjax_pcdd.training.folder import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +108,7 @@ def table(name: str) -> Table:
     for row in ROWS:
         if path_of(name, row).is_file():
             result = json.loads(path_of(name, row).read_text())
-            *ga, best, last = [over_seeds(_percent(seed[key]) for seed in result["seeds"]) for key in MEASURES]
+            *ga, best, last = [over_seeds((seed[key] for seed in result["seeds"]), factor=100.0) for key in MEASURES]
             tunes = METHODS[row.split()[0]]().traits().fine_tunes
             cells = [*ga, best, last, Cell(), Cell()] if tunes else [*ga, Cell(), Cell(), best, last]
             failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
@@ -132,20 +133,16 @@ def _tuned(name: str) -> dict[str, tuple[Cell, Cell]]:
     chosen = {one["method"]: ", ".join(f"{key} {value}" for key, value in (one["chosen"] or {}).items()) for one in own}
     return {
         one["method"]: (
-            over_seeds(_percent(seed.get("ga_mean_last10")) for seed in one["seeds"]), Cell(text=chosen[one["method"]])
+            over_seeds((seed.get("ga_mean_last10") for seed in one["seeds"]), factor=100.0),
+            Cell(text=chosen[one["method"]]),
         ) for one in own
     }  # fmt: skip
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 def write_page() -> None:
     """Put the tables between the two marks of docs/results.md."""
     tables = "\n".join(markdown(table(name), escape=str) for name in TABLES if table(name).rows)
-    text = between(PAGE.read_text(encoding="utf-8"), (BEGIN, END), tables, str(PAGE))
-    PAGE.write_text(text, encoding="utf-8")
+    write_text(PAGE, between(read_text(PAGE), (BEGIN, END), tables, str(PAGE)), "another folder")
 
 
 def main() -> None:
@@ -168,8 +165,7 @@ def main() -> None:
             path = path_of(name, method)
             if not path.is_file():
                 result = run(name, method, given.runs, more)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                write_text(path, json.dumps(result, indent=1) + "\n", "another folder")
                 print(f"{name}: {method}", flush=True)
 
 

@@ -18,7 +18,8 @@ from rich.console import Console
 
 from fedjax_pcdd import __version__, methods
 from fedjax_pcdd.analysis.traffic import traffic
-from fedjax_pcdd.api.sweep import Planned, Sweep
+from fedjax_pcdd.api.grid import Experiment
+from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -26,10 +27,10 @@ from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import Cell as Entry
 from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.training.build import build_model, load
-from fedjax_pcdd.training.fields import load_mapping, read_text
+from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import PAPERS
-from fedjax_pcdd.training.progress import SweepBar, pa_name
+from fedjax_pcdd.training.progress import pa_name
 
 PLAN = PAPERS / "leaderboard.yaml"
 SCORE = "ga_validation_best"
@@ -169,10 +170,11 @@ def _run(
 ) -> list[dict[str, Any] | UserError]:
     """What came of (trial, seed) pairs."""
     trials = plan.trials_of(cell.method)
-    given = {f"trial{i}-s{seed}": options(plan, cell, trials[i], seed, more) for i, seed in points}
-    sweep = Sweep([Planned(name, *configure(one)) for name, one in given.items()], folder, lambda name, error: None)
-    results = sweep.run(SweepBar({name: one.config.rounds for name, one in sweep.left.items()}, console))
-    return [results[name] for name in given]
+    names = [f"trial{i}-s{seed}" for i, seed in points]
+    given = [options(plan, cell, trials[i], seed, more) for i, seed in points]
+    stage, results = [Experiment(name, name, one) for name, one in zip(names, given, strict=True)], {}
+    run_stages([stage], results, folder, console=console, failed=lambda name, error: None)
+    return [results[name] for name in names]
 
 
 def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, str]) -> int:
@@ -232,11 +234,8 @@ def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Tab
 
 def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Entry:
     """A measure over seeds in percent; nothing of a PA that was measured at another moment."""
-    return over_seeds(_percent(seed.get(name)) for seed in result["seeds"] if moment in ("", result.get("pa", "PA")))
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+    seeds = result["seeds"] if moment in ("", result.get("pa", "PA")) else ()
+    return over_seeds((seed.get(name) for seed in seeds), factor=100.0)
 
 
 def _failures(result: Mapping[str, Any]) -> str:
@@ -289,11 +288,8 @@ def has_result(cell: Cell, results: Path) -> bool:
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
+    """Whole or not at all; UserError where it cannot be written."""
+    write_text(path, json.dumps(result, indent=1) + "\n", "another `results`")
 
 
 def complete(

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
@@ -218,4 +219,4 @@ def search(
     if own.on_test:
         warn(ON_TEST)
     steps = own.stages(read["trials"], read["together"])
-    return SearchResults(*run_stages(steps, results, where, progress=progress), results, own)
+    return SearchResults(*run_stages(steps, results, where, console=Console(quiet=not progress)), results, own)

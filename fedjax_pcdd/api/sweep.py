@@ -8,8 +8,8 @@ takes over those of processes that died, and ends with the results of all.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import UserError, as_path, failed_write, shortened
+from fedjax_pcdd.errors import UserError, as_path, shortened, writing
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.checkpoint import size
@@ -51,6 +51,8 @@ COPIES = 6  # of a state: before and after a round, what its jobs wrote, the bes
 CLAIMS = "claims"  # folder of the locks of experiments, and of the sentences with which some failed
 TOGETHER = Option("together", int, True, None, low=1)
 PAUSE = 1.0  # seconds between two looks at what other processes have done
+ELSEWHERE = "another folder for the sweep"  # for a folder that cannot be written
+Failed = Callable[[str, UserError], None]  # told of the name of an experiment that failed, and why
 
 
 class Planned(NamedTuple):
@@ -81,7 +83,7 @@ class Sweep:
       left: what is to be run of the others.
     """
 
-    def __init__(self, planned: Sequence[Planned], folder: Path, failed: Callable[[str, UserError], None]):
+    def __init__(self, planned: Sequence[Planned], folder: Path, failed: Failed):
         """Look what is finished.
 
         Args:
@@ -149,7 +151,7 @@ class Sweep:
           bar: told of every round.
           together: most experiments in one program, None for as many as fit into memory.
         """
-        with writing(self.folder):
+        with writing(self.folder, ELSEWHERE):
             (self.folder / CLAIMS).mkdir(parents=True, exist_ok=True)
         with bar:
             while self.left:
@@ -215,21 +217,12 @@ class Sweep:
     def _conclude(self, name: str, result: Result | UserError) -> None:
         """Note a result, and a failure for other processes, too."""
         file = self.folder / CLAIMS / f"{name}.failed"
-        with writing(self.folder):
+        with writing(self.folder, ELSEWHERE):
             if isinstance(result, UserError):
                 file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
             else:
                 file.unlink(missing_ok=True)
         self._note(name, result)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What is written within to a sweep's folder, or a sentence that says why it cannot be."""
-    try:
-        yield
-    except OSError as error:
-        raise failed_write(error, folder, "another folder for the sweep") from error
 
 
 def _silent(sentence: str) -> None:
@@ -345,7 +338,7 @@ def sweep(
         together = convert(TOGETHER, str(together))
     where = None if folder is None else as_path(folder, "folder")
     steps = stages({name: listed(value) for name, value in given.items()}, results)
-    return Results(*run_stages(steps, results, where, together, progress), results)
+    return Results(*run_stages(steps, results, where, together, console=Console(quiet=not progress)), results)
 
 
 def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
@@ -365,26 +358,33 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
 
 @compiled_once()
 def run_stages(
-    steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
-    progress: bool = False,
+    steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None, *,
+    console: Console, origin: Callable[[Experiment], Mapping[str, Any]] = lambda one: {},
+    failed: Failed = lambda name, error: warn(f"{name}: {error.sentence}"),
+    before: Callable[[Sweep, Path], bool] = lambda part, folder: True,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
     """Run stages one after another in a folder, None for one named by the first; gives it and all experiments.
 
     Args:
       steps: what to run; the next is asked for when the results of those before it are there.
       results: by name, filled.
-      together, progress: as in `sweep`.
+      together: as in `sweep`.
+      console: of the bar; a quiet one shows none.
+      origin: of an experiment, as in `Asked`.
+      failed: as of `Sweep`.
+      before: called before a stage is run; where it says False nothing more is.
     """
     experiments: list[Experiment] = []
-    console = Console(quiet=not progress)
-    cell = CellBar() if progress and console.is_jupyter else None
+    cell = CellBar() if console.is_jupyter and not console.quiet else None
     for stage in steps:
         pairs = [configure(one.given) for one in stage]
         folder = folder or sweep_folder(pairs)
-        planned = [Planned(one.name, *pair) for one, pair in zip(stage, pairs, strict=True)]
-        part = Sweep(planned, folder, lambda name, error: warn(f"{name}: {error.sentence}"))
-        rounds = {name: one.config.rounds for name, one in part.left.items()}
+        planned = [Planned(one.name, *pair, origin(one)) for one, pair in zip(stage, pairs, strict=True)]
+        part = Sweep(planned, folder, failed)
+        if not before(part, folder):
+            break
         experiments += stage
+        rounds = {name: one.config.rounds for name, one in part.left.items()}
         results |= part.run(SweepBar(rounds, console, cell), together)
     return folder or Path(), experiments
 

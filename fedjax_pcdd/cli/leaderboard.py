@@ -16,9 +16,9 @@ from fedjax_pcdd.analysis.ranks import draw_ranks, ranks
 from fedjax_pcdd.cli.messages import called, flag
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
-from fedjax_pcdd.errors import UserError, failed_write, nearest
+from fedjax_pcdd.errors import UserError, nearest, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
-from fedjax_pcdd.training.fields import run_option
+from fedjax_pcdd.training.fields import read_text, run_option, write_text
 
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 
@@ -75,11 +75,9 @@ def _act(options: Options, argv: Sequence[str]) -> None:
         tables = [leaderboard.table(network, split, known) for network in networks for split in splits]
         tables = [table for table in tables if table.rows]
         if options.page:
-            try:
+            with writing(options.page, "another `page`"):
                 ranking = _ranking(options.page, *leaderboard.over_splits(known, cells))
-                _write(options.page, [*ranking, *map(_text, tables)])
-            except OSError as error:
-                raise failed_write(error, options.page, "another `page`") from error
+            _write(options.page, [*ranking, *map(_text, tables)])
         else:
             for table in tables:
                 console.print(terminal(leaderboard.brief(table)))
@@ -98,7 +96,8 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
     if options.workers > 1:
         given = scan(argv, {"status", "help"})
         words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
-        options.runs_dir.mkdir(parents=True, exist_ok=True)
+        with writing(options.runs_dir, "another `runs_dir`"):
+            options.runs_dir.mkdir(parents=True, exist_ok=True)
         processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
     leaderboard.complete(
         plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
@@ -138,8 +137,7 @@ def _text(table: Table) -> str:
 
 def _write(path: Path, parts: Sequence[str]) -> None:
     """Between the two marks of a page, or a page of them alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
+    text = read_text(path) if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
     whole = "\n".join(parts) or "No method has a result yet.\n"
-    path.write_text(between(text, (BEGIN, END), whole, str(path)), encoding="utf-8")
+    write_text(path, between(text, (BEGIN, END), whole, str(path)), "another `page`")
     print(f"written: {path}")

@@ -27,9 +27,9 @@ from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
 from fedjax_pcdd.cli.messages import called, flag, guarded, sentence
-from fedjax_pcdd.cli.options import configure, scan
+from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.metrics import MEASURES
@@ -139,42 +139,27 @@ def train(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
     before: Callable[["Sweep", Path], bool] = lambda part, folder: True,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
-    """Run stages one after another, as `api.sweep.run_stages`, with what a command adds: a bar, signals, its origin.
+    """As `api.sweep.run_stages`, with what a command adds: a bar, signals, its origin."""
+    from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
+    from fedjax_pcdd.training import interrupts
 
-    Args:
-      steps, results, folder, together: as there.
-      before: called before a stage is run; where it says False nothing more is.
-    """
-    experiments = []
     try:
-        for stage in steps:
-            pairs = [configure(one.given) for one in stage]
-            from fedjax_pcdd.api import sweep  # JAX programs are not needed for mistakes
-            from fedjax_pcdd.training import interrupts
-            from fedjax_pcdd.training.progress import SweepBar
-
-            folder = folder or sweep.sweep_folder(pairs)
-            planned = [sweep.Planned(one.name, *pair, _origin(one)) for one, pair in zip(stage, pairs, strict=True)]
-            part = sweep.Sweep(planned, folder, _failed)
-            if not before(part, folder):
-                break
-            experiments += stage
-            rounds = {name: one.config.rounds for name, one in part.left.items()}
-            with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
-                results |= part.run(SweepBar(rounds, CONSOLE), together)
+        with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
+            return sweep.run_stages(
+                steps, results, folder, together, console=CONSOLE, origin=_origin, failed=_failed, before=before
+            )
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
         raise
-    return folder or Path(), experiments
 
 
 def conclude(
     folder: Path, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str], shown: Sequence[str] = ()
 ) -> int:
     """Write and show the table; the exit code, 1 where something failed."""
-    from fedjax_pcdd.api.sweep import writing
+    from fedjax_pcdd.api.sweep import ELSEWHERE
 
-    with writing(folder), open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
+    with writing(folder, ELSEWHERE), open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -210,9 +195,9 @@ def status(standings: Sequence["Standing"]) -> Table:
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:
     """Start workers that divide a sweep, and wait for them; what one that dies leaves, the others or the caller do."""
-    from fedjax_pcdd.api.sweep import writing
+    from fedjax_pcdd.api.sweep import ELSEWHERE
 
-    with writing(logs.parent):
+    with writing(logs.parent, ELSEWHERE):
         logs.mkdir(parents=True, exist_ok=True)
     if own["launcher"] == "processes":
         processes(command, logs, own["workers"])

@@ -158,6 +158,13 @@ def test_results_that_are_damaged_or_of_another_class_are_named(tmp_path):
             leaderboard.read_results(tmp_path)
 
 
+def test_a_folder_of_results_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    cell = leaderboard.Cell("mlp", "dir", "fedavg")
+    with pytest.raises(UserError, match=r"cannot write to .*: choose another results\."):
+        leaderboard.write_result(made("fedavg", [0.5]), cell.path(tmp_path / "file"))
+
+
 def made(method, accuracies, failed=0):
     seeds = [{"seed": i, "ga_best": x, "ga_last": x, "ga_mean_last10": x} for i, x in enumerate(accuracies)]
     seeds += [{"seed": len(seeds) + i, "failed": "not finite"} for i in range(failed)]
