@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedjax_pcdd.analysis.curves import COLOURS, frame
 
@@ -33,6 +32,8 @@ def pareto(burdens: Sequence[Burden]) -> list[Burden]:
 
 def draw_burdens(burdens: Sequence[Burden], path: str | Path) -> None:
     """Memory and time as bars, and accuracy over time with its Pareto points joined."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10.0, 4.0), dpi=100, layout="constrained")
     bars, scatter = figure.subplots(1, 2)
     at, time = np.arange(len(burdens)), bars.twinx()

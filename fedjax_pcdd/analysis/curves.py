@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 # Okabe and Ito, but for the colours that vanish on white or on black; then the same, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
@@ -84,6 +83,8 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
       path: of the PNG.
       title: above the curves.
     """
+    from matplotlib.figure import Figure
+
     rows = list(rows)
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedjax_pcdd.analysis.curves import COLOURS, curve, frame, look, series
 
@@ -51,6 +50,7 @@ def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: st
       panels: rows of titles and samples; all rows of one length.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
 
     columns = max(map(len, panels.values()))
@@ -80,6 +80,8 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
       top: an answer is right if it is among the first `top`.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9.0, 3.6), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2)
     for i, (label, rows) in enumerate(runs.items()):
@@ -100,6 +102,8 @@ def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Seque
       groups: names below the bars.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6 * len(panels), 3.4), dpi=100, layout="constrained")
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         width, at = 0.8 / len(bars), np.arange(len(groups))

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from fedjax_pcdd.analysis.curves import curve, frame, look, series
 from fedjax_pcdd.losses.correlation import cross_correlation
@@ -55,6 +54,8 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
       runs: lines of track.jsonl by the run's label; "" for a single run.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     panels = panels_of(name, runs)
     if not panels:
         return
@@ -80,6 +81,8 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
       groups: lines of track.jsonl by the group and the run's label; a label has one colour in all groups.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     rows = [("classes that a client has", "existing"), ("classes that it lacks", "missing")]
     labels = list(dict.fromkeys(label for runs in groups.values() for label in runs))
     figure = Figure(figsize=(1.2 + 3.4 * len(groups), 6.4), dpi=100, layout="constrained")
@@ -139,6 +142,8 @@ def draw_bilateral(
       pa: what PA is called by the moment when it is measured.
       reference: what the dashed lines are called beside PA.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8.0, 3.6), dpi=100, layout="constrained")
     panels = figure.subplots(1, 2)
     for i, (label, numbers) in enumerate(curves.items()):
@@ -183,6 +188,8 @@ def draw_matrices(
       private: [K, C, C] of each participant's own images, for a second row.
       clip: draw what is below 0 as 0, as the published code does.
     """
+    from matplotlib.figure import Figure
+
     rows = [one for one in (matrices, private) if one is not None]
     figure = Figure(figsize=(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows)), dpi=120, layout="constrained")
     panels = figure.subplots(len(rows), len(matrices), squeeze=False)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy.stats import rankdata, studentized_range
 
 
@@ -87,6 +86,8 @@ def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
       ranks: of these.
       path: of the PNG.
     """
+    from matplotlib.figure import Figure
+
     order = np.argsort(ranks.mean, kind="stable")
     mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
     figure = Figure(figsize=(8.0, 1.2 + 0.2 * len(names)), dpi=100, layout="constrained")
