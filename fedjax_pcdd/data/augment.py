@@ -10,14 +10,14 @@ other took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, sele
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
-from fedjax_pcdd.data.sources import spec
 from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.registry import Registry
 
@@ -81,6 +81,15 @@ class Pipeline:
 DOMAIN_PIPELINE = Pipeline(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 """Private images of the tasks by domain: ImageNet's constants, no augmentation (FCCL)."""
 
+_CIFAR100 = Pipeline((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615), crop="zero", flip=True, rotate=15.0)
+_CUSTOMARY = {
+    "cifar10": Pipeline((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615), crop="reflect", flip=True),
+    "cifar100": _CIFAR100,
+    "cifar100_subset": _CIFAR100,
+    "isic2019": Pipeline((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and what `draws_once`
+    "svhn": Pipeline((0.4376821, 0.4437697, 0.47280442), (0.19803012, 0.20101562, 0.19703614)),
+}
+
 
 class Draws(NamedTuple):
     """What chance decides for each image."""
@@ -94,9 +103,14 @@ AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
 """Functions from outside of one image and a key, by name, as `Pipeline.own`."""
 
 
+def stem(name: str) -> str:
+    """A data set's name, without the folder and suffix of an npz file's path."""
+    return Path(name).stem if name.endswith(".npz") else name
+
+
 def draws_once(dataset_name: str) -> bool:
     """Whether its customary augmentation has a draw for the whole data set, so that it depends on the seed."""
-    return spec(dataset_name).augmentation == ("isic",)
+    return stem(dataset_name) == "isic2019"
 
 
 def pipeline(
@@ -115,22 +129,22 @@ def pipeline(
     """
     if text:
         return Pipeline(codes=True)
-    facts = spec(dataset_name)
+    customary = _CUSTOMARY.get(stem(dataset_name), Pipeline())
+    plain = Pipeline(customary.mean, customary.std)
     height, width, channels = image_shape
-    if len(facts.mean) not in (1, channels):
-        wanted = len(facts.mean)
+    if len(plain.mean) not in (1, channels):
+        wanted = len(plain.mean)
         raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
     if own is not None:
-        return Pipeline(facts.mean, facts.std, own=AUGMENTATIONS.find(own))
+        return replace(plain, own=AUGMENTATIONS.find(own))
     if draws_once(dataset_name):
         window = window_of(height)
-        return Pipeline(facts.mean, facts.std, own=drawn_once(window, seed) if augment else None, window=window)
-    recipes = facts.augmentation if augment else ()
-    crop = next((name.removeprefix("crop_") for name in recipes if name.startswith("crop_")), "none")
-    made = Pipeline(facts.mean, facts.std, crop, flip="flip" in recipes, rotate=15.0 if "rotate" in recipes else 0.0)
-    if crop == "reflect" and min(height, width) <= made.padding:
+        return replace(plain, own=drawn_once(window, seed) if augment else None, window=window)
+    if not augment:
+        return plain
+    if customary.crop == "reflect" and min(height, width) <= customary.padding:
         raise UserError(f"images of {height}x{width} are too small to be cropped; switch augmentation off.")
-    return made
+    return customary
 
 
 def public_pipeline(name: str, side: int = 32) -> Pipeline:
@@ -138,8 +152,8 @@ def public_pipeline(name: str, side: int = 32) -> Pipeline:
 
     `side` of the images is in pixels; the crop's border is an eighth of it, 4 for the published 32.
     """
-    facts = spec(name) if name.startswith("cifar100") else DOMAIN_PIPELINE
-    return Pipeline(facts.mean, facts.std, crop="zero", flip=True, rotate=15.0, padding=side // 8)
+    constants = _CUSTOMARY.get(stem(name), Pipeline()) if name.startswith("cifar100") else DOMAIN_PIPELINE
+    return replace(_CIFAR100, mean=constants.mean, std=constants.std, padding=side // 8)
 
 
 def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):

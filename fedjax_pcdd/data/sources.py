@@ -1,13 +1,11 @@
 """Where data sets come from: built in, a folder of npz files, or a prepared TensorFlow Datasets folder.
 
 Nothing is ever downloaded here; `experiments/prepare.py` does that, once. docs/data.md describes the layouts.
-Constants of normalisation and augmentation are those of the papers' published code (table in docs/data.md).
 """
 
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,41 +49,6 @@ _PLAIN = ("mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100")
 TFDS_NAMES = {**{name: name for name in _PLAIN}, "emnist": "emnist/balanced", "svhn": "svhn_cropped"}
 
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
-
-
-@dataclass(frozen=True)
-class DatasetSpec:
-    """How a data set's images are fed to a model.
-
-    Args:
-      mean: of each channel, in units of [0, 1]; one value serves all channels.
-      std: of each channel, as `mean`.
-      augmentation: recipe names in order of application, of "crop_reflect", "crop_zero", "flip", "rotate"; or
-        "isic" alone, see `dermoscopy.py`.
-    """
-
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-    augmentation: tuple[str, ...] = ()
-
-
-_CIFAR100 = DatasetSpec((0.50708, 0.48655, 0.44092), (0.26733, 0.25644, 0.27615), ("crop_zero", "flip", "rotate"))
-_SPECS = {
-    "cifar10": DatasetSpec((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615), ("crop_reflect", "flip")),
-    "cifar100": _CIFAR100,
-    "cifar100_subset": _CIFAR100,
-    "isic2019": DatasetSpec((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), ("isic",)),
-    "svhn": DatasetSpec((0.4376821, 0.4437697, 0.47280442), (0.19803012, 0.20101562, 0.19703614)),
-}
-
-
-def spec(name: str) -> DatasetSpec:
-    """Normalisation and augmentation of a data set; unknown ones are scaled to [0, 1] and not augmented.
-
-    >>> spec("cifar10").augmentation
-    ('crop_reflect', 'flip')
-    """
-    return _SPECS.get(Path(name).stem if name.endswith(".npz") else name, DatasetSpec())
 
 
 def root_of(data_dir: str | os.PathLike | None) -> Path:

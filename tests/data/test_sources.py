@@ -13,6 +13,7 @@ import pytest
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.data import npz, sources
+from fedjax_pcdd.data.augment import Pipeline, pipeline
 from fedjax_pcdd.data.dataset import largest_groups, sampler, subset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import partition
@@ -268,7 +269,7 @@ def test_paths_are_no_names(tmp_path, name):
 
 
 def test_unknown_sets_are_only_scaled():
-    assert sources.spec("unheard_of") == sources.DatasetSpec((0.0,), (1.0,), ())
+    assert pipeline("unheard_of", True, (32, 32, 3)) == Pipeline((0.0,), (1.0,))
 
 
 def test_every_known_set_is_described():
@@ -288,7 +289,7 @@ def test_cifar10_decodes_to_the_published_class_counts():
 def test_cifar10_mean_is_the_normalisation_constant():
     dataset = real("cifar10")
     mean = dataset.x_train.mean(axis=(0, 1, 2)) / 255
-    np.testing.assert_allclose(mean, sources.spec("cifar10").mean, atol=5e-4)
+    np.testing.assert_allclose(mean, pipeline("cifar10", False, (32, 32, 3)).mean, atol=5e-4)
 
 
 def test_a_data_set_without_groups_says_which_arrays_would_name_them():
