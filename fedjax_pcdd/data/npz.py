@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pcdd.data import text
 from fedjax_pcdd.data.dataset import Dataset, Keep, as_images, keep_all
-from fedjax_pcdd.data.unpacked import decoded, unpacked
+from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
 _GROUPS = ("writer", "domain")
@@ -33,9 +33,8 @@ Arrays = dict[str, np.ndarray]
 class Archive:
     """An npz file whose arrays are read one by one; `UserError` names the file and what is wrong with it."""
 
-    def __init__(self, file: str | os.PathLike, mapped: bool = False):
-        """Args: mapped: whether arrays are unpacked into files and mapped; see `unpacked.unpacked`."""
-        self.file, self.mapped = file, mapped
+    def __init__(self, file: str | os.PathLike):
+        self.file = file
         with self._reading():
             with open(file, "rb") as stream:
                 if stream.read(6) == b"\x93NUMPY":
@@ -64,8 +63,6 @@ class Archive:
             if rows is not None and shape and not fortran and not dtype.hasobject:
                 self._check_memory(name, (len(rows), *shape[1:]), dtype)
                 return _rows(stream, rows, shape, dtype)
-            if self.mapped and rows is None and math.prod(shape) and not fortran and not dtype.hasobject:
-                return unpacked(self.file, name)
             self._check_memory(name, shape, dtype)
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             return np.lib.format.read_array(stream, allow_pickle=False)[... if rows is None else rows]
@@ -155,12 +152,12 @@ def read_npz(file: str | os.PathLike, name: str | None = None, keep: Keep = keep
     try:
         if text.is_text(archive.names):
             return text.read_text(read_arrays(file, (*text.KEYS, *text.OPTIONS)), name or Path(file).stem)
-        return _dataset(archive, name or Path(file).stem, keep, Archive(file, mapped))
+        return _dataset(archive, name or Path(file).stem, keep, mapped)
     except UserError as error:
         raise error if str(file) in str(error) else UserError(f"{file} cannot be used: {error}") from None
 
 
-def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Dataset:
+def _dataset(archive: Archive, name: str, keep: Keep, mapped: bool) -> Dataset:
     """The data set of an archive of images, as far as its samples are wanted."""
     if not {"x_train", "x_train_delta"} & set(archive.names):
         no_split = "it has no train/test split: x_train is missing, and x_test."
@@ -173,7 +170,8 @@ def _dataset(archive: Archive, name: str, keep: Keep, images: Archive) -> Datase
     for part, labels in y.items():
         rows, number = keep(part, labels), _number_of(archive, f"x_{part}")
         fits = number == len(labels)
-        x = read_images(images, f"x_{part}", rows) if fits or rows is None else ()  # what is too large is said first
+        # What is too large is said first.
+        x = read_images(archive, f"x_{part}", rows, mapped) if fits or rows is None else ()
         if not fits:
             raise UserError(f"y_{part} must be integers [{number}], not {list(labels.shape)}.")
         chosen = slice(None) if rows is None else rows
@@ -192,29 +190,28 @@ def _number_of(archive: Archive, key: str) -> int:
     return archive.header(name)[0][0] if archive.header(name)[0] else 0
 
 
-def read_images(archive: Archive, key: str, rows: np.ndarray | None = None) -> np.ndarray:
-    """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them."""
-    if f"{key}_delta" in archive.names:
-        return _delta_coded(archive, key, rows)
-    if key not in archive.names:
+def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapped: bool = False) -> np.ndarray:
+    """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them.
+
+    Args:
+      mapped: unpack all of them into a file, once, and map it; see `unpacked.unpacked`.
+    """
+    coded = f"{key}_delta" in archive.names
+    name = f"{key}_delta" if coded else key
+    if name not in archive.names:
         raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
-    dtype = archive.header(key)[2]
-    if rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # whether they are levels, all of them say
-        return as_images(archive.read(key), key)[rows]
-    return as_images(archive.read(key, rows), key)
-
-
-def _delta_coded(archive: Archive, key: str, rows: np.ndarray | None) -> np.ndarray:
-    """The images of `<key>_delta`, mapped from the file that they are decoded into if the archive's arrays are."""
-    name = f"{key}_delta"
     shape, fortran, dtype = archive.header(name)
-    if dtype != np.uint8 or len(shape) != 4 or shape[1] != 3:
+    if coded and (dtype != np.uint8 or len(shape) != 4 or shape[1] != 3):
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
-    if not archive.mapped or rows is not None or fortran or not math.prod(shape):
-        return decode_delta(Archive(archive.file).read(name, rows))
-    like = np.zeros((*shape[2:], 3), np.uint8)
-    source, digest = Path(archive.file), archive.checksum(name)
-    return decoded(source, key, digest, like, shape[0], lambda: map(decode_delta, archive.pieces(name)))
+    decode = decode_delta if coded else np.asarray
+    if mapped and rows is None and shape and math.prod(shape) and not fortran and not dtype.hasobject:
+        like, digest = decode(np.zeros((1, *shape[1:]), dtype))[0], archive.checksum(name)
+        x = unpacked(Path(archive.file), key, digest, like, shape[0], lambda: map(decode, archive.pieces(name)))
+    elif rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # whether they are levels, all of them say
+        return as_images(archive.read(name), key)[rows]
+    else:
+        x = decode(archive.read(name, rows))
+    return x if coded else as_images(x, key)
 
 
 def _labels(archive: Archive, part: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
-from fedjax_pcdd.data.unpacked import decoded
+from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -41,7 +41,7 @@ def read_tfds(folder: str | os.PathLike, name: str, mapped: bool = False) -> Dat
     Args:
       folder: `.../<name>/<version>` as TFDS wrote it, in the array_record format.
       name: the data set's name.
-      mapped: decode images into files, once, and map these; see `unpacked.decoded`.
+      mapped: decode images into files, once, and map these; see `unpacked.unpacked`.
 
     Raises:
       UserError: damaged, in another format, without such features or splits, or images of several sizes; or there is
@@ -101,8 +101,8 @@ def _mapped(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
         encoded = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
         return (np.array([example["label"]], np.int32) for example in encoded)
 
-    x = decoded(folder, f"x_{split}", digest, like, count, images)
-    return x, np.array(decoded(folder, f"y_{split}", digest, np.zeros((), np.int32), count, labels))
+    x = unpacked(folder, f"x_{split}", digest, like, count, images)
+    return x, np.array(unpacked(folder, f"y_{split}", digest, np.zeros((), np.int32), count, labels))
 
 
 def _like(image: np.ndarray, first: np.ndarray) -> np.ndarray:

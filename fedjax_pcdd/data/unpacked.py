@@ -7,14 +7,12 @@ The files lie in `<source>.unpacked`, or where that cannot be written in the use
 import json
 import os
 import secrets
-import shutil
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -23,32 +21,13 @@ from fedjax_pcdd.errors import UserError
 _CHUNK = 1 << 24  # bytes that are read at once
 
 
-def unpacked(archive: str | os.PathLike, name: str) -> np.ndarray:
-    """An array of an npz archive, mapped from a file with the checksum that the archive has for it.
-
-    Raises:
-      UserError: neither folder can be written, or there is no room.
-    """
-    with zipfile.ZipFile(archive) as opened:
-        info = opened.getinfo(f"{name}.npy")
-
-        def is_copy(file: Path) -> bool:
-            return file.stat().st_size == info.file_size and checksum(file) == info.CRC
-
-        def write(file: Path) -> None:
-            with opened.open(info) as content, _whole_or_nothing(file) as target:
-                shutil.copyfileobj(content, target, _CHUNK)
-
-        return _unpack(Path(archive).absolute(), info.filename, info.file_size, is_copy, write)
-
-
-def decoded(
+def unpacked(
     source: Path, name: str, digest: str, like: np.ndarray, count: int, pieces: Callable[[], Iterable[np.ndarray]]
 ) -> np.ndarray:
-    """An array that is decoded from a source piece by piece, mapped; beside it, its checksum and the source's digest.
+    """An array that is read from a source piece by piece, mapped; beside it, its checksum and the source's digest.
 
     Args:
-      source: file or folder that is decoded.
+      source: file or folder that is unpacked.
       digest: of all of the source that the array depends on.
       like: a row, of the shape and type of all.
       count: n, of rows.
@@ -61,48 +40,42 @@ def decoded(
       UserError: neither folder can be written, or there is no room.
     """
 
-    def is_copy(file: Path) -> bool:
-        known = json.loads(file.with_suffix(".json").read_text())
-        return known == {"source": digest, "checksum": checksum(file)}
-
-    def write(file: Path) -> None:
-        with _whole_or_nothing(file) as target:
-            head = {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape)}
-            np.lib.format.write_array_header_1_0(target, head)
-            for piece in pieces():
-                target.write(np.ascontiguousarray(piece).data)
-        with _whole_or_nothing(file.with_suffix(".json")) as target:
-            target.write(json.dumps({"source": digest, "checksum": checksum(file)}).encode())
-
-    return _unpack(source.absolute(), f"{name}.npy", count * like.nbytes, is_copy, write)
-
-
-def _unpack(
-    source: Path, name: str, size: int, is_copy: Callable[[Path], bool], write: Callable[[Path], None]
-) -> np.ndarray:
-    """The array of this file in the first folder that has it, or else in the first that takes it."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd" / "unpacked"
-    folders = source.with_name(f"{source.name}.unpacked"), own / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
-    for folder in folders:
-        try:
-            if is_copy(folder / name):
-                return np.load(folder / name, mmap_mode="r")
-        except (OSError, ValueError):
-            continue  # it is not there, or no such file
+    source, head = source.absolute(), {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape)}
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd" / "unpacked"
+    second = cache / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
+    files = [folder / f"{name}.npy" for folder in (source.with_name(f"{source.name}.unpacked"), second)]
+    for file in files:
+        with suppress(OSError, ValueError):  # it is not there, or no such file
+            if json.loads(file.with_suffix(".json").read_text()) == _note(digest, file):
+                return np.load(file, mmap_mode="r")
     errors: list[OSError] = []
-    for folder in folders:
+    for file in files:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write(folder / name)
-            warnings.warn(f"{folder / name} was unpacked from {source}, to be mapped into memory.", stacklevel=4)
-            return np.load(folder / name, mmap_mode="r")
+            _write(file, digest, head, pieces())
+            warnings.warn(f"{file} was unpacked from {source}, to be mapped into memory.", stacklevel=3)
+            return np.load(file, mmap_mode="r")
         except OSError as error:
             errors.append(error)
-    reasons = " and ".join(f"{folder} ({e.strerror or e})" for folder, e in zip(folders, errors, strict=True))
+    reasons = " and ".join(f"{file.parent} ({e.strerror or e})" for file, e in zip(files, errors, strict=True))
     raise UserError(
-        f"{source} cannot be unpacked, {size / 1e6:.0f} MB, into {reasons}: make room, set XDG_CACHE_HOME "
-        "to a folder that can be written, or use `data=device`."
+        f"{source} cannot be unpacked, {count * like.nbytes / 1e6:.0f} MB, into {reasons}: make room, set "
+        "XDG_CACHE_HOME to a folder that can be written, or use `data=device`."
     )
+
+
+def _note(digest: str, file: Path) -> dict[str, Any]:
+    """What lies beside an unpacked file."""
+    return {"source": digest, "checksum": checksum(file)}
+
+
+def _write(file: Path, digest: str, head: dict[str, Any], pieces: Iterable[np.ndarray]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _whole_or_nothing(file) as target:
+        np.lib.format.write_array_header_1_0(target, head)
+        for piece in pieces:
+            target.write(np.ascontiguousarray(piece).data)
+    with _whole_or_nothing(file.with_suffix(".json")) as target:
+        target.write(json.dumps(_note(digest, file)).encode())
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def test_images_are_decoded_one_by_one(prepared, monkeypatch):
     """Of the pieces that are written none is larger than an image."""
     sizes = []
 
-    def counted(source, name, digest, like, count, pieces, original=prepared_data.decoded):
+    def counted(source, name, digest, like, count, pieces, original=prepared_data.unpacked):
         def each():
             for piece in pieces():
                 sizes.append(len(piece) if name.startswith("x") else 1)
@@ -241,7 +241,7 @@ def test_images_are_decoded_one_by_one(prepared, monkeypatch):
 
         return original(source, name, digest, like, count, each)
 
-    monkeypatch.setattr(prepared_data, "decoded", counted)
+    monkeypatch.setattr(prepared_data, "unpacked", counted)
     with pytest.warns(UserWarning, match="was unpacked"):
         mapped(prepared)
     assert set(sizes) == {1}

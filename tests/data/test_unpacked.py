@@ -35,6 +35,16 @@ def test_an_archive_is_unpacked_once_and_anew_where_it_is_another(tmp_path):
         np.testing.assert_array_equal(sources.load("mine", tmp_path, mapped=True).x_test, arrays["x_test"])
 
 
+def test_a_damaged_archive_is_a_sentence_though_it_is_mapped(tmp_path):
+    np.savez(tmp_path / "mine.npz", **made_up())
+    content = bytearray((tmp_path / "mine.npz").read_bytes())
+    content[content.index(b"y_train.npy") - 200] ^= 255  # in the images before it
+    (tmp_path / "mine.npz").write_bytes(content)
+    with pytest.raises(UserError, match=r"mine.npz is no readable npz archive .*CRC"):
+        sources.load("mine", tmp_path, mapped=True)
+    assert not list(tmp_path.rglob("*.np[yz].unpacked/*.npy"))
+
+
 def test_a_cache_that_cannot_be_written_is_another_or_a_sentence(tmp_path, monkeypatch):
     np.savez(tmp_path / "mine.npz", **made_up())
     (tmp_path / "mine.npz.unpacked").write_text("no folder")
@@ -74,12 +84,12 @@ def test_a_full_disk_is_another_folder_or_a_sentence_and_leaves_nothing(tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     full = iter(folders * [True])
 
-    def copy(content, target, length):
-        target.write(content.read())
+    def begin(target, head, original=np.lib.format.write_array_header_1_0):
+        original(target, head)
         if next(full, False):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(unpacked.shutil, "copyfileobj", copy)
+    monkeypatch.setattr(unpacked.np.lib.format, "write_array_header_1_0", begin)
     if folders == 1:
         with pytest.warns(UserWarning, match="x_t"):
             sources.load("mine", tmp_path, mapped=True)
