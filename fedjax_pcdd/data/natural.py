@@ -169,25 +169,15 @@ def read_federation(folder: Path) -> Dataset:
         names = meta["class_names"] and tuple(meta["class_names"])
         fields: dict[str, np.ndarray] = {}
         for part in _PARTS:
-            x = np.load(folder / f"x_{part}.npy", mmap_mode="r") if _rows(folder, part) else None
+            x = np.load(folder / f"x_{part}.npy", mmap_mode="r")
             offsets, y = (np.load(folder / f"{key}_{part}.npy") for key in ("offsets", "y"))
-            if offsets[-1] != len(y) or (np.diff(offsets) < 0).any() or len(y) != (0 if x is None else len(x)):
+            if not len(x) == len(y) == offsets[-1] or (np.diff(offsets) < 0).any():
                 raise ValueError(f"x, y and offsets of {part} do not fit together")
             groups = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
-            fields |= {f"y_{part}": y, f"groups_{part}": groups} | ({} if x is None else {f"x_{part}": x})
-        other = next(x for name, x in fields.items() if name.startswith("x_"))
-        empty = np.zeros((0, *other.shape[1:]), other.dtype)
-        fields = {f"x_{part}": empty for part in _PARTS} | fields
+            fields |= {f"x_{part}": x, f"y_{part}": y, f"groups_{part}": groups}
         return Dataset(meta["name"], **fields, num_classes=meta["num_classes"], class_names=names)  # pyright: ignore
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError, StopIteration) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = in_one_line(error)
         raise UserError(f"{folder} is no whole federation ({reason}): write it anew by fp.write_federation.") from error
-
-
-def _rows(folder: Path, part: str) -> int:
-    """How many samples there are of a part; no file of none can be mapped."""
-    with open(folder / f"x_{part}.npy", "rb") as file:
-        np.lib.format.read_magic(file)
-        return np.lib.format.read_array_header_1_0(file)[0][0]

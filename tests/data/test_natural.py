@@ -40,6 +40,15 @@ def test_clients_come_back_with_their_samples(folder):
         np.testing.assert_array_equal(data.y_test[parts.test[k]], y_test)
 
 
+def test_clients_without_test_samples_come_back_too(tmp_path):
+    clients = [(x, y) for x, y, *_ in made()]
+    data = fp.load_dataset(str(fp.write_federation(tmp_path / "own", clients)))
+    assert (data.x_train.shape, data.x_test.shape, data.x_test.dtype) == ((11, 5, 4, 1), (0, 5, 4, 1), np.uint8)
+    parts = partition("natural", data.y_train, data.y_test, groups=data.groups)
+    assert [len(own) for own in parts.train] == [4, 7]  # one has no sample at all
+    assert [len(own) for own in parts.test] == [0, 0]
+
+
 def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
     federation = hold_out(fp.partition(fp.load_dataset("digits"), "iid", clients=3), 0.1, 0)
     with pytest.raises(fp.UserError, match="before they are held out"):
