@@ -87,17 +87,11 @@ TASKS = {
 
 
 class Task(NamedTuple):
-    """A task, read and drawn: its domains, the number of private images of each, the rest as in its `Recipe`."""
+    """A task, read and drawn."""
 
     name: str
+    recipe: Recipe
     domains: tuple[Domain, ...]
-    num_classes: int
-    private: tuple[int, ...]
-    local_epochs: tuple[int, ...]
-    top: int
-    public: str
-    public_samples: int
-    public_epochs: int
 
     @property
     def side(self) -> int:
@@ -143,9 +137,7 @@ def load_task(
         _drawn(pool, size, side, None if split == "code" else _generator(seed, f"{pool.name} private"))
         for pool, size in zip(pools, recipe.private, strict=True)
     )
-    private = tuple(len(domain.y_train) for domain in domains)
-    public = recipe.public, recipe.public_samples, recipe.public_epochs
-    return Task(name, domains, recipe.num_classes, private, recipe.local_epochs, recipe.top, *public)
+    return Task(name, recipe, domains)
 
 
 def load_public(

@@ -132,14 +132,14 @@ class TaskSetup(ParticipantSetup):
             raise UserError("`model` is for a data set: name the participants' architectures with `models`.")
         task = self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
         if isinstance(method, Exchanging) and method.public_epochs is None:
-            method = replace(method, public_epochs=task.public_epochs)
+            method = replace(method, public_epochs=task.recipe.public_epochs)
         if not config.local_epochs:
-            self.epochs = task.local_epochs
-        traits, common = method.traits(), config.public in (None, task.public)
+            self.epochs = task.recipe.local_epochs
+        traits, common = method.traits(), config.public in (None, task.recipe.public)
         pretrain_epochs = PRETRAIN_EPOCHS if traits.own_models else 0
         self.config = replace(
-            config, models=config.models or self._models(traits), public=config.public or task.public,
-            public_samples=config.public_samples or (task.public_samples if common else None),
+            config, models=config.models or self._models(traits), public=config.public or task.recipe.public,
+            public_samples=config.public_samples or (task.recipe.public_samples if common else None),
             pretrain_epochs=pretrain_epochs if config.pretrain_epochs is None else config.pretrain_epochs,
         )  # fmt: skip
         self.pairs = [(self.config, method)]
@@ -170,7 +170,7 @@ class TaskSetup(ParticipantSetup):
 
     def accuracies(self, e: int, **more: Any) -> Callback:
         """Inter- and intra-domain accuracies."""
-        return DomainAccuracies(self.config.method, every=self.config.eval_every, top=self.task.top, **more)
+        return DomainAccuracies(self.config.method, every=self.config.eval_every, top=self.task.recipe.top, **more)
 
     def pictures(self, folder: RunFolder) -> list[Callback]:
         """How well the pre-trained models do, and how the participants' logits correlate."""
@@ -301,4 +301,4 @@ def federation_of(task: Task) -> Federation:
         np.concatenate([getattr(domain, name) for domain in task.domains])
         for name in ("x_train", "y_train", "x_test", "y_test")
     )
-    return Federation(Dataset(task.name, x_train, y_train, x_test, y_test, task.num_classes), Partition(*lists))
+    return Federation(Dataset(task.name, x_train, y_train, x_test, y_test, task.recipe.num_classes), Partition(*lists))

@@ -103,7 +103,7 @@ def test_all_shifts_look_different():
 
 def test_digits_domains_have_the_stated_sizes_and_types():
     task = builtin()
-    assert (task.private, task.side, task.top, task.num_classes) == ((150,) * 4, 16, 1, 10)
+    assert (private(task), task.side, task.recipe.top, task.recipe.num_classes) == ((150,) * 4, 16, 1, 10)
     for domain in task.domains:
         assert domain.x_train.shape == (150, 16, 16, 3)
         assert domain.x_test.shape == (len(domain.y_test), 16, 16, 3)
@@ -137,13 +137,13 @@ def test_private_sizes_are_drawn_once_each(tmp_path):
     stored_files(tmp_path, ("mnist", "usps"), (200, 100))
     task = load_task("digits2", tmp_path, seed=0, side=8)
     assert [len(set(numbers(domain.x_train))) for domain in task.domains] == [150, 80]
-    assert task.private == (150, 80)
+    assert private(task) == (150, 80)
 
 
 def test_digits_and_digits2_share_their_draws(tmp_path):
     stored_files(tmp_path, TASKS["digits"].domains, (200, 100, 5001, 1801))
     four, two = (load_task(name, tmp_path, seed=5, side=8) for name in ("digits", "digits2"))
-    assert four.private == (150, 80, 5000, 1800)
+    assert private(four) == (150, 80, 5000, 1800)
     assert all(same(a[1:], b[1:]) for a, b in zip(four.domains, two.domains, strict=False))
 
 
@@ -203,6 +203,11 @@ def test_the_seed_chooses_the_held_out_images(tmp_path):
     assert not np.array_equal(first.x_test, second.x_test)
 
 
+def private(task):
+    """How many private images each domain has."""
+    return tuple(len(domain.y_train) for domain in task.domains)
+
+
 @pytest.fixture(scope="module")
 def office_home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
@@ -212,8 +217,8 @@ def office_home(tmp_path_factory):
 
 def test_office_home_has_the_published_sizes(office_home):
     task = office_home["held_out"]
-    assert (task.private, task.local_epochs) == ((1400, 2000, 2500, 2000), (10, 6, 6, 6))
-    assert (task.top, task.public_epochs, task.public) == (5, 2, "cifar100")
+    assert (private(task), task.recipe.local_epochs) == ((1400, 2000, 2500, 2000), (10, 6, 6, 6))
+    assert (task.recipe.top, task.recipe.public_epochs, task.recipe.public) == (5, 2, "cifar100")
 
 
 def test_office_home_by_default_has_private_samples_of_all_classes(office_home):
@@ -311,7 +316,7 @@ def test_wrong_options_are_one_sentence(name, options, says):
 
 
 def test_public_digits_come_without_files():
-    images = load_public("digits_public", samples=builtin().public_samples, seed=0, side=16)
+    images = load_public("digits_public", samples=builtin().recipe.public_samples, seed=0, side=16)
     assert (images.shape, images.dtype) == ((1000, 16, 16, 3), np.uint8)
 
 
@@ -430,13 +435,13 @@ def test_other_public_sets_are_augmented_alike_with_the_constants_of_imagenet(na
 def test_digits2_tests_on_the_full_test_sets():
     task = real("digits2")
     assert [domain.x_test.shape for domain in task.domains] == [(10000, 32, 32, 3), (2007, 32, 32, 3)]
-    assert task.private == (150, 80)
+    assert private(task) == (150, 80)
 
 
 def test_office_caltech10_is_used_whole():
     task = real("office_caltech10")
     tests = [len(domain.y_test) for domain in task.domains]
-    assert [a + b for a, b in zip(task.private, tests, strict=True)] == [958, 1123, 157, 295]
+    assert [a + b for a, b in zip(private(task), tests, strict=True)] == [958, 1123, 157, 295]
 
 
 def test_public_fashion_mnist_is_resized_and_replicated():
