@@ -37,6 +37,7 @@ class OnDevice:
     """All rows in device memory; a row is its own slot."""
 
     split = False  # whether several devices divide what is fetched
+    chunk = 0  # rows that are looked at together, 0 for as many as one likes
 
     def __init__(self, rows: int, devices: int = 1, owners: np.ndarray | None = None):
         """For R rows on D devices; owners: [R] of several processes the one whose devices train each, None for any."""
@@ -75,15 +76,15 @@ class OnDevice:
         return rows
 
     def chunks(self, size: int | None = None) -> Iterator[np.ndarray]:
-        """All rows, in portions in which they can be looked at, or smaller ones; the last is filled up with row 0."""
-        size = min(size or self.rows, self.rows)
-        yield from self._portions(size + -size % self.devices)
+        """All rows, in equal portions in which they can be looked at, at most `size` where they lie on the device.
 
-    def _portions(self, size: int) -> Iterator[np.ndarray]:
-        """All rows, so many at a time, the last with a row again and again; each process's lie on its devices."""
+        Each process's lie on its devices; the last portion has a row again and again.
+        """
+        size = self.chunk or min(size or self.rows, self.rows)
         processes = 1 if self.owners is None else jax.process_count()
         owners = np.zeros(self.rows, int) if self.owners is None else self.owners
-        lists, each = [np.flatnonzero(owners == p).astype(np.int32) for p in range(processes)], size // processes
+        each = (size + -size % self.devices) // processes
+        lists = [np.flatnonzero(owners == p).astype(np.int32) for p in range(processes)]
         for start in range(0, max(map(len, lists)), each):
             yield np.concatenate([own[np.minimum(np.arange(start, start + each), len(own) - 1)] for own in lists])
 
@@ -166,8 +167,9 @@ class OnHost(OnDevice):
         whole = None
         for make, rows in zip(makes, self._by_experiment(makes), strict=True):
             lifted, rows = jax.jit(jax.vmap(make)), np.intersect1d(rows, self._own).astype(rows.dtype)
-            for start, chunk in zip(range(0, len(rows), self.chunk), self._split(rows), strict=True):
-                part, own = lifted(jnp.asarray(chunk)), rows[start : start + self.chunk]
+            for start in range(0, len(rows), self.chunk):
+                own = rows[start : start + self.chunk]
+                part = lifted(jnp.asarray(np.resize(own, self.chunk)))  # of one shape, hence compiled once
                 if whole is None:
                     whole = jax.tree.map(lambda x: self.array((self.rows, *x.shape[1:]), x.dtype), part)
 
@@ -208,10 +210,6 @@ class OnHost(OnDevice):
     def slots(self, rows):
         """Slots of a round's jobs: one for each."""
         return np.arange(len(rows), dtype=np.int32)
-
-    def chunks(self, size=None):
-        """All rows in chunks."""
-        yield from self._portions(self.chunk)
 
     def fetch_chunk(self, state, rows):
         """The state with the clients of a portion, and their slots in it."""
@@ -267,11 +265,6 @@ class OnHost(OnDevice):
         source[rows[trained]] = np.flatnonzero(trained)
         source = source[ahead.rows]
         return ahead._replace(kept=kept, held=_replaced(ahead.held, new, source) if (source >= 0).any() else ahead.held)
-
-    def _split(self, rows: np.ndarray) -> Iterator[np.ndarray]:
-        for start in range(0, len(rows), self.chunk):
-            part = rows[start : start + self.chunk]
-            yield np.concatenate([part, np.full(self.chunk - len(part), rows[0], part.dtype)])
 
 
 def _no_room(size: int, error: OSError) -> UserError:

@@ -170,7 +170,7 @@ class Streamed:
     def _gathered(self, rows: Sequence[np.ndarray], capacity: int | None = None) -> Data:
         """The data of the rows of each device [D], with a capacity tests alone; a process reads those of its own."""
         if self.devices == 1:
-            return self._shard(rows[0])
+            return self.of_rows(rows[0])
         target = sharding(self.devices, SPLIT)
         assert target is not None
         everyone = mesh_of(self.devices).devices.tolist()
@@ -194,12 +194,9 @@ class Streamed:
         test = split(self.test)
         return self.known._replace(test=test) if capacity else self.known._replace(train=split(self.train), test=test)
 
-    def _shard(self, rows: np.ndarray) -> Data:
+    def of_rows(self, rows: np.ndarray) -> Data:
+        """What lanes see of the jobs of a few rows, on one device."""
         return self.known._replace(train=self._placed(self.train.shard(rows)), test=self._placed(self.test.shard(rows)))
-
-    def of_some(self, rows: np.ndarray) -> Data:
-        """Samples of a few rows, for a measurement."""
-        return self._shard(rows)
 
     def prefetch(self, plan: Plan | Shares, jobs: Jobs) -> None:
         """Gather and send the samples of the next round, while the device computes this one."""
@@ -217,7 +214,7 @@ class Streamed:
             begin, end = plan.step_stop[first], plan.step_stop[stop]
             indices = np.full_like(plan.indices, -1)
             indices[begin:end] = renumbered(plan.indices[begin:end], sizes, active)
-            yield Chunk(np.int32(first), np.int32(stop), self._shard(jobs.row[active]), plan._replace(indices=indices))
+            yield Chunk(np.int32(first), np.int32(stop), self.of_rows(jobs.row[active]), plan._replace(indices=indices))
             if not count:
                 break
 

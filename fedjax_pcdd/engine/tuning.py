@@ -98,7 +98,7 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
     state = simulation.fetch(state, (plan, jobs))
     keys = jnp.repeat(simulation.keys[:1], len(jobs.row))
     data, streamed = simulation.data, simulation.streamed
-    data = streamed.of_some(np.unique(jobs.row[: program.lanes])) if streamed else data
+    data = streamed.of_rows(np.unique(jobs.row[: program.lanes])) if streamed else data
     inputs = Inputs(simulation.methods, simulation.hyper, state.servers, data, jobs, keys, jnp.int32(0))
 
     @full_precision
