@@ -236,14 +236,18 @@ def _run_share(program: Program, inputs: Inputs, state: State, shares: Shares) -
 
 
 def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Outcome:
-    lanes, outcome = _empty(program, inputs, state)
+    carry = _empty(program, inputs, state)
+    if program.blocks.together and program.lanes > 1 and len(inputs.jobs.row) <= program.lanes:
+        return _whole_jobs(program, inputs, state, plan, 0, carry[1])
+    return _segments(program, inputs, state, plan, 0, plan.num_segments, carry)[1]
+
+
+def _segments(program: Program, inputs: Inputs, state: State, plan: Plan, first, stop, carry):
+    """Segments from first to stop; carried are lanes, if any outlives a segment, and the outcome."""
     if not program.blocks.together:
-        segment = partial(_segment, program, inputs, state, plan)
-        return jax.lax.fori_loop(0, plan.num_segments, segment, (lanes, outcome))[1]
+        return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
     segment = partial(_whole_jobs, program, inputs, state, plan)
-    if program.lanes > 1 and len(inputs.jobs.row) <= program.lanes:
-        return segment(0, outcome)
-    return jax.lax.fori_loop(0, plan.num_segments, segment, outcome)
+    return carry[0], jax.lax.fori_loop(first, stop, segment, carry[1])
 
 
 def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
@@ -344,10 +348,7 @@ def part_of_round(
 ) -> Any:  # fmt: skip
     """The segments from first to stop of such a round; its state is what is carried."""
     inputs, state = _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
-    if not program.blocks.together:
-        return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
-    segment = partial(_whole_jobs, program, inputs, state, plan)
-    return carry[0], jax.lax.fori_loop(first, stop, segment, carry[1])
+    return _segments(program, inputs, state, plan, first, stop, carry)
 
 
 @full_precision
