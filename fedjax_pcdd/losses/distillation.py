@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import Array
+from optax.losses import kl_divergence_with_log_targets
 
 from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import cross_entropy, masked_mean
@@ -29,7 +30,7 @@ def kl_to_teacher(teacher_logits: Array, logits: Array, *, temperature: Number =
       Scalar >= 0 in float32 or better; 0 for equal outputs and if no sample counts.
     """
     teacher = _log_softmax(jax.lax.stop_gradient(teacher_logits), temperature)
-    return masked_mean(_divergence(teacher, _log_softmax(logits, temperature)), mask)
+    return masked_mean(kl_divergence_with_log_targets(_log_softmax(logits, temperature), teacher), mask)
 
 
 def kl_to_probabilities(probabilities: Array, logits: Array, *, temperature: Number = 1.0, mask: Mask = None) -> Array:
@@ -195,7 +196,7 @@ def helper_consistency(
     """
     least = math.log(floor) if floor else -math.inf
     helpers = jnp.maximum(_log_softmax(jax.lax.stop_gradient(helper_logits)), least)
-    divergences = _divergence(helpers, jnp.maximum(_log_softmax(logits), least))
+    divergences = kl_divergence_with_log_targets(jnp.maximum(_log_softmax(logits), least), helpers)
     exist = jnp.ones(helper_logits.shape[0], bool) if valid is None else valid
     return masked_mean(jax.vmap(lambda each: masked_mean(each, kept))(divergences), exist)
 
@@ -203,11 +204,6 @@ def helper_consistency(
 def _log_softmax(logits: Array, temperature: Number = 1.0) -> Array:
     """Logarithms of softmax(logits / T) over the last axis, in float32 or better."""
     return jax.nn.log_softmax(precise(logits) / temperature)
-
-
-def _divergence(teacher, student):
-    """KL of each sample, [..., B], from logarithms of probabilities [..., B, C]."""
-    return jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
 
 
 def _difference(target, logits):

@@ -7,6 +7,7 @@ Further letters: S participants of a round, N dimensions of the noise.
 import jax
 import jax.numpy as jnp
 from jax import Array
+from optax.losses import kl_divergence_with_log_targets
 
 from fedjax_pcdd.losses import Mask, precise
 from fedjax_pcdd.losses.classification import masked_mean
@@ -66,5 +67,5 @@ def latent_kl(generated: Array, logits: Array, *, mask: Mask = None, valid: Arra
     """
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     target = jax.nn.log_softmax(jax.lax.stop_gradient(generated).astype(dtype))
-    divergence = jnp.sum(jnp.exp(target) * (target - jax.nn.log_softmax(logits.astype(dtype))), axis=-1)
+    divergence = kl_divergence_with_log_targets(jax.nn.log_softmax(logits.astype(dtype)), target)
     return masked_mean(divergence if valid is None else jnp.where(valid, divergence, 0), mask)
