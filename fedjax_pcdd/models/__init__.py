@@ -167,40 +167,32 @@ def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
 def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
     """Whether the backbone has normalisation layers: ours or Flax's, or variables as those have."""
     model = model.private if isinstance(model, Pair) else model
-    variables, types = _traced(getattr(model, "backbone", model), image_shape)
+    variables, norms = _traced(getattr(model, "backbone", model), image_shape)
     names = {path[-1] for path in flatten_dict(variables.get("params", {}))}
-    return "batch_stats" in variables or "scale" in names or any(issubclass(module, NORMS) for module in types)
+    return "batch_stats" in variables or "scale" in names or bool(norms)
 
 
 def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
     """Paths of the parameters of all normalisation layers, as scale and bias, in `variables["params"]`."""
-    paths: set[tuple[str, ...]] = set()
-
-    def note(call, args, kwargs, context):
-        if isinstance(context.module, NORMS):
-            paths.add(context.module.path)
-        return call(*args, **kwargs)
-
-    with nn.intercept_methods(note):
-        image = jnp.zeros((1, *image_shape))
-        variables = jax.eval_shape(lambda: model.init(jax.random.key(0), image, train=False))
+    variables, norms = _traced(model, image_shape)
     leaves = flatten_dict(variables["params"])
-    return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in paths))
+    return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in norms))
 
 
 @functools.lru_cache(maxsize=64)
-def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], frozenset[type]]:
-    """The shapes of a module's variables, and the types of the modules that it calls; nothing is computed."""
-    types: set[type] = set()
+def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], frozenset[Any]]:
+    """The shapes of a module's variables, and the paths of the modules in it that normalise; nothing is computed."""
+    norms: set[Any] = set()
 
     def note(call, args, kwargs, context):
-        types.add(type(context.module))
+        if isinstance(context.module, NORMS):
+            norms.add(context.module.path)
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
         image, told = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
         variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **told))
-    return dict(variables), frozenset(types)
+    return dict(variables), frozenset(norms)
 
 
 def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
