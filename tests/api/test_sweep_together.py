@@ -28,7 +28,15 @@ SMALL = {
     "lanes": 1, "quiet": True,
 }  # fmt: skip
 COSTS = {
-    *("seconds", "eval_seconds", "seconds_per_round", "compile_seconds", "wall_seconds", "samples_per_second"),
+    *(
+        "seconds",
+        "eval_seconds",
+        "seconds_per_round",
+        "compile_seconds",
+        "compilations",
+        "wall_seconds",
+        "samples_per_second",
+    ),
     *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together", "seconds_local"),
 }
 TUNED = {"fine_tune_epochs": 1, "checkpoint_every": 3}
