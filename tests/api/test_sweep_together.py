@@ -28,16 +28,8 @@ SMALL = {
     "lanes": 1, "quiet": True,
 }  # fmt: skip
 COSTS = {
-    *(
-        "seconds",
-        "eval_seconds",
-        "seconds_per_round",
-        "compile_seconds",
-        "compilations",
-        "wall_seconds",
-        "samples_per_second",
-    ),
-    *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together", "seconds_local"),
+    *("seconds", "eval_seconds", "seconds_per_round", "compile_seconds", "wall_seconds", "samples_per_second"),
+    *("peak_memory_mb", "device_peak_memory_mb", "lanes", "together", "seconds_local", "compilations"),
 }
 TUNED = {"fine_tune_epochs": 1, "checkpoint_every": 3}
 GRIDS = {
