@@ -45,10 +45,11 @@ def compiled(
         hash(key)
     except TypeError:
         kept = None
-    if kept is None:
-        return jax.jit(partial(function, program), compiler_options=compiler_options, **options)
-    if key not in kept:
-        kept[key] = jax.jit(partial(function, program), compiler_options=compiler_options, **options)
+    if kept is None or key not in kept:
+        made = jax.jit(partial(function, program), compiler_options=compiler_options, **options)
+        if kept is None:
+            return made
+        kept[key] = made
     kept.move_to_end(key)
     while len(kept) > MOST:
         kept.popitem(last=False)
