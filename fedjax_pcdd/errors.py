@@ -48,14 +48,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def as_path(value: Any, field: str) -> Path:
-    """A path as a user gives it; UserError for what is none.
+    """A path as a user gives it, ~ being the home folder; UserError for what is none.
 
     >>> as_path("runs/a", "folder").name
     'a'
     """
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise UserError(f"takes a path, not {shortened(value)}.", field=field)
-    return Path(value)
+    return Path(os.path.expanduser(value))
 
 
 def shortened(value: Any) -> str:
@@ -84,18 +84,21 @@ def in_one_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def failed_write(error: Exception, path: Path, instead: str = "another `run_dir`") -> Exception:
+RUN_DIR = "another `run_dir`"
+
+
+def failed_write(error: Exception, path: Path, instead: str = RUN_DIR) -> Exception:
     """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself.
 
     Args:
       instead: what could be chosen where the path cannot be written at all.
     """
     # TensorStore reports a full disk as a ValueError that quotes the operating system.
-    number = getattr(error, "errno", None)
+    number, again = getattr(error, "errno", None), "resume the run" if instead == RUN_DIR else "try again"
     if number in (errno.ENOSPC, errno.EDQUOT) or re.search("No space left|quota exceeded", str(error)):
-        return UserError(f"no space left on the disk of {path}: free some and resume the run.")
+        return UserError(f"no space left on the disk of {path}: free some and {again}.")
     if number == errno.EFBIG or "File too large" in str(error):
-        return UserError(f"{path} became larger than a file may be here: raise that limit and resume the run.")
+        return UserError(f"{path} became larger than a file may be here: raise that limit and {again}.")
     if number == errno.ELOOP:
         return UserError(f"{path} is a symbolic link, which nothing is written through: remove it.")
     if isinstance(error, OSError):
@@ -104,7 +107,7 @@ def failed_write(error: Exception, path: Path, instead: str = "another `run_dir`
 
 
 @contextmanager
-def writing(path: Path, instead: str = "another `run_dir`") -> Iterator[None]:
+def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
     """What is written within to a path, or a sentence that says why it cannot be; arguments as of `failed_write`."""
     try:
         yield

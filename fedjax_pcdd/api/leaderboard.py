@@ -53,9 +53,10 @@ class Plan(NamedTuple):
     trials: dict[str, list[dict[str, Any]]]  # of each method, "default" for those that are not named
     public: dict[str, dict[str, Any]]  # by data set: options of methods that need public images
 
-    def trials_of(self, method: str) -> list[dict[str, Any]]:
+    def trials_of(self, method: str, network: str) -> list[dict[str, Any]]:
         """The settings that are tried."""
-        return self.trials.get(method, self.trials["default"])
+        listed = self.trials.get(method, self.trials["default"])
+        return [{name: network if value == NETWORK else value for name, value in one.items()} for one in listed]
 
 
 class Cell(NamedTuple):
@@ -123,7 +124,7 @@ def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: M
     needed = methods.get(cell.method)().traits().needs_public
     public = plan.public.get(str(split.get("dataset")), {}) if needed else {}
     settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **public, **trial, "seed": seed}
-    return {name: str(value).replace(NETWORK, cell.network) for name, value in settings.items()} | dict(more)
+    return {name: str(value) for name, value in settings.items()} | dict(more)
 
 
 @compiled_once()
@@ -137,7 +138,7 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
       more: options of every run that do not change its result, as the folder of the data sets.
       console: of the bar.
     """
-    trials, folder = plan.trials_of(cell.method), cell.path(runs).with_suffix("")
+    trials, folder = plan.trials_of(cell.method, cell.network), cell.path(runs).with_suffix("")
     tried = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
     scores = [one.get(SCORE, -1.0) if isinstance(one, dict) else -2.0 for one in tried]
     best = int(np.argmax(scores))
@@ -169,7 +170,7 @@ def _run(
     plan: Plan, cell: Cell, points: Sequence[tuple[int, int]], folder: Path, more: Mapping[str, str], console: Console
 ) -> list[dict[str, Any] | UserError]:
     """What came of (trial, seed) pairs."""
-    trials = plan.trials_of(cell.method)
+    trials = plan.trials_of(cell.method, cell.network)
     names = [f"trial{i}-s{seed}" for i, seed in points]
     given = [options(plan, cell, trials[i], seed, more) for i, seed in points]
     stage, results = [Experiment(name, name, one) for name, one in zip(names, given, strict=True)], {}

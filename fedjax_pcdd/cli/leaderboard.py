@@ -90,7 +90,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
 
     more = {"data_dir": str(options.data_dir)} if options.data_dir else {}
     for cell in cells:  # a mistake is said before anything runs
-        for trial in plan.trials_of(cell.method):
+        for trial in plan.trials_of(cell.method, cell.network):
             leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
     end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     if options.workers > 1:

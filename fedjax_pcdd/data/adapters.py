@@ -112,7 +112,7 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     Raises:
       UserError: there are no classes, a file is no image, or images differ in size.
     """
-    root = as_path(path, "path").expanduser()
+    root = as_path(path, "path")
     train = root / "train" if (root / "train").is_dir() else root
     test = next((root / key for key in _TESTS if (root / key).is_dir()), None) if train != root else None
     if not root.is_dir():

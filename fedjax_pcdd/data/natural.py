@@ -79,14 +79,14 @@ def write_federation(
         folder.parent.mkdir(parents=True, exist_ok=True)
         half = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise failed_write(error, folder) from error
+        raise failed_write(error, folder, "another folder") from error
     try:
         with ExitStack() as files:
             most = _write_clients(half, clients, files)
         _write_meta(half, name or folder.name, most, num_classes, class_names)
         half.rename(folder)
     except OSError as error:
-        raise failed_write(error, folder) from error
+        raise failed_write(error, folder, "another folder") from error
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return folder

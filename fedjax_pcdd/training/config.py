@@ -362,14 +362,17 @@ def unused(config: RunConfig) -> list[str]:
     both, partition = "extended_dirichlet", "partition"
     readers = {  # the option that it depends on, and values of that which look at it
         "beta": (partition, ("dirichlet", both, "quantity")), "classes_per_client": (partition, ("pcdd", both)),
-        "doubled": (partition, ("pcdd",)), "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
+        "doubled": (partition, ("pcdd",)), "retry": (partition, ("dirichlet",)),
+        "min_samples": (partition, ("dirichlet", "quantity")), "data_memory": ("data", ("auto", "stream")),
+        "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
+        "lr_decay": ("lr_steps", (config.lr_steps or None,)),
     }  # fmt: skip
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
-        f"`{name}={value:g}` has no effect with `{other}={getattr(config, other)}`."
+        f"`{name}={value:g}` has no effect " + (f"with `{other}={used}`." if used else f"without `{other}`.")
         for name, value in changed.items()
         for other, values in [readers[name]]
-        if getattr(config, other) not in values and not (other == partition and config.task)
+        if (used := getattr(config, other)) not in values and not (other == partition and config.task)
     ]
 
 

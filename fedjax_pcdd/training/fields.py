@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import re
 import types
 import typing
@@ -103,7 +104,9 @@ _SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # as a sweep takes them
 
 def _read(kind: Any, text: str) -> Any:
     """A value of one type; ValueError where the text is none."""
-    if kind is Path and (not text or "\0" in text):
+    if kind is Path and text and "\0" not in text:
+        return Path(os.path.expanduser(text))  # a shell leaves the ~ of --run-dir=~/runs
+    if kind is Path:
         raise ValueError(text)
     known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
     if not known:

@@ -77,9 +77,11 @@ def test_a_reading_that_ended_at_chance_is_not_silent(tmp_path, capsys, options,
 @pytest.mark.parametrize(
     ("options", "unread"),
     [
-        ({"partition": "iid", "beta": 1.0}, "--beta=1"),
+        ({"partition": "iid", "beta": 1.0, "min_samples": 10}, "--beta=1"),
         ({"beta": 0.5, "classes_per_client": 3}, "--classes-per-client=3"),
         ({"doubled": True}, "--doubled=1"),
+        ({"partition": "iid", "min_samples": 3}, "--min-samples=3"),
+        ({"partition": "iid", "min_samples": 10, "retry": False}, "--retry=0"),
     ],
 )
 def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, capsys, options, unread):
@@ -92,6 +94,8 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
     [
         ({"optimizer": "adam", "momentum": 0.5}, "--momentum=0.5 has no effect with --optimizer=adam."),
         ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
+        ({"lr_decay": 0.5}, "--lr-decay=0.5 has no effect without --lr-steps."),
+        ({"data": "device", "data_memory": 100}, "--data-memory=100 has no effect with --data=device."),
     ],
 )
 def test_an_option_of_another_optimiser_or_loss_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):

@@ -1,5 +1,6 @@
 """The run's configuration: what it refuses, and that its YAML says everything."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedmr import FedMR
@@ -66,10 +67,17 @@ names = st.text(min_size=1, max_size=20).filter(lambda text: text.lower() != "no
 )
 def test_any_value_survives_the_round_trip(lr, clip, folder, dataset, mu1):
     config = RunConfig(
-        method="fedmr", lr=lr, grad_clip=clip, data_dir=Path(folder), dataset=dataset, lanes=3, retry=False, cohort=4
-    )
+        method="fedmr", lr=lr, grad_clip=clip, data_dir=Path(os.path.expanduser(folder)), dataset=dataset, lanes=3,
+        retry=False, cohort=4,
+    )  # fmt: skip
     pair = config, FedMR(mu1=mu1, lite=0, terms="intra")
     assert parse_config(dump(*pair)) == pair
+
+
+def test_the_home_folder_may_be_written_as_shells_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert convert_all({"run_dir": "~/a"}, RUN, "X")["run_dir"] == tmp_path / "a"
+    assert as_path("~/a", "run_dir") == tmp_path / "a"
 
 
 def test_types_survive_the_round_trip():

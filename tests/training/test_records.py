@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from fedjax_pcdd.analysis.curves import draw_curves
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training import progress
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
@@ -122,6 +122,13 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     with pytest.raises(UserError, match="no space left"):
         folder.write_json("summary.json", {"ga": 2})
     assert folder.read_json("summary.json") == {"ga": 1}
+
+
+@pytest.mark.parametrize(("number", "what"), [(28, "free some"), (27, "raise that limit")])
+def test_a_full_disk_says_what_to_do_then(tmp_path, number, what):
+    error = OSError(number, "")
+    assert f"{what} and resume the run." in str(failed_write(error, tmp_path))
+    assert f"{what} and try again." in str(failed_write(error, tmp_path, "another `output`"))
 
 
 def test_a_missing_json_file_reads_as_none(folder):
