@@ -30,7 +30,7 @@ RUN is the folder of a run, or one that holds such folders. What --track wrote i
 its last checkpoint, where the clients' models are those after the local training of one further round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run_analyses import Options, bilateral, burden, grid, labels_of, rounds, table, tracked, traffic
 from fedjax_pcdd.cli.task_analyses import Lines, ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
-from fedjax_pcdd.errors import UserError, failed_write, nearest
+from fedjax_pcdd.errors import UserError, as_path, failed_write, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
 
@@ -80,12 +80,12 @@ def _main(arguments: Sequence[str]) -> None:
 
 def _run(name: str, arguments: Sequence[str]) -> str:
     if name == "partition":
-        return _partition(scan(arguments))
+        return _partition(_located(scan(arguments)))
     if name not in COMMANDS:
         raise UserError(f"there is no analysis '{name}': {nearest(name, [*COMMANDS, 'partition'])}")
     command = COMMANDS[name]
     paths: list[str] = []
-    given = scan(arguments, {"by_split", "clip_colours"}, paths)
+    given = _located(scan(arguments, {"by_split", "clip_colours"}, paths))
     for option in given:
         if option not in command.options:
             known = ", ".join(flag(one) for one in command.options) or "none"
@@ -94,6 +94,11 @@ def _run(name: str, arguments: Sequence[str]) -> str:
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
     return command.work(_finished(collect(paths)) if paths else [], given)
+
+
+def _located(given: Mapping[str, str]) -> dict[str, str]:
+    """The options, ~ in those that are files being the home folder."""
+    return {name: str(as_path(text, name)) if name in ("output", "counts") else text for name, text in given.items()}
 
 
 def _check_suffix(output: str | None) -> None:

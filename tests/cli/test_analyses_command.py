@@ -118,9 +118,11 @@ def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_pa
     assert [row.split("|")[2].strip() for row in rows] == ["1", "FedAvg, PA after fine-tuning"]
 
 
-def test_a_partition_is_drawn_without_training(tmp_path, capsys):
-    picture = tmp_path / "p.png"
-    text = said(capsys, "partition", "--partition=pcdd", "--clients=5", "--classes-per-client=2", f"--output={picture}")
+@pytest.mark.parametrize("folder", ["{home}", "~"])
+def test_a_partition_is_drawn_without_training(tmp_path, capsys, monkeypatch, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    picture, output = tmp_path / "p.png", f"--output={folder.format(home=tmp_path)}/p.png"
+    text = said(capsys, "partition", "--partition=pcdd", "--clients=5", "--classes-per-client=2", output)
     assert "5 clients with 2 to 2 classes" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
