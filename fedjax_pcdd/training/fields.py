@@ -105,7 +105,7 @@ _SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # as a sweep takes them
 def _read(kind: Any, text: str) -> Any:
     """A value of one type; ValueError where the text is none."""
     if kind is Path and text and "\0" not in text:
-        return Path(os.path.expanduser(text))  # a shell leaves the ~ of --run-dir=~/runs
+        return Path(os.path.expanduser(text))  # a shell leaves the ~ of an option
     if kind is Path:
         raise ValueError(text)
     known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}

@@ -32,8 +32,9 @@ def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
 
 
 def test_samples_from_the_host_are_tracked_to_the_same_numbers(tmp_path):
-    options = {"method": "fedmr", "track": ",".join(ALL), "cohort": 2, "rounds": 2, "data_memory": 10}
-    rows = [run(tmp_path / where, data=where, **options) for where in ("device", "stream")]
+    options = {"method": "fedmr", "track": ",".join(ALL), "cohort": 2, "rounds": 2}
+    places = {"device": {}, "stream": {"data_memory": 10}}
+    rows = [run(tmp_path / where, data=where, **options, **more) for where, more in places.items()]
     assert rows[0] == rows[1]
     assert (tmp_path / "device" / TRACK).read_text() == (tmp_path / "stream" / TRACK).read_text()
 
