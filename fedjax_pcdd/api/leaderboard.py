@@ -22,7 +22,6 @@ from fedjax_pcdd.api.grid import Experiment
 from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import Cell as Entry
 from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
@@ -111,11 +110,6 @@ def _check_kinds(plan: Plan, path: Path) -> None:
         raise UserError(f"{path} must list at least one network and one split.")
     if type(plan.seeds) is not int or plan.seeds < 1:
         raise UserError(f"'seeds' in {path} must be a number of seeds, at least 1.")
-
-
-def competitors() -> list[str]:
-    """All registered methods that train one architecture."""
-    return [name for name, method in METHODS.items() if method().traits().exchange == "never"]
 
 
 def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: Mapping[str, str]) -> dict[str, str]:

@@ -32,9 +32,7 @@ class Options:
     fedjax-pcdd leaderboard --data-dir=DATA --method=mine.py:Mine    a method of one's own, beside those with results
     """
 
-    method: str | None = run_option(
-        None, "", "methods, with commas between; all that train one architecture by default"
-    )
+    method: str | None = run_option(None, "", "methods, with commas between; all by default")
     split: str | None = run_option(None, "", "splits of the plan; all by default")
     network: str | None = run_option(None, "", "networks of the plan; all by default")
     data_dir: Path | None = run_option(None, "", "folder of the data sets")
@@ -60,7 +58,7 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     from fedjax_pcdd.api import leaderboard  # JAX programs are not needed for the help and for mistakes
 
     plan = leaderboard.read_plan(options.plan or leaderboard.PLAN)
-    names = options.method.split(",") if options.method else leaderboard.competitors()
+    names = options.method.split(",") if options.method else list(methods.METHODS)
     for name in names:
         methods.get(name)
     networks = _chosen("network", options.network, plan.networks)

@@ -21,6 +21,7 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import client_pass
@@ -129,7 +130,9 @@ class Groups:
     ) -> Simulation:  # fmt: skip
         """The simulation of some participants with one model."""
         lists = self.federation.partition.train, self.federation.partition.test
-        part = Federation(data, Partition(*(tuple(own[k] for k in members) for own in lists)))
+        held = self.federation.validation
+        kept_out = None if held is None else Lists.of([held[k] for k in members])
+        part = Federation(data, Partition(*(tuple(own[k] for k in members) for own in lists)), kept_out)
         own = tuple(epochs[k] for k in members) if epochs else self.local.epochs
         local = replace(fitting(self.local, part.sizes, options.get("weights")), epochs=own)
         experiment = Experiment(part, method, local, self.seed, members)
@@ -144,7 +147,8 @@ class Groups:
         self._aggregates = [jax.jit(partial(aggregated, replace(p, setting=everyone))) for p in programs]
         self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
         passes = [client_pass(sizes, p.eval_batch, p.blocks.size) for p in programs]
-        self._domains = [jax.jit(partial(domain_correct, *pair)) for pair in zip(programs, passes, strict=True)]
+        on_tests = [replace(p, validated=False) for p in programs]
+        self._domains = [jax.jit(partial(domain_correct, *pair)) for pair in zip(on_tests, passes, strict=True)]
         self._logits = [jax.jit(partial(public_logits, p, pipeline)) for p in programs]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
@@ -154,6 +158,8 @@ class Groups:
             raise UserError("this method averages models, so all participants need the same one: name one in `models`.")
         if len(self.members) > 1 and traits.averages != "never":
             raise UserError("models of different architectures cannot be averaged: name one in `models`.")
+        if len(self.members) > 1 and self.federation.validation is not None:
+            raise UserError("`validation` is for clients with one architecture: leave it out, or name one in `models`.")
         if len(self.members) > 1 and self.local.class_weights == "pooled":
             raise UserError("clients of several architectures do not pool their counts: use `class_weights=local`.")
         if traits.needs_public and self.public is None:

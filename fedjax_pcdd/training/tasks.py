@@ -92,11 +92,9 @@ class ParticipantSetup(build.Setup):
         config = self.config
         if config.cohort not in (None, self.federations[0].num_clients) or config.client_state != "device":
             raise UserError("all participants take part in every round: drop `cohort` and `client_state`.")
-        left_out = self.federations[0].validation is not None or config.availability is not None or config.lost_share
-        if left_out:
+        if config.availability is not None or config.lost_share:
             raise UserError(
-                "clients that exchange or keep models are always there, and keep no samples out: drop `availability`, "
-                "`lost_share` and `validation`."
+                "clients that exchange or keep models are always there: drop `availability` and `lost_share`."
             )
         if config.data == "stream":
             raise UserError("participants with models of their own have all samples on the device: drop `data`.")
