@@ -30,13 +30,17 @@ SOON = 0.01  # and until one that comes while garbage is collected does
 
 
 class Folders(NamedTuple):
-    """Where things lie: run folders, results, the data sets, the presets, and the papers' numbers."""
+    """Where things lie: run folders, results, the data sets, the presets, and the papers' numbers.
+
+    With `current` results of another version count as missing.
+    """
 
     runs: Path
     results: Path
     data: Path | None
     presets: Path = PAPERS / "presets"
     expected: Path = PAPERS / "expected"
+    current: bool = False
 
 
 class OutOfTime(BaseException):

@@ -48,6 +48,10 @@ class Options:
         1, "", "most cells of one program that are trained together, compiled once; 1: each alone, so that its command "
         "repeats its numbers bit for bit, as those of several are but for rounding", low=1
     )  # fmt: skip
+    again: bool = run_option(
+        False, "", "run also cells whose result is of another version of this project, and replace it; needs `runs_dir` "
+        "without their runs"
+    )  # fmt: skip
     data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
     runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")
     results_dir: Path = run_option(Path("results"), "", "folder of the results")
@@ -94,7 +98,9 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
         return
     if options.json:
         raise UserError("`json` is of a list: add `coverage` or `claims`.")
-    folders = Folders(options.runs_dir, options.results_dir, options.data_dir, papers / "presets", papers / "expected")
+    folders = Folders(
+        options.runs_dir, options.results_dir, options.data_dir, papers / "presets", papers / "expected", options.again
+    )
     if options.status:
         from reproduction.status import status_line
 
@@ -139,7 +145,7 @@ def _run(options: Options, experiments: Path, cells: Sequence[Cell], folders: An
 
 def _worker(options: Options, experiments: Path) -> list[str]:
     """The command of one of the processes that divide the cells."""
-    names = ("scale", "only", "claim", "budget_minutes", "together", "data_dir", "runs_dir", "results_dir")
+    names = ("scale", "only", "claim", "budget_minutes", "together", "again", "data_dir", "runs_dir", "results_dir")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     script = str(experiments / "reproduce.py")
     return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in given.items())]

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from fedjax_pcdd import __version__
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
@@ -42,6 +43,17 @@ def read_result(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         raise UserError(f"{path} cannot be read: remove it and run its cell again.") from None
+
+
+def has_result(folder: Path, cell: Cell, *, current: bool = False) -> bool:
+    """Whether a cell has a result; with `current` one of this version."""
+    path = result_path(folder, cell)
+    return path.is_file() and (not current or is_current(read_result(path)))
+
+
+def is_current(result: Mapping[str, Any]) -> bool:
+    """Whether a result is of this version; versions up to 0.1 were not written down."""
+    return result.get("version") == __version__
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -105,6 +117,7 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
     seconds = sum(row["seconds"] + row.get("eval_seconds", 0.0) for row in record.rows)
     return {
         "status": "finished",
+        "version": __version__,
         **identity(cell, record.config),
         "hyperparameters": record.resolved.get("hyperparameters", {}),
         **{name: _rounded(summary[name]) for name in KEPT if summary.get(name) is not None},
@@ -118,7 +131,7 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
 
 def failed(cell: Cell, config: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """The result of a run that could not reach its end."""
-    known = {"status": "failed", **identity(cell, config), "sentence": sentence}
+    known = {"status": "failed", "version": __version__, **identity(cell, config), "sentence": sentence}
     return {**known, "machine": machine(), "decisive": decisive(config)}
 
 
@@ -153,9 +166,16 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     versions = {name: metadata.version(name) for name in PACKAGES}
     return {
-        "backend": jax.default_backend(), "device": device.device_kind, "processor": platform.machine(),
+        "backend": jax.default_backend(), "device": device.device_kind, "processor": processor(),
         "python": platform.python_version(), "versions": versions,
     }  # fmt: skip
+
+
+def processor() -> str:
+    """The kind of processor, as Linux names it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _rounded(value: Any) -> Any:

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 def unfinished(cells: Sequence[Cell], folders: Folders) -> list[Cell]:
     """Cells without a result, in order; those that were begun come first."""
-    waiting = [cell for cell in cells if not results.result_path(folders.results, cell).is_file()]
+    waiting = [cell for cell in cells if not results.has_result(folders.results, cell, current=folders.current)]
     begun = [cell for cell in waiting if (run_folder(cell, folders) / "config.yaml").is_file()]
     return begun + [cell for cell in waiting if cell not in begun]
 
@@ -129,7 +129,7 @@ def _taken(part: Sequence[Cell], folders: Folders, budget: Budget) -> Iterator[t
         known = results.read_results(folders.results)  # anew: other processes add to them
         to_run = []
         for cell in mine.values():
-            if results.result_path(folders.results, cell).is_file():
+            if results.has_result(folders.results, cell, current=folders.current):
                 yield cell, None
             elif (shared := _shared(cell, folders, known)) is not None:
                 results.write_result(folders.results, cell, shared)
@@ -143,6 +143,7 @@ def _taken(part: Sequence[Cell], folders: Folders, budget: Budget) -> Iterator[t
 
 def _shared(cell: Cell, folders: Folders, known: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The result of another cell with the same options."""
+    known = [one for one in known if results.is_current(one) or not folders.current]
     options = values(*configured(cell, folders.presets))
     return results.repeated(cell, options, known, needed(cell.table, folders.expected))
 
