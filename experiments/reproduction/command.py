@@ -49,8 +49,8 @@ class Options:
         "repeats its numbers bit for bit, as those of several are but for rounding", low=1
     )  # fmt: skip
     again: bool = run_option(
-        False, "", "run also cells whose result is of another version of this project, and replace it; needs `runs_dir` "
-        "without their runs"
+        False, "", "run also cells whose result is of another version of this project, and replace it; `runs_dir` must "
+        "not have their runs"
     )  # fmt: skip
     data_dir: Path | None = run_option(None, "", "folder of the data sets, as of run.py")
     runs_dir: Path = run_option(Path("runs/reproduce"), "", "folder of the run folders, with their checkpoints")

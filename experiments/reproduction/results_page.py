@@ -1,7 +1,9 @@
 """docs/reproduction.md: what was run of the papers' tables, beside the printed numbers, and which claims held."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from fedjax_pcdd.report.expected import PA, PA_LAST, Expected, kind, title
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
@@ -43,6 +45,7 @@ READING = """## How to read it
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
   it is with runs that were trained together with others of their program, which are counted below where there are some.
 """
+FIRST = "0.1"  # the version of results that name none
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
 
@@ -73,21 +76,29 @@ def results_page(
 
 
 def _extent(results: Sequence[Result]) -> str:
-    """How many runs, and on what."""
+    """How many runs, of which versions, and on what."""
     parts = []
     for scale in dict.fromkeys(one["scale"] for one in results):
         own = [one for one in results if one["scale"] == scale]
-        runs = sum(one["status"] == "finished" and "same_run_as" not in one for one in own)
+        finished = [one for one in own if one["status"] == "finished" and "same_run_as" not in one]
+        versions = Counter(one.get("version", FIRST) for one in finished)
         hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
         shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
-        devices = ", ".join(dict.fromkeys(str(one["machine"]["device"]) for one in own))
+        devices = ", ".join(dict.fromkeys(_device(one["machine"]) for one in own))
         notes = [f"{shared} more cells share a run with another table"] * bool(shared)
         notes += [f"{failed} failed"] * bool(failed)
         together = sum("together" in one and "same_run_as" not in one for one in own)
         notes += [f"{together} of the runs trained together with others"] * bool(together)
         cells = f"; {', '.join(notes)}" if notes else ""
-        parts.append(f"Scale `{scale}`: {runs} run{'s' * (runs != 1)}, {hours:.1f} hours on {devices}{cells}.")
+        of = ", ".join(f"{count} of version {name}" for name, count in sorted(versions.items(), reverse=True))
+        runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({of})' * bool(of)}"
+        parts.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
     return " ".join(parts)
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """The kind of device, of a CPU that of its processor where it is known."""
+    return str(machine.get("processor", "cpu") if machine["device"] == "cpu" else machine["device"])
 
 
 def _summary(findings: Sequence[Finding]) -> list[str]:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+import fedjax_pcdd
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training import folder as records
@@ -180,6 +181,21 @@ def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
     kept = result(folders, second)
     assert (kept["table"], kept["same_run_as"]) == ("toy/table3", "toy/table1 A")
     assert kept["ga"] == result(folders, first)["ga"]
+
+
+def test_results_of_another_version_are_replaced_where_asked_for(folders, tmp_path):
+    first, other = one(folders, "tiny-A-fedavg-s0")[0], one(folders, "tiny-A-fedprox-s0")[0]
+    work(folders, [first])
+    path = results.result_path(folders.results, first)
+    new = json.loads(path.read_text())
+    assert new["version"] == fedjax_pcdd.__version__
+    path.write_text(json.dumps({**new, "version": "0.0.1", "ga_best": -1.0}))
+    assert work(folders, [first])[0] == (0, 0, False)
+    again = folders._replace(current=True, runs=tmp_path / "runs of this version")
+    assert unfinished([first, other], again) == [first, other]
+    assert work(again, [first])[0] == (1, 0, False)
+    assert result(folders, first)["ga_best"] == new["ga_best"]
+    assert unfinished([first], again) == []
 
 
 def test_cells_without_their_data_wait_for_it(folders):

@@ -213,6 +213,13 @@ def test_runs_that_were_trained_together_are_counted():
     assert "1 of the runs trained together with others." in text
 
 
+def test_versions_and_processors_are_told():
+    machine = {"device": "cpu", "processor": "Abacus 1"}
+    results = [made_up("fedavg", 50.0), made_up("fedmr", 50.0) | {"version": "0.9", "machine": machine}]
+    text = results_page(results, columns(results, PAPER), PAPER, [], [])
+    assert "Scale `cpu`: 2 runs (1 of version 0.9, 1 of version 0.1), 0.0 hours on cpu, Abacus 1; 2 failed." in text
+
+
 def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
     command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
     own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
