@@ -247,10 +247,10 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
 
     Args:
       results: as `read_results` gives them.
-      cells: of the plan; splits on which none of its methods has a result are left out.
+      cells: of one network of the plan; splits on which none of its methods has a result are left out.
 
     Returns:
-      M methods, B splits as "split, network", and accuracies [M, B, seeds], -inf for a run that failed.
+      M methods, B splits, and accuracies [M, B, seeds], -inf for a run that failed.
     """
     known = {(one["network"], one["split"], one["method"]): one for one in results}
     pairs = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
@@ -263,7 +263,7 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
     ]  # fmt: skip
     scores = [[_scores(known[*pair, name], most) for pair in pairs] for name in names]
     whole = np.reshape(np.array(scores), (len(names), len(pairs), most))
-    return [short_name(name) for name in names], [f"{split}, {network}" for network, split in pairs], whole
+    return [short_name(name) for name in names], [split for _, split in pairs], whole
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:

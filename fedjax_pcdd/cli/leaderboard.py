@@ -43,7 +43,7 @@ class Options:
     workers: int = run_option(1, "", "processes that divide the work", low=1)
     status: bool = run_option(False, "", "say in one line how far it is, and run nothing")
     page: Path | None = run_option(
-        None, "", "write the tables to this Markdown file and the ranks' picture beside it, and run nothing"
+        None, "", "write the tables to this Markdown file and the ranks' pictures beside it, and run nothing"
     )
 
 
@@ -74,8 +74,11 @@ def _act(options: Options, argv: Sequence[str]) -> None:
         tables = [table for table in tables if table.rows]
         if options.page:
             with writing(options.page, "another `page`"):
-                ranking = _ranking(options.page, *leaderboard.over_splits(known, cells))
-            _write(options.page, [*ranking, *map(_text, tables)])
+                rankings = [
+                    part for network in networks for part in _ranking(options.page, network, *leaderboard.over_splits(
+                        known, [cell for cell in cells if cell.network == network]))
+                ]  # fmt: skip
+            _write(options.page, [*rankings, *map(_text, tables)])
         else:
             for table in tables:
                 console.print(terminal(leaderboard.brief(table)))
@@ -111,22 +114,23 @@ def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
     return chosen
 
 
-def _ranking(page: Path, names: list[str], places: list[str], scores: np.ndarray) -> list[str]:
-    """The ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
-    if len(names) < 2 or not places:
+def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
+    """A network's ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
+    if len(names) < 2 or not splits:
         return []
-    ranked, picture = ranks(scores), page.parent / "images" / f"{page.stem}.png"
+    ranked, picture = ranks(scores), page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
-    told = f"By the GA of the last ten rounds, over {', '.join(places)}; 95 % of a bootstrap over splits and seeds."
-    if len(places) > 1:
+    told = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
+    if len(splits) > 1:
         told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     rows = [
         Row(names[i], (Cell(float(ranked.mean[i])), Cell(text=f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}")))
         for i in ranked.mean.argsort(kind="stable")
     ]
-    table = Table("Ranks", (Column("mean rank", digits=1), Column("interval")), tuple(rows), told)
-    return [_text(table), f"![Mean ranks of {len(names)} methods with their intervals](images/{picture.name})\n"]
+    table = Table(f"Ranks, {network}", (Column("mean rank", digits=1), Column("interval")), tuple(rows), told)
+    shown = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
+    return [_text(table), shown]
 
 
 def _text(table: Table) -> str:

@@ -92,11 +92,11 @@ def test_the_page_has_tables_and_ranks(folder):
     assert "old" not in text
     assert "1 of 2 trials failed" in text
     assert "| Keep |" in text
-    assert (page.parent / "images" / "leaderboard.png").is_file()
+    assert (page.parent / "images" / "leaderboard_mlp.png").is_file()
 
 
 def test_ranks_of_cells_without_results_are_left_out(tmp_path):
-    assert _ranking(tmp_path / "page.md", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
+    assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
 
 
 def test_mistakes_are_said_before_anything_runs(folder, capsys):
