@@ -31,7 +31,8 @@ from fedjax_pcdd.models.convolution_forms import FORMS, Window, fits, forward, i
 from fedjax_pcdd.models.convolution_table import LANES, TABLE, Rule, default_rule
 
 CASES = {name: WORKLOADS[name] for name in ("w1", "w2", "w3")} | {
-    "digits": Workload("mcmahan_cnn", (8, 8, 1), clients=10, per_client=100, batch=50)
+    "digits": Workload("mcmahan_cnn", (8, 8, 1), clients=10, per_client=100, batch=50),
+    "resnet8": Workload("resnet8", (32, 32, 3), clients=10, per_client=1000, batch=50),
 }
 COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -191,6 +192,22 @@ def entry(layer: Layer, records: list[dict[str, Any]]) -> dict[str, Any]:
     return layer.shape | {r["operation"]: list(r["chosen"]) for r in records if r["chosen"] != r["default"]}
 
 
+def joined(known: dict[str, Any], measured: str, shapes: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """A backend's part of the table with shapes that were measured anew: what it was measured on, and its shapes.
+
+    >>> old = {"measured": "an old CPU", "shapes": [{"inputs": 3, "forward": ["gemm", "loop"]}, {"inputs": 6}]}
+    >>> joined(old, "w1: a new one", [{"inputs": 3}])
+    ('an old CPU; w1: a new one', [{'inputs': 6}, {'inputs': 3}])
+    """
+    new = {_known_by(shape) for shape in shapes}
+    kept = [shape for shape in known["shapes"] if _known_by(shape) not in new]
+    return f"{known['measured']}; {measured}", [*kept, *shapes]
+
+
+def _known_by(shape: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in shape.items() if name not in FORMS})
+
+
 def rewritten(table: dict[str, Any], backend: str, measured: str, shapes: list[dict[str, Any]]) -> str:
     """The table's text, one shape a line, with a backend replaced."""
     parts = []
@@ -259,10 +276,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="timings of each form")
     parser.add_argument("--cores", type=int, default=1, help="cores on which everything runs")
     parser.add_argument("--out", help="path of the files to write, without their ending")
-    parser.add_argument("--update", action="store_true", help=f"rewrite this backend's part of {TABLE.name}")
+    parser.add_argument("--update", action="store_true", help=f"write these models' shapes into {TABLE.name}")
     args = parser.parse_args(argv)
-    if args.update and set(args.models) != set(CASES):
-        parser.error("--update writes the shapes of all models: leave out --models.")
     machine = here(args.cores)
     where = "{cpu}, {cores_used} of {cores} cores, jax {jax} ({device}), load {load}, {date}".format(**machine)
     found = measure_all(args.models, args.lanes, args.repeats)
@@ -271,7 +286,10 @@ def main(argv: list[str] | None = None) -> None:
     save(args.out, {"machine": machine, "lanes": args.lanes, "results": results}, markdown(where, args.lanes, rows))
     if args.update:
         shapes = [entry(layer, records) for layer, records in found]
-        TABLE.write_text(rewritten(json.loads(TABLE.read_text()), jax.default_backend(), where, shapes))
+        table, backend = json.loads(TABLE.read_text()), jax.default_backend()
+        if set(args.models) != set(CASES):
+            where, shapes = joined(table[backend], f"{', '.join(args.models)}: {where}", shapes)
+        TABLE.write_text(rewritten(table, backend, where, shapes))
 
 
 if __name__ == "__main__":
