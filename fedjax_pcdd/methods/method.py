@@ -42,7 +42,7 @@ class Summary(NamedTuple):
 
     augmented: bool = False
     train: bool = False  # in training mode, so in batches of B; else in batches of any size
-    last: bool = False  # nothing but zeros before the last round, so left out there: `upload` may be given ()
+    last: int = 0  # nothing but zeros before so many last rounds, so left out there: `upload` may be given (); 0: never
 
 
 class Traits(NamedTuple):
