@@ -461,11 +461,19 @@ class Simulation(Planner):
         cohort = self.cohort_size if portions else setting.num_clients
         return self.alike(plain, cohort, tests_epochs=tests_epochs)
 
-    def alike(self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False) -> "Simulation":
-        """A simulation of other experiments with this one's model and ways, its statistics averaged; all are there."""
+    def alike(
+        self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False,
+        model: Classifier | None = None, pipeline: Pipeline | None = None,
+    ) -> "Simulation":  # fmt: skip
+        """A simulation of other experiments with this one's ways, its statistics averaged; all are there.
+
+        Args:
+          model, pipeline: in place of this one's.
+        """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         return Simulation(
-            program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
+            model or program.model, experiments, pipeline=pipeline or program.pipeline, cohort=cohort,
+            lanes=program.lanes,
             devices=program.devices, client_state=self.client_state,
             stream=self.streamed.memory if self.streamed else None, eval_batch=program.eval_batch, block=self.block,
             dtype=program.dtype, param_dtype=self.param_dtype, tests_epochs=tests_epochs,

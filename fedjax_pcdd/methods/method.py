@@ -70,6 +70,7 @@ class Traits(NamedTuple):
     exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
     targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
     averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
+    transfer_epochs: int = 0  # on labelled public images, before any other training of own models
     common_start: bool = False  # whether own models of one architecture begin alike
     common_server: bool = False  # the servers of groups of architectures are told what the clients of all groups sent
     common_features: bool = False  # what is sent has D features, so architectures must have as many
