@@ -144,6 +144,11 @@ class Simulation(Planner):
         super().__init__(experiments, cohort)
         if experiments[0].method.traits().public and public is None:
             raise UserError("this method needs unlabelled public images: name a data set with `public`.")
+        held = experiments[0].federation.validation
+        if experiments[0].method.traits().validation and (held is None or stream is not None):
+            raise UserError(
+                "this method looks at validation samples in training: keep some with `validation`, and `data=device`."
+            )
         self.param_dtype, self.block = param_dtype, block
         self.client_state: Literal["device", "host", "disk"] = client_state
         self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
@@ -170,6 +175,7 @@ class Simulation(Planner):
             train_pass=over(self.sizes.ravel()),
             batch_pass=over(self.sizes.ravel(), batch=self.local.batch_size),
             test_pass=over(np.concatenate([e.federation.tested_sizes for e in experiments])),
+            held_pass=over(np.zeros(1, int) if held is None else held.sizes),
             dtype=dtype,
             public_pipeline=public and public[1],
             devices=devices,
