@@ -15,7 +15,7 @@ from chex import assert_trees_all_close, assert_trees_all_equal
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.federation import Dataset, Federation, hold_out
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.devices import CompileClock
@@ -63,7 +63,7 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
             raise AssertionError(f"{type(tested).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
     if as_fedavg is not None:
         off = simulation(tested.replace(**as_fedavg))  # pyright: ignore
-        reduces_to_fedavg(off, simulation(Method()))
+        reduces_to_fedavg(off, simulation(Method(), held=tested.traits().validation))
 
 
 def federation(seed: int = 0, noise: float = 40) -> Federation:
@@ -88,9 +88,15 @@ def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 5, 5, 1)).astype(np.uint8)
 
 
-def simulation(method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device") -> Simulation:
-    """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum."""
-    parts = federation()
+def simulation(
+    method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device", held: bool = False
+) -> Simulation:
+    """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum.
+
+    Args:
+      held: keep validation samples out of training for a method that looks at none, too.
+    """
+    parts = hold_out(federation(), 0.3, 0) if held or method.traits().validation else federation()
     plain = models.build("mlp", num_classes=CLASSES, image_shape=parts.image_shape)
     local = Local(epochs=2, batch_size=8, lr=0.05)
     public = (public_images(), Pipeline()) if method.traits().public else None

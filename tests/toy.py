@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
@@ -69,14 +70,15 @@ def architectures(*necks: int) -> list:
 def groups(
     name="fedmd", *, necks=(0, 1, 0, 1, 0), lanes=2, method=None, parts=None, images=21, batch=8, seed=0, epochs=2,
     batch_size=8, last_batch="keep", optimizer="adam", lr=1e-3, weight_decay=0.0, own_epochs=None, public=PLAIN,
-    block=None, dtype=jnp.float32, **hyper,
+    block=None, dtype=jnp.float32, labels=None, **hyper,
 ):  # fmt: skip
     """Participants on the toy federation, two architectures by default; equal arguments share one."""
     method = METHODS[name](**hyper) if method is None else method
     local = Local(epochs, batch_size, last_batch, optimizer, lr, 0.9, weight_decay, None)
     table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
-        public=Public(public_images(images), public, batch), pipeline=PLAIN, lanes=lanes, rounds=3,
+        public=Public(public_images(images), public, batch), pipeline=PLAIN,
+        public_labels=None if labels is None else np.array(labels), lanes=lanes, rounds=3,
         block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     for group in table.groups:

@@ -17,6 +17,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
@@ -193,7 +194,8 @@ def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...])
     labels = np.arange(2 * classes) % classes
     images = np.zeros((len(labels), *image_shape), np.uint8)
     halves = tuple(np.split(np.arange(len(labels)), 2))
-    parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves))
+    held = Lists.of(halves) if method.traits().validation else None
+    parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), held)
     pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
     public = (np.zeros((PUBLIC, *image_shape), np.uint8), pipeline) if method.traits().public else None
     return Simulation(

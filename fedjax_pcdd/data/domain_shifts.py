@@ -133,6 +133,12 @@ def public_digits(side: int) -> np.ndarray:
     return np.concatenate([_shifted(shift, chosen, side=side, seed=seed) for seed, shift in shifts])
 
 
+def public_digit_labels() -> np.ndarray:
+    """Labels [n] of these, in [0, 10)."""
+    _, labels, slots = digit_slots()
+    return np.tile(labels[slots >= 2 * len(DOMAIN_SHIFTS)], len(PUBLIC_SHIFTS))
+
+
 def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All digits [1797, 8, 8, 1] uint8, labels [1797], and which tenth [1797] of [0, 10) each belongs to.
 

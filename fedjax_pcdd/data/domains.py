@@ -12,7 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.domain_shifts import DOMAIN_SHIFTS, public_digits, resize, shifted_digits, windows
+from fedjax_pcdd.data.domain_shifts import (
+    DOMAIN_SHIFTS,
+    public_digit_labels,
+    public_digits,
+    resize,
+    shifted_digits,
+    windows,
+)
 from fedjax_pcdd.data.npz import Archive, read_arrays, read_images
 from fedjax_pcdd.errors import UserError, nearest
 
@@ -143,7 +150,7 @@ def load_task(
 def load_public(
     name: str, data_dir: str | os.PathLike | None = None, *, samples: int = 5000, seed: int, side: int = 32
 ) -> np.ndarray:
-    """Draw public images; labels are not read from npz files and never returned.
+    """Draw public images; labels are neither read from npz files nor returned.
 
     Args:
       name: "digits_public" (built in; other digits than those of `digits_domains`) or any data set that
@@ -160,7 +167,7 @@ def load_public(
       UserError: a missing or unsuitable file, or fewer than N_0 images.
     """
     _check_draw(seed, side)
-    images = public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
+    images = _public_images(name, data_dir, side)
     if not 1 <= samples <= len(images):
         raise UserError(f"'{name}' has {len(images)} images: ask for 1 to {len(images)} samples, not {samples}.")
     random = _generator(seed, f"{name} public")
@@ -168,6 +175,33 @@ def load_public(
     if name == "tiny_imagenet":
         images = windows(images, side, random)
     return resize(images, side)
+
+
+def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, samples: int, seed: int) -> np.ndarray:
+    """Labels [N_0] int32 of the images that `load_public` draws with these arguments.
+
+    Raises:
+      UserError: as there, or the images have no labels.
+    """
+    images = _public_images(name, data_dir, TASKS["digits_domains"].side)
+    labels = public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
+    if labels is None or labels.shape != (len(images),) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise UserError(f"'{name}' has no labels of its images: add y_train to it, or train without `transfer_epochs`.")
+    return labels[_generator(seed, f"{name} public").permutation(len(labels))[:samples]].astype(np.int32)
+
+
+def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> np.ndarray:
+    """All that are drawn from."""
+    return public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
+
+
+def _labels(name: str, root: Path) -> np.ndarray | None:
+    """Labels [n] of a data set's training images, if it has any."""
+    file = root / f"{name}.npz"
+    if name == "digits" or not file.is_file():
+        return sources.load(name, root).y_train
+    arrays = read_arrays(file, ("y_train", "y"))
+    return next((arrays[key] for key in ("y_train", "y") if key in arrays), None)
 
 
 def _check_draw(seed: int, side: int):

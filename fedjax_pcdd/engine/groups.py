@@ -33,10 +33,12 @@ from fedjax_pcdd.engine.round import Experiment, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
 from fedjax_pcdd.methods.participant import Participant, model_of, with_model
+from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select
 
 PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
+TRANSFER = PRETRAINING - 1  # and that on public images
 
 
 class Public(NamedTuple):
@@ -87,6 +89,7 @@ class Groups:
         seed: int,
         epochs: Sequence[int] | None = None,
         public: Public | None = None,
+        public_labels: np.ndarray | None = None,
         **options: Any,
     ):
         """Prepare the groups; nothing is compiled yet.
@@ -96,6 +99,7 @@ class Groups:
           federation: test lists are those of the domains, participant k's own being the k-th.
           epochs: local epochs of each participant, in place of the common number.
           public: what an exchange needs.
+          public_labels: [N], for nothing but the start of methods that begin with them.
           options: of every group's `Simulation`, as pipeline, lanes, rounds.
 
         Raises:
@@ -103,6 +107,7 @@ class Groups:
             local statistics beside own models, which have them by themselves.
         """
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
+        self._public_labels = public_labels
         self.members = members_of(models)
         self._check(method, options)
         self.shares_server = len(self.members) > 1 and method.traits().common_server
@@ -164,6 +169,8 @@ class Groups:
             raise UserError("clients of several architectures do not pool their counts: use `class_weights=local`.")
         if traits.needs_public and self.public is None:
             raise UserError("this method needs public images: name a data set with `public`.")
+        if traits.transfer_epochs and self._public_labels is None:
+            raise UserError("public images without labels are nothing to begin with: set `transfer_epochs=0`.")
         if traits.own_models and (options.get("local_statistics") or options.get("local_layers")):
             raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
 
@@ -214,12 +221,12 @@ class Groups:
         servers = {"groups": tuple(s.servers for s in states), "public": public}
         return State(servers, clients, tuple(s.statistics for s in states))
 
-    def _initial(self, g: int) -> Tree:
-        """Fresh variables of a group's participants [K_g, ...]."""
+    def _initial(self, g: int, model: Classifier | None = None) -> Tree:
+        """Fresh variables of a group's participants [K_g, ...], of their model or of another one."""
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
         group, numbers = self.groups[g], jnp.array(self.members[g])
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
-        first = jax.vmap(lambda k: initialise(group.program.model, jax.random.fold_in(key, k), shape))(numbers)
+        first = jax.vmap(lambda k: initialise(model or group.program.model, jax.random.fold_in(key, k), shape))(numbers)
         return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
     def _clients(self, g: int, variables: Tree) -> Tree:
@@ -233,21 +240,49 @@ class Groups:
 
         return jax.jit(jax.vmap(one))(rows, numbers, variables)
 
-    def pretrain(self, state: State, epochs: int, batch_size: int) -> State:
-        """Every participant trains its model on its own data, with plain cross-entropy."""
+    def pretrain(self, state: State, epochs: int, batch_size: int, *, transfer: int = 0) -> State:
+        """Every participant trains its model on its own data, with plain cross-entropy.
+
+        Args:
+          transfer: epochs before these on the labelled public images.
+        """
         if not self.traits.own_models:
             raise UserError(
                 "only methods whose participants keep their models are pre-trained: use `pretrain_epochs=0`."
             )
         clients = []
         for g, group in enumerate(self.groups):
-            first = group.experiments[0]
-            local = replace(first.local, epochs=epochs, local_steps=None, batch_size=batch_size, lr_steps=())
-            local = fitting(local, first.federation.sizes)
-            alone = group.alike([first._replace(method=Participant(), local=local)], len(self.members[g]))
-            after, _ = alone.step(alone.start()._replace(clients=self._initial(g)), PRETRAINING)
-            clients.append(self._clients(g, after.clients))
+            own, local = group.experiments[0].federation, replace(self.local, batch_size=batch_size)
+            variables = self._transferred(g, transfer, local) if transfer else self._initial(g)
+            if epochs:
+                variables = self._alone(g, variables, PRETRAINING, own, replace(local, epochs=epochs))
+            clients.append(self._clients(g, variables))
         return state._replace(clients=tuple(clients))
+
+    def _transferred(self, g: int, epochs: int, local: Local) -> Tree:
+        """A group's models [K_g, ...] after epochs of naming the public images; their own heads are as at first.
+
+        Public images have classes of their own, so they have a head of their own, which is dropped.
+        """
+        public, labels, members = self.public, self._public_labels, len(self.members[g])
+        assert public is not None  # `_check` has seen to both
+        assert labels is not None
+        images = public.images
+        data = Dataset("public", images, labels, images[:1], labels[:1], int(labels.max()) + 1)
+        lists = ((np.arange(len(labels)),) * members, (np.arange(1),) * members)
+        model = self.groups[g].program.model.clone(num_classes=data.num_classes)
+        more = {"model": model, "pipeline": public.pipeline}
+        federation, local = Federation(data, Partition(*lists)), replace(local, epochs=epochs)
+        trained = self._alone(g, self._initial(g, model), TRANSFER, federation, local, **more)
+        return joined(trained, "head", self._initial(g)["params"]["head"])
+
+    def _alone(self, g: int, variables: Tree, round: int, federation: Federation, local: Local, **more: Any) -> Tree:
+        """A group's models [K_g, ...] after each was trained by itself on its part of the federation's data."""
+        group = self.groups[g]
+        local = fitting(replace(local, local_steps=None, lr_steps=()), federation.sizes)
+        experiment = group.experiments[0]._replace(federation=federation, method=Participant(), local=local)
+        alone = group.alike([experiment], len(self.members[g]), **more)
+        return alone.step(alone.start()._replace(clients=variables), round)[0].clients
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """All participants."""

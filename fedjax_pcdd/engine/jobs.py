@@ -1,5 +1,6 @@
 """A job in its lane: how one client's local training begins, and one step of it."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from fedjax_pcdd.engine.program import (
     layers_of,
     of_experiment,
     overlaid,
+    start_of,
+    sum_over_samples,
     unlabelled,
     with_own,
 )
@@ -72,8 +75,28 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
         start = {**start, "params": overlaid(start["params"], own)}
     epoch, epochs = (n // jnp.maximum(jobs.epoch_steps[job], 1) for n in (step, jobs.steps[job]))
     keys, public = Keys.of(jax.random.fold_in(inputs.keys[job], step)), unlabelled(program, inputs.data)
-    model, setting = program.model, program.setting
-    return Context(model, setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys, public)
+    held = held_out(program, inputs.data, jobs.row[job]) if method.traits().validation else None
+    return Context(
+        program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
+        public, held,
+    )  # fmt: skip
+
+
+def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], Tree]], Tree]:
+    """For hooks: the sum of a function over batches of the validation samples of the client in a row."""
+    tests, number, how = data.test, data.held[row], program.held_pass
+    start = start_of(tests, row) + tests.size[row] - number  # they lie behind the client's tests
+
+    def total(function):
+        def of(index, mask):
+            images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
+            labels = tests.labels[index] % program.setting.num_classes
+            return function(Batch(images, labels, mask.astype(jnp.result_type(float))))
+
+        shapes = [jax.ShapeDtypeStruct((how.batch,), kind) for kind in (jnp.int32, bool)]
+        return sum_over_samples(of, tests, start, number, how, jax.eval_shape(of, *shapes))
+
+    return total
 
 
 def _optimiser(program: Program, inputs: Inputs, job):
@@ -89,16 +112,18 @@ def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job,
     variables = with_own(method.download(server, client), statistics)
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:
-        optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().renewed)
+        optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().resumed)
     loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros(program.tests_epochs, jnp.int32)
     return Lane(jnp.int32(job), jnp.int32(step), variables, optimiser, client, loss, statistics, before)
 
 
-def resumed(fresh: Tree, kept: Tree, renewed: tuple[str, ...]) -> Tree:
-    """The optimiser state that was kept, but for the parts of the parameters named in `renewed`."""
+def resumed(fresh: Tree, kept: Tree, parts: tuple[str, ...] | None) -> Tree:
+    """The optimiser state that was kept: of these parts of the parameters alone, or of all."""
+    if parts is None:
+        return kept
 
     def choose(path, new, old):
-        return new if any(getattr(key, "key", None) in renewed for key in path) else old
+        return old if any(getattr(key, "key", None) in parts for key in path) else new
 
     return jax.tree_util.tree_map_with_path(choose, fresh, kept)
 

@@ -201,7 +201,7 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
         outcome = _run(replace(program, summarises=False), inputs, state, plan)
         return outcome._replace(message=outcome.message._replace(total=_zeros(sent)))
 
-    return jax.lax.cond(inputs.round == program.setting.rounds - 1, run, silent)
+    return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, silent)
 
 
 def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shares) -> Outcome:

@@ -45,6 +45,7 @@ class Program:
     train_pass: Pass  # over one client's training data
     batch_pass: Pass  # the same in batches of training
     test_pass: Pass  # over one client's test data
+    held_pass: Pass  # over one client's validation samples
     dtype: Any  # of the images that enter the model
     public_pipeline: Pipeline | None
     devices: int
@@ -105,6 +106,7 @@ class Data(NamedTuple):
     test: Samples
     class_counts: jax.Array  # [R, C] training samples
     public: Any = ()  # [N, H, W, channels] uint8, if the run has public images
+    held: Any = ()  # [R] validation samples, behind the tests of each row, where they are on the device
 
 
 class State(NamedTuple):
@@ -146,7 +148,11 @@ def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
     train = samples_of(dataset.x_train, dataset.y_train, Lists.join([p.train for p in partitions]))
     test = samples_of(*tests_of(federations))
     counts = np.concatenate([f.class_counts for f in federations])
-    return Data(train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public))
+    held = federations[0].validation
+    return Data(
+        train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public),
+        () if held is None else jnp.asarray(held.sizes, jnp.int32),
+    )  # fmt: skip
 
 
 class Report(NamedTuple):

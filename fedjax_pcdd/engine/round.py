@@ -144,6 +144,11 @@ class Simulation(Planner):
         super().__init__(experiments, cohort)
         if experiments[0].method.traits().public and public is None:
             raise UserError("this method needs unlabelled public images: name a data set with `public`.")
+        held = experiments[0].federation.validation
+        if experiments[0].method.traits().validation and (held is None or stream is not None):
+            raise UserError(
+                "this method looks at validation samples in training: keep some with `validation`, and `data=device`."
+            )
         self.param_dtype, self.block = param_dtype, block
         self.client_state: Literal["device", "host", "disk"] = client_state
         self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
@@ -170,6 +175,7 @@ class Simulation(Planner):
             train_pass=over(self.sizes.ravel()),
             batch_pass=over(self.sizes.ravel(), batch=self.local.batch_size),
             test_pass=over(np.concatenate([e.federation.tested_sizes for e in experiments])),
+            held_pass=over(np.zeros(1, int) if held is None else held.sizes),
             dtype=dtype,
             public_pipeline=public and public[1],
             devices=devices,
@@ -461,11 +467,19 @@ class Simulation(Planner):
         cohort = self.cohort_size if portions else setting.num_clients
         return self.alike(plain, cohort, tests_epochs=tests_epochs)
 
-    def alike(self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False) -> "Simulation":
-        """A simulation of other experiments with this one's model and ways, its statistics averaged; all are there."""
+    def alike(
+        self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False,
+        model: Classifier | None = None, pipeline: Pipeline | None = None,
+    ) -> "Simulation":  # fmt: skip
+        """A simulation of other experiments with this one's ways, its statistics averaged; all are there.
+
+        Args:
+          model, pipeline: in place of this one's.
+        """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         return Simulation(
-            program.model, experiments, pipeline=program.pipeline, cohort=cohort, lanes=program.lanes,
+            model or program.model, experiments, pipeline=pipeline or program.pipeline, cohort=cohort,
+            lanes=program.lanes,
             devices=program.devices, client_state=self.client_state,
             stream=self.streamed.memory if self.streamed else None, eval_batch=program.eval_batch, block=self.block,
             dtype=program.dtype, param_dtype=self.param_dtype, tests_epochs=tests_epochs,

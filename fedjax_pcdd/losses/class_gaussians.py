@@ -2,8 +2,8 @@
 
 CCVR: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS
 2021. Letters: B batch, C classes, D features, M drawn features of a class.
-Sums are of features as they are: in float32 a spread of a hundredth of the mean is off by a thousandth, one of two
-thousandths by some ten per cent, and eigenvalues that should be 0 may not be.
+Sums may be of z - a, the same a of all samples: in float32 a spread of a hundredth of |z - a| is off by a thousandth,
+one of two thousandths by some ten per cent, and eigenvalues that should be 0 may not be. So a is best a mean feature.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from fedjax_pcdd.losses.membership import membership
 
 
 class Moments(NamedTuple):
-    """Sums over samples of 1 [C], z [C, D] and z z^T [C, D, D], or only of its diagonal [C, D]."""
+    """Sums over samples of 1 [C], x [C, D] and x x^T [C, D, D], or only of its diagonal [C, D]; x = z - a."""
 
     counts: Array
     sums: Array
@@ -29,8 +29,15 @@ def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
     return Moments(jnp.zeros(classes), first, first if diagonal else jnp.zeros((classes, features, features)))
 
 
-def class_moments(features: Array, labels: Array, num_classes: int, *, diagonal: bool, mask: Mask = None) -> Moments:
-    """The sums over a batch of features [B, D] with labels [B], of the samples that the mask [B] counts."""
+def class_moments(
+    features: Array, labels: Array, num_classes: int, *, diagonal: bool, mask: Mask = None, shift: Array | float = 0.0
+) -> Moments:
+    """The sums over a batch of features [B, D] with labels [B], of the samples that the mask [B] counts.
+
+    Args:
+      shift: a [D], taken off every feature.
+    """
+    features = features - shift
     members = membership(labels, num_classes, mask, features.dtype).of_samples
     sums = jnp.einsum("bc,bd->cd", members, features, precision="highest")
     if diagonal:
@@ -39,18 +46,21 @@ def class_moments(features: Array, labels: Array, num_classes: int, *, diagonal:
     return Moments(members.sum(0), sums, squares)
 
 
-def gaussians(moments: Moments) -> tuple[Array, Array]:
+def gaussians(moments: Moments, shift: Array | float = 0.0) -> tuple[Array, Array]:
     """Means [C, D] and unbiased covariances [C, D, D], or variances [C, D], of the pooled samples.
 
     They are those of the paper's merging of clients' means and covariances. A class with one sample has covariance 0,
-    one without samples has mean 0, too.
+    one without samples has mean a, too.
+
+    Args:
+      shift: a [D], which was taken off the features.
     """
     counts, sums, squares = moments
     means = sums / jnp.maximum(counts, 1)[:, None]
     products = sums * means if squares.ndim == 2 else sums[:, :, None] * means[:, None]
     shape = (-1,) + (1,) * (squares.ndim - 1)
     spread = (squares - products) / jnp.maximum(counts - 1, 1).reshape(shape)
-    return means, jnp.where((counts > 1).reshape(shape), spread, 0)
+    return means + shift, jnp.where((counts > 1).reshape(shape), spread, 0)
 
 
 def draw_features(means: Array, covariances: Array, normal: Array) -> Array:

@@ -22,6 +22,7 @@ def calibrated_head(
     optimiser: optax.GradientTransformation,
     relu: bool = False,
     present: bool = False,
+    shift: jax.Array | float = 0.0,
 ) -> Tree:
     """The head after cross-entropy on features that are drawn from the Gaussians of the sums.
 
@@ -33,8 +34,9 @@ def calibrated_head(
       size: drawn features of a step.
       relu: ReLU on them, where the model's come after one.
       present: the softmax is over the classes that have samples alone.
+      shift: [D], what was taken off all features before they were summed.
     """
-    means, covariances = gaussians(moments)
+    means, covariances = gaussians(moments, shift)
     valid, keys = moments.counts > 0, jax.random.split(key)
     shape = (len(means), drawn, means.shape[1])
     features = draw_features(means, covariances, jax.random.normal(keys[0], shape, means.dtype))

@@ -6,6 +6,8 @@ The last round of a run is the calibration: nothing is trained, and the clients 
 the global model's features, so the paper's calibration by all clients asks for a cohort of all. GA is that of the model
 as trained, `ga_ccvr` that of the calibrated one (before the last round the same). M_c, epochs, learning rate and batch
 size are ours, as the paper's are not known to us. A class with one sample takes part with its mean.
+Float32 sums of z z^T lose the digits of a covariance where features are far from 0, so what is summed is z - a. The
+shift a, the same for all, is the mean feature, read off such sums that the round before the last one sends, too.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -28,10 +30,11 @@ LARGEST = 2**28  # scalars of the clients' sums that a server takes in, 1 GiB
 
 
 class Server(NamedTuple):
-    """Global model, and its calibrated head."""
+    """Global model, its calibrated head, and what is taken off all features before they are summed [D]."""
 
     variables: Any
     head: Any
+    shift: Any
 
 
 @struct.dataclass
@@ -55,8 +58,8 @@ class CCVR(Method):
     )
 
     def traits(self):
-        """A pass over the local data yields the sums, in the last round."""
-        return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=True))
+        """A pass over the local data yields the sums, in the last round; in that before it, the shift."""
+        return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=2))
 
     def configure(self, setting, hyper):
         """The covariances must fit, and may be singular; a server's momentum would not stop for the calibration."""
@@ -84,7 +87,7 @@ class CCVR(Method):
 
     def init_server(self, setting, variables, class_counts, key):
         """The calibrated head is the model's own, until the last round."""
-        return Server(variables, variables["params"]["head"])
+        return Server(variables, variables["params"]["head"], jnp.zeros(setting.feature_dim))
 
     def training(self, context):
         """Whether this round trains; the last one calibrates."""
@@ -102,39 +105,42 @@ class CCVR(Method):
         return loss, where(self.training(context), state, before), taken
 
     def summarise(self, variables, batch, context):
-        """The sums of 1, z and z z^T of each class; zeros before the last round."""
+        """The sums of 1, x and x x^T of each class, x = z - a; zeros before the last two rounds."""
         setting, diagonal = context.setting, self.covariance == "diagonal"
 
         def sums():
             features = forward(context.model, variables, batch.images, train=False, mask=batch.mask)[0].features
-            moments = class_moments(features, batch.labels, setting.num_classes, diagonal=diagonal, mask=batch.mask)
+            how = {"diagonal": diagonal, "mask": batch.mask, "shift": context.server.shift}
+            moments = class_moments(features, batch.labels, setting.num_classes, **how)
             return jax.tree.map(lambda x, like: x.astype(like.dtype), moments, zeros())
 
         def zeros():
             return no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
 
-        return jax.lax.cond(self.training(context), zeros, sums)
+        return jax.lax.cond(context.round < setting.rounds - 2, zeros, sums)
 
     def upload(self, variables, summary, context):
         """The model and the sums."""
         return context.client, Message(mean=variables, total=summary)
 
     def aggregate(self, server, message, weights, context):
-        """FedAvg; in the last round the calibration of the model as it is."""
+        """FedAvg and the mean feature; in the last round the calibration of the model as it is."""
+        moments = message.total
 
         def train():
-            return server._replace(variables=message.mean, head=message.mean["params"]["head"])
+            shift = moments.sums.sum(0) / jnp.maximum(moments.counts.sum(), 1)
+            return server._replace(variables=message.mean, head=message.mean["params"]["head"], shift=shift)
 
         def calibrate():
-            head = self.calibrated(server.variables["params"]["head"], message.total, context.key)
+            head = self.calibrated(server.variables["params"]["head"], moments, context.key, server.shift)
             return server._replace(head=head)
 
         return jax.lax.cond(self.training(context), train, calibrate)
 
-    def calibrated(self, head, moments, key):
+    def calibrated(self, head, moments, key, shift=0.0):
         """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the sums."""
         optimiser = optax.sgd(self.calibration_lr, self.calibration_momentum)
-        how = {"drawn": self.drawn, "epochs": self.calibration_epochs, "size": self.calibration_batch}
+        how = {"drawn": self.drawn, "epochs": self.calibration_epochs, "size": self.calibration_batch, "shift": shift}
         present = self.softmax == "present"
         return calibrated_head(head, moments, key, optimiser=optimiser, relu=self.relu, present=present, **how)
 
@@ -153,16 +159,29 @@ class CCVR(Method):
 
 @struct.dataclass
 class Calibration(CCVR):
-    """CCVR's last round alone, for the global model that any method has trained (`calibrate=ccvr`)."""
+    """CCVR's last two rounds alone, for the global model that any method has trained (`calibrate=ccvr`).
+
+    Round 0 gives the shift and changes nothing else, any later one calibrates.
+    """
 
     def traits(self):
-        """Any round is the last."""
+        """Each round yields sums."""
         return super().traits()._replace(summary=Summary())
 
     def training(self, context):
-        """No round does."""
-        return False
+        """The first round takes the place of one."""
+        return context.round == 0
+
+    def trainable(self, params, context):
+        """Nothing moves."""
+        return moving(params, head=False, body=False)
 
     def local_update(self, evaluate, step, variables, batch, context):
         """Nothing is evaluated, and nothing moves."""
         return jnp.zeros(()), {}, step(zeros_like(variables["params"]))
+
+    def aggregate(self, server, message, weights, context):
+        """The model is the one that was given, to the last bit."""
+        after = super().aggregate(server, message, weights, context)
+        head = where(self.training(context), server.head, after.head)
+        return after._replace(variables=server.variables, head=head)

@@ -4,18 +4,25 @@ Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", 
 Sent: as FedAvg. A client keeps its own model and that model's running statistics.
 Both models see the same batches and take one step each, with optimisers that are new each round and clipping of each by
 itself; the proximal term, which is inside the clipping, pulls towards w^t as received. The mean is weighted by n_k (the
-published code weighs equally, `weights=uniform`); lambda is one number, not chosen by each client on held-out data.
+published code weighs equally, `weights=uniform`). Lambda is one number, or in each step that of some candidates whose
+step leaves the least loss on the client's validation samples, in evaluation mode (`lambda_candidates`, as the code; a
+client without such samples takes the first). With `optimizer_state=kept` the own model's optimiser alone may persist.
 The recorded loss is the sum of both, without the proximal term; with `personal_epochs`, where the own model has epochs
 of its own after the global one's and each step costs one model's, the mean over the steps of both.
 """
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import struct
 
-from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Context, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, without_copy
+from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import squared_distance, where
 
 
@@ -32,22 +39,51 @@ class Ditto(PersonalCopy):
         static=True,
     )
 
+    lambda_candidates: str = hyperparameter(
+        "",
+        symbol="lambda",
+        help="numbers with commas between, as 0.1,1,2: each step of an own model takes the one with the least loss on "
+        "the client's validation samples; by default `lam`",
+        static=True,
+    )
+    kept_optimizer: Literal["both", "own"] = hyperparameter(
+        "both", help="of which models `optimizer_state=kept` keeps the optimiser", static=True
+    )
+
     def traits(self):
         """PA is that of the own models; each model is clipped by itself."""
-        more = self.personal_epochs or 0
-        return Traits("Li et al., ICML 2021", target="both", fine_tunes=False, apart=(PERSONAL,), more_epochs=more)
+        own = Traits("Li et al., ICML 2021", target="both", fine_tunes=False, apart=(PERSONAL,))
+        resumed = (PERSONAL,) if self.kept_optimizer == "own" else None
+        chooses = bool(self.lambda_candidates)
+        return own._replace(more_epochs=self.personal_epochs or 0, resumed=resumed, validation=chooses)
 
     def configure(self, setting, hyper):
         """The steps of the proximal term must contract; without it the own model learns alone."""
-        lr, momentum, lam = float(hyper.lr), float(hyper.momentum), float(self.lam)
-        if lam == 0:
-            return self, ["Ditto with `lam=0` trains own models that never see the global one: choose `lam` above 0."]
-        if lr * lam <= 2 * (1 + momentum):
+        lr, momentum = float(hyper.lr), float(hyper.momentum)
+        name = "lambda_candidates" if self.lambda_candidates else "lam"
+        largest = max(self.candidates) if self.lambda_candidates else float(self.lam)
+        if largest == 0:
+            return self, [
+                f"Ditto with `{name}=0` trains own models that never see the global: choose `{name}` above 0."
+            ]
+        if lr * largest <= 2 * (1 + momentum):
             return self, []
-        limit = f"{2 * (1 + momentum) / lr:.3g}"
+        limit, given = f"{2 * (1 + momentum) / lr:.3g}", self.lambda_candidates or f"{largest:g}"
         return self, [
-            f"Ditto with `lam={lam:g}` diverges at `lr={lr:g}`: choose `lam` below {limit}, or a smaller `lr`."
+            f"Ditto with `{name}={given}` diverges at `lr={lr:g}`: choose `{name}` below {limit}, or a smaller `lr`."
         ]
+
+    @property
+    def candidates(self) -> list[float]:
+        """The numbers that lambda is chosen from; UserError where the option is no list of such."""
+        try:
+            numbers = [float(part) for part in self.lambda_candidates.split(",")]
+        except ValueError:
+            numbers = [-1.0]
+        if not all(0 <= number < math.inf for number in numbers):
+            given = self.lambda_candidates
+            raise UserError(f"`lambda_candidates={given}` must be numbers from 0 up, as `lambda_candidates=0.1,1,2`.")
+        return numbers
 
     def _own(self, context: Context) -> Any:
         """Whether this step is one of the own model's epochs, scalar."""
@@ -77,6 +113,42 @@ class Ditto(PersonalCopy):
         return value, {**{name: where(own, w[name], tree) for name, tree in state.items()}, PERSONAL: statistics}
 
     def regulariser(self, params, context):
-        """(lambda / 2) * ||v - w^t||^2, a scalar."""
-        received = {name: tree for name, tree in context.start["params"].items() if name != PERSONAL}
-        return 0.5 * self.lam * squared_distance(params[PERSONAL], received)
+        """(lambda / 2) * ||v - w^t||^2, a scalar; 0 where lambda is chosen, which comes after the gradients."""
+        if self.lambda_candidates:
+            return 0.0
+        return 0.5 * self.lam * squared_distance(params[PERSONAL], _received(context))
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """One step of both, of all candidates with that which leaves the own model with the least validation loss."""
+        if not self.lambda_candidates:
+            return super().local_update(evaluate, step, variables, batch, context)
+        loss, state, gradients = evaluate(variables)
+        params = variables["params"]
+        distance = optax.tree.sub(params[PERSONAL], _received(context))
+
+        def pulled(lam):
+            return step({**gradients, PERSONAL: optax.tree.add_scale(gradients[PERSONAL], lam, distance)})
+
+        def left(lam):
+            after = optax.apply_updates(params, pulled(lam).updates)
+            return self._validation_loss(copy_of({**variables, **state, "params": after}), context)
+
+        candidates = jnp.asarray(self.candidates)
+        losses = jax.lax.map(left, candidates)
+        best = candidates[jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))]
+        return loss, state, pulled(best)
+
+    def _validation_loss(self, variables: Tree, context: Context) -> jax.Array:
+        """The supervised loss on the client's validation samples, a scalar, summed over them; 0 without any."""
+
+        def of_batch(batch):
+            outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
+            return self.classification(outputs, batch, context) * batch.mask.sum()
+
+        assert context.validation is not None  # the engine has seen to it
+        return context.validation(of_batch)
+
+
+def _received(context: Context) -> Tree:
+    """Parameters of the global model as received, w^t."""
+    return {name: tree for name, tree in context.start["params"].items() if name != PERSONAL}

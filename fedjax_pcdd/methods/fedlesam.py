@@ -2,21 +2,21 @@
 
 Fan et al., "Locally Estimated Global Perturbations are Better than Local Perturbations for Federated Sharpness-aware
 Minimization", ICML 2024. Sent: as FedAvg. A client keeps the global model that it received last (P). `X+lesam` is X
-with the same perturbation, as the paper has it of SCAFFOLD and FedDyn: what X adds to a gradient is as it is at w.
+with the same perturbation, as the paper has it of SCAFFOLD (FedLESAM-S) and FedDyn (-D): what X adds to a gradient is
+as it is at w, and what X's clients keep lies beside the model received.
 Follows the paper; the published code takes the server's last update for all clients (`memory=server`, then 2P are sent
 down and clients keep nothing) and divides by the sum of the layers' norms (`norm=sum`). As published it also
 passes one vector where a list of tensors is meant, which is a slip and not offered.
 Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.sharpness import TINY, Nearby, moved_to, of_length
@@ -25,12 +25,18 @@ from fedjax_pcdd.trees import where, zeros_like
 
 
 class Client(NamedTuple):
-    """Nothing of FedAvg's own; `received` and `seen`, the parameters received last and whether there were any, join."""
+    """X's state (FedAvg's is ()), the parameters received last, and whether there were any."""
+
+    own: Tree
+    received: Tree
+    seen: jax.Array
 
 
 @struct.dataclass
 class FedLESAM(Nearby):
     """g = grad F(w + e), e = rho (w_old - w^t) / ||w_old - w^t||, constant over the round."""
+
+    keeps: ClassVar[Any] = Client
 
     rho: float = hyperparameter(0.1, symbol="rho", help="length of the perturbation; 0 is FedAvg", low=0.0)
     memory: Literal["client", "server"] = hyperparameter(
@@ -68,10 +74,7 @@ class FedLESAM(Nearby):
         own = super().init_client(setting, server, facts, key)
         if self.memory == "server":
             return own
-        if not (isinstance(own, tuple) and (own == () or hasattr(own, "_fields"))):
-            raise UserError("FedLESAM has no room beside what clients of this method keep: set `memory=server`.")
-        nothing = zeros_like(server.variables["params"])
-        return extended(own or Client(), received=nothing, seen=jnp.zeros((), bool))
+        return Client(own, zeros_like(server.variables["params"]), jnp.zeros((), bool))
 
     def perturbation(self, context: Context) -> Tree:
         """e, as the parameters that are sent; 0 at a client's first participation and where the model stood still."""
@@ -103,11 +106,10 @@ class FedLESAM(Nearby):
 
     def upload(self, variables, summary, context):
         """X's; kept is the model that was received."""
-        own, message = super().upload(variables, summary, context)
         if self.memory == "server":
-            return own, message
-        kept = {"received": _shared(context.start, context), "seen": jnp.ones((), bool)}
-        return (own._replace(**kept) if "received" in own._fields else extended(own, **kept)), message
+            return super().upload(variables, summary, context)
+        own, message = super().upload(variables, summary, context._replace(client=context.client.own))
+        return Client(own, _shared(context.start, context), jnp.ones((), bool)), message
 
     def aggregate(self, server, message, weights, context):
         """X's."""

@@ -4,6 +4,10 @@ Li and Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", Ne
 Sent: the logits of public images up, their mean down; no parameters. The FCCL paper speaks of the squared error, but
 both published codes take the absolute one, as we do by default. `consensus=per_batch` makes the mean anew for every
 public batch, as FCCL's comparison does; `per_round` once a round from the models as they are, as the original.
+The original begins with transfer learning: each participant learns to name the public images, which are labelled, and
+then its own, up to 25 epochs each in batches of 32. That is `transfer_epochs` with `pretrain_epochs` (all of them, as
+nobody stops early) and `pretrain_batch_size`. There the models' last layer has the public classes beside the private
+ones; here public classes have a last layer of their own, which is dropped, and the private one starts afresh.
 """
 
 from typing import Literal
@@ -25,10 +29,15 @@ class FedMD(Exchanging):
         "per_batch", help="mean logits made for each public batch, or once a round in eval mode", static=True
     )
 
+    transfer_epochs: int = hyperparameter(
+        0, help="epochs on labelled public images before any other training", low=0, static=True
+    )
+
     def traits(self):
         """The mean is made for each batch, or once a round."""
         targets = "batch" if self.consensus == "per_batch" else "round"
-        return super().traits()._replace(paper="Li and Wang, NeurIPS workshop 2019", targets=targets)
+        own = super().traits()._replace(paper="Li and Wang, NeurIPS workshop 2019", targets=targets)
+        return own._replace(transfer_epochs=self.transfer_epochs)
 
     def say(self, variables, batch, context):
         """Logits [B, C], in training mode where they are made batch by batch."""

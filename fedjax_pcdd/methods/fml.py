@@ -32,7 +32,7 @@ class FML(Participant):
 
     def traits(self):
         """One meme for all architectures; the published code keeps the private model's optimiser alone."""
-        kinds = {"personal_model": "local" if self.answer == "private" else "server", "renewed": ("meme",)}
+        kinds = {"personal_model": "local" if self.answer == "private" else "server", "resumed": ("private",)}
         return super().traits()._replace(paper="Shen et al., 2020", common_server=True, **kinds)
 
     def build(self, model):

@@ -42,7 +42,7 @@ class Summary(NamedTuple):
 
     augmented: bool = False
     train: bool = False  # in training mode, so in batches of B; else in batches of any size
-    last: bool = False  # nothing but zeros before the last round, so left out there: `upload` may be given ()
+    last: int = 0  # nothing but zeros before so many last rounds, so left out there: `upload` may be given (); 0: never
 
 
 class Traits(NamedTuple):
@@ -60,16 +60,18 @@ class Traits(NamedTuple):
     ensemble: bool = False  # `ga_ensemble`, of the mean of all clients' softmax outputs, is recorded beside GA
     recorded: tuple[str, ...] = ()  # scalars of the server, by their fields, that each round's metrics have
     apart: tuple[str, ...] = ()  # parts of the parameters that are clipped each by itself
-    renewed: tuple[str, ...] = ()  # parts of the parameters whose optimiser is new each round in any case
+    resumed: tuple[str, ...] | None = None  # the only parts of the parameters whose optimiser may be kept; None: all
     epochs: int | None = None  # local epochs of a round in place of the E asked for
     least_epochs: int = 0  # and how many there are at least
     more_epochs: int = 0  # and how many come after all these
     summary: Summary | None = None  # a pass over the local data after training; None for no pass
     public: bool = False  # hooks read the public images in their context
+    validation: bool = False  # hooks read the client's validation samples in their context
     own_models: bool = False  # clients keep their models, perhaps of different architectures
     exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
     targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
     averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
+    transfer_epochs: int = 0  # on labelled public images, before any other training of own models
     common_start: bool = False  # whether own models of one architecture begin alike
     common_server: bool = False  # the servers of groups of architectures are told what the clients of all groups sent
     common_features: bool = False  # what is sent has D features, so architectures must have as many
@@ -178,6 +180,8 @@ class Context(NamedTuple):
     round: jax.Array  # communication round, from 0
     keys: Keys  # of this step
     public: Unlabelled | None = None  # where the run has public images
+    # The sum of a function over batches of this client's validation samples, where `Traits.validation` asks for them:
+    validation: Callable[[Callable[[Batch], Tree]], Tree] | None = None
     exchanging: bool = False  # in an exchange on public images, see `participant.py`; static
 
 

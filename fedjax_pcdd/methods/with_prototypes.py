@@ -46,7 +46,7 @@ class Prototypes(Addition):
     def traits(self):
         """A pass over the local data yields the prototypes, beside what X reads off it."""
         own = super().traits()
-        return own._replace(summary=(own.summary or Summary())._replace(last=False))
+        return own._replace(summary=(own.summary or Summary())._replace(last=0))
 
     def configure(self, setting, hyper):
         """As X, in a form that averages models."""

@@ -2,18 +2,20 @@
 
 A wrapper is a function from a method's class to a class derived from it, whose hooks call `super()`; so wrappers
 compose, and `X+b+a` is `X+a+b`. It refuses an X that it cannot go with. Those here put an `Addition` in front of X.
-What it adds to the server's state are fields that `extended` appends, so that the hooks of X see theirs as before.
+What it adds to the server's state are fields that `extended` appends, so that the hooks of X see theirs as before. A
+client's state may be any tree, so there X's lies as the field `own` beside what is added (`Addition.keeps`).
 """
 
 import functools
+import inspect
 from collections import namedtuple
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flax import struct
 
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.methods.method import Method, Tree
+from fedjax_pcdd.methods.method import Context, Method, Tree
 
 SEPARATOR = "+"
 
@@ -52,7 +54,13 @@ def averages_models(method: Method) -> bool:
 
 @struct.dataclass
 class Addition(Method):
-    """FedAvg with something more, whose class also goes in front of another method's: then it is that one with it."""
+    """FedAvg with something more, whose class also goes in front of another method's: then it is that one with it.
+
+    Where it keeps something with the clients, `keeps` is the type of their state, a NamedTuple. Its field `own` is X's
+    state, and X's hooks see that alone.
+    """
+
+    keeps: ClassVar[Any] = None
 
     @classmethod
     def source(cls) -> str:
@@ -83,9 +91,10 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
             raise UserError(f"{missing} has `{min(both)}` of its own, so drop the suffix.")
 
         source = getattr(cls, "source", addition.source)
+        behind: Any = cls if addition.keeps is None else _seeing_own(cls, addition.keeps)
 
         @struct.dataclass
-        class Added(addition, cls):
+        class Added(addition, behind):
             __doc__ = f"{cls.__name__} with what {addition.__name__} adds."
             __module__ = cls.__module__
 
@@ -100,13 +109,43 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
     return wrap
 
 
+def _seeing_own(cls: type[Method], kind: Any) -> Any:
+    """The method, whose hooks see the field `own` alone of a client's state of this kind, in a context or by itself.
+
+    A hook may call another one with what it was given itself, so a state of another kind is left as it is.
+    """
+
+    def own(value):
+        if isinstance(value, Context):
+            return value._replace(client=own(value.client))
+        return value.own if isinstance(value, kind) else value
+
+    def seeing(hook):
+        @functools.wraps(hook)
+        def called(self, *args, **known):
+            return hook(self, *map(own, args), **{name: own(value) for name, value in known.items()})
+
+        return called
+
+    class Behind(cls):
+        __doc__, __module__ = cls.__doc__, cls.__module__
+
+    Behind.__name__ = Behind.__qualname__ = cls.__name__
+    plain = {name: hook for name, hook in vars(Method).items() if inspect.isfunction(hook)}
+    told = [n for n, hook in plain.items() if {"client", "context"} & inspect.signature(hook).parameters.keys()]
+    for name in told:
+        if (hook := getattr(cls, name)) is not plain[name]:
+            setattr(Behind, name, seeing(hook))
+    return struct.dataclass(Behind)
+
+
 def _own_names(cls: type[Method]) -> set[str]:
     """Options and functions that a method has and FedAvg has not: two with one name would take each other's part."""
     return {name for name in set(dir(cls)) - set(dir(Method)) if not name.startswith("__")}
 
 
 def extended(server: Any, **fields: Tree) -> Any:
-    """A server's state, or a client's that has fields, with further ones."""
+    """A server's state with further fields."""
     return _extended_type(type(server), tuple(fields))(*server, *fields.values())
 
 

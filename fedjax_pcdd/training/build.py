@@ -15,7 +15,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.availability import Availability, availability
 from fedjax_pcdd.data.dataset import Dataset, keep_all, largest_groups, sampler, subset
-from fedjax_pcdd.data.domains import load_public
+from fedjax_pcdd.data.domains import load_public, load_public_labels
 from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import load_validation
 from fedjax_pcdd.data.partition import is_file, partition
@@ -118,14 +118,25 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
     Raises:
       UserError: no data set is named, and none is built in for these images.
     """
+    name, samples = _public_set(config)
+    images = load_public(name, config.data_dir, samples=samples, seed=config.seed, side=shape[0])
+    return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
+
+
+def public_labels(config: RunConfig) -> np.ndarray:
+    """Labels [N] of these images; UserError where they have none."""
+    name, samples = _public_set(config)
+    return load_public_labels(name, config.data_dir, samples=samples, seed=config.seed)
+
+
+def _public_set(config: RunConfig) -> tuple[str, int]:
+    """The name of the public images' data set, and how many of them there are."""
     name = config.public or ("digits_public" if config.dataset == "digits" and config.task is None else None)
     if name is None:
         raise UserError(
             "this method needs unlabelled public images: name a data set with `public`, as `public=cifar10`."
         )
-    samples = config.public_samples or (1000 if name == "digits_public" else 5000)
-    images = load_public(name, config.data_dir, samples=samples, seed=config.seed, side=shape[0])
-    return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
+    return name, config.public_samples or (1000 if name == "digits_public" else 5000)
 
 
 class Given(NamedTuple):

@@ -130,7 +130,7 @@ def check_calibration(simulation: Any, e: int) -> None:
 def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
     """GA of the last global models with the head that CCVR calibrates with the data of all clients: `ga_ccvr` [E].
 
-    Clients send sums over all their samples, whatever their number is in a batch.
+    Clients send sums over all their samples, whatever their number is in a batch: once for the shift, once about it.
     """
     experiments = [
         e._replace(
@@ -139,7 +139,9 @@ def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
         for e in simulation.experiments
     ]
     calibrator = simulation.alike(experiments, simulation.program.setting.num_clients)
-    state, _ = calibrator.step(calibrator.start(global_models(simulation, state)), 0)
+    state = calibrator.start(global_models(simulation, state))
+    for round in (0, 1):
+        state, _ = calibrator.step(state, round)
     classes = simulation.program.setting.num_classes  # behind them lie validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
     samples = np.full(len(correct), len(experiments[0].federation.dataset.y_test))

@@ -66,6 +66,7 @@ class ParticipantSetup(build.Setup):
     def make(self, lanes: int) -> Groups:
         """The groups of equal architectures."""
         (config, method), federation = self.pairs[0], self.federations[0]
+        labels = build.public_labels(config) if method.traits().transfer_epochs else None
         self.check_options(method)
         models = [self.in_form(build.build_model(config, each, federation.dataset)) for each in self.models()]
         (private, pipeline), public = self.pipelines(), None
@@ -73,7 +74,7 @@ class ParticipantSetup(build.Setup):
             public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
-            public=public, pipeline=private, **self._settings(lanes),
+            public=public, public_labels=labels, pipeline=private, **self._settings(lanes),
         )  # fmt: skip
 
     def models(self) -> list[Any]:
@@ -112,10 +113,11 @@ class ParticipantSetup(build.Setup):
         return self.make(1 if jax.default_backend() == "cpu" else jobs)
 
     def prepared(self, simulation: Any, state: State) -> State:
-        """The state after pre-training, if there is any."""
-        config = self.config
-        epochs = config.pretrain_epochs
-        return simulation.pretrain(state, epochs, config.pretrain_batch_size) if epochs else state
+        """The state after pre-training, on public images and on private ones, if there is any."""
+        epochs, transfer = self.config.pretrain_epochs or 0, simulation.traits.transfer_epochs
+        if not (epochs or transfer):
+            return state
+        return simulation.pretrain(state, epochs, self.config.pretrain_batch_size, transfer=transfer)
 
 
 class TaskSetup(ParticipantSetup):

@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_pcdd.data import augment, domain_shifts, sources
 from fedjax_pcdd.data.domain_shifts import resize
-from fedjax_pcdd.data.domains import TASKS, load_public, load_task
+from fedjax_pcdd.data.domains import TASKS, load_public, load_public_labels, load_task
 from fedjax_pcdd.errors import UserError
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -325,6 +325,30 @@ def test_public_images_need_no_labels(tmp_path, arrays):
     np.savez(tmp_path / "mine.npz", **arrays)
     drawn = numbers(load_public("mine", tmp_path, samples=30, seed=0, side=8))
     assert len(set(drawn)) == 30
+
+
+@pytest.mark.parametrize("keys", [("x_train", "y_train"), ("x", "y")])
+def test_public_labels_are_those_of_the_images_that_are_drawn(tmp_path, keys):
+    images = numbered(40)
+    np.savez(tmp_path / "mine.npz", **dict(zip(keys, (images, numbers(images)), strict=True)))
+    draw = {"samples": 30, "seed": 3}
+    drawn = load_public("mine", tmp_path, side=8, **draw)
+    np.testing.assert_array_equal(load_public_labels("mine", tmp_path, **draw), numbers(drawn))
+
+
+def test_the_built_in_public_digits_have_labels():
+    labels = load_public_labels("digits_public", samples=1000, seed=0)
+    assert np.bincount(labels).min() > 70
+    one, other = (load_public_labels("digits_public", samples=10, seed=seed) for seed in (0, 1))
+    np.testing.assert_array_equal(one, labels[:10])
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("labels", [{}, {"y": np.arange(39)}, {"y": np.ones(40)}], ids=["none", "fewer", "floats"])
+def test_public_images_without_labels_are_one_sentence(tmp_path, labels):
+    np.savez(tmp_path / "mine.npz", x=numbered(40), **labels)
+    with pytest.raises(UserError, match="has no labels of its images: add y_train to it"):
+        load_public_labels("mine", tmp_path, samples=30, seed=0)
 
 
 def test_public_labels_are_not_read(tmp_path):

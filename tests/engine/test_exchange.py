@@ -12,10 +12,11 @@ from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, ex
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.groups import Groups, Public, of_group
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.distillation import absolute_error
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Unlabelled
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.models.classifier import forward, initialise
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -127,6 +128,48 @@ def test_pretraining_is_training_of_each_alone():
     plan = group.plan(np.iinfo(np.int32).max)
     trained, _ = group.step(of_group(held, 0), np.iinfo(np.int32).max, plan)
     assert_close(arrays(row(after.clients[0].variables, 4)), arrays(row(trained.clients, 0)))
+
+
+LABELS = tuple(i % 7 for i in range(21))  # more classes than the private images have
+
+
+def test_transfer_is_a_step_on_public_labels_for_the_body_alone():
+    options = {"necks": ONE, "labels": LABELS, "transfer_epochs": 1, **SGD}
+    table = toy.groups("fedmd", **options)
+    before = arrays(table.start().clients[0])
+    after = arrays(table.pretrain(table.start(), 0, batch_size=21, transfer=1).clients[0])
+    model = table.groups[0].program.model.clone(num_classes=7)
+    x = prepare(toy.PLAIN, jnp.asarray(toy.public_images()), None, train=False)
+    for k in range(5):
+        body = {name: tree for name, tree in row(before, k)["params"].items() if name != "head"}
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 0), k)
+        head = initialise(model, key, (5, 5, 1))["params"]["head"]
+
+        def loss(params):
+            logits = forward(model, {"params": params}, x, train=True)[0].logits
+            return cross_entropy(logits, jnp.asarray(LABELS))
+
+        slopes = jax.grad(loss)(body | {"head": head})
+        expected = jax.tree.map(lambda w, g: w - 0.02 * g, body, {name: slopes[name] for name in body})
+        assert_close({name: row(after, k)["params"][name] for name in body}, arrays(expected))
+        assert not same(expected, body)
+    assert_equal(after["params"]["head"], before["params"]["head"])
+
+
+def test_private_images_come_after_public_ones():
+    table = toy.groups("fedmd", labels=LABELS, transfer_epochs=1, **SGD)
+    both = arrays(table.pretrain(table.start(), 1, 8, transfer=1).clients)
+    private = arrays(table.pretrain(table.start(), 1, 8).clients)
+    public = arrays(table.pretrain(table.start(), 0, 8, transfer=1).clients)
+    assert not same(both, private)
+    assert not same(both, public)
+    for one, other in zip(both, public, strict=True):
+        assert not same(one["params"]["head"], other["params"]["head"])
+
+
+def test_transfer_asks_for_labels():
+    with pytest.raises(UserError, match="set transfer_epochs=0"):
+        toy.groups("fedmd", transfer_epochs=1)
 
 
 def test_models_that_are_averaged_cannot_be_pretrained():

@@ -53,11 +53,12 @@ def test_it_lives_where_the_clients_live():
     assert differ(on_host, on_device) < 1e-6
 
 
-def test_parts_that_a_method_renews_begin_anew():
+def test_parts_that_a_method_does_not_resume_begin_anew():
     tree = {"private": {"w": 1.0}, "meme": {"w": 2.0}}
     old = ({"private": {"w": 3.0}, "meme": {"w": 4.0}},)
-    assert resumed((tree,), old, ("meme",)) == ({"private": {"w": 3.0}, "meme": {"w": 2.0}},)
-    assert METHODS["fml"]().traits().renewed == ("meme",)
+    assert resumed((tree,), old, ("private",)) == ({"private": {"w": 3.0}, "meme": {"w": 2.0}},)
+    assert resumed((tree,), old, None) == old
+    assert METHODS["fml"]().traits().resumed == ("private",)
 
 
 def test_participants_keep_theirs_but_for_the_meme():

@@ -1,18 +1,21 @@
 """What goes in front of a method: `X+sam`, `X+lesam`, `X+decorr`, and how these compose with one another."""
 
+from typing import Any, ClassVar, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from flax import struct
 from hooks import context, params, start
 
-from fedjax_pcdd import methods
+from fedjax_pcdd import methods, testing
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Evaluated, Step
+from fedjax_pcdd.methods.wrappers import Addition, in_front
 
 SUFFIXES = list(methods._ADDITIONS)
-SERVERS = {"sam": {}, "lesam": {"memory": "server"}, "decorr": {}}
 IDLE = {"sam": {"rho": 0.0}, "lesam": {"rho": 0.0}, "decorr": {"beta_dec": 0.0}}
 
 
@@ -40,18 +43,17 @@ def test_in_front_of_fedcm_the_perturbation_of_fedsam_is_mofedsam():
 
 
 @pytest.mark.parametrize("suffix", IDLE)
-@pytest.mark.parametrize("name", ["feddyn", "fedprox", "moon", "fednova"])
+@pytest.mark.parametrize("name", ["feddyn", "fedprox", "moon", "fednova", "scaffold", "fedrod"])
 def test_without_its_weight_it_leaves_a_method_and_its_clients_as_they_are(name, suffix):
     plain, added = trained(name), trained(f"{name}+{suffix}", **IDLE[suffix])
     assert_alike(plain.servers.variables, added.servers.variables)
-    own = len(plain.clients) if isinstance(plain.clients, tuple) else None
-    assert_alike(plain.clients, added.clients[:own])
+    assert_alike(plain.clients, added.clients.own if suffix == "lesam" else added.clients)
 
 
-@pytest.mark.parametrize("suffix", SERVERS)
-@pytest.mark.parametrize("name", ["scaffold", "feddyn", "fedgela", "fedbabu"])
+@pytest.mark.parametrize("suffix", IDLE)
+@pytest.mark.parametrize("name", ["scaffold", "feddyn", "feddc", "fedgela", "fedbabu"])
 def test_it_changes_what_a_method_trains(name, suffix):
-    plain, added = trained(name), trained(f"{name}+{suffix}", **SERVERS[suffix])
+    plain, added = trained(name), trained(f"{name}+{suffix}")
     pairs = list(zip(*(jax.tree.leaves(s.servers.variables) for s in (plain, added)), strict=True))
     assert all(np.isfinite(b).all() for _, b in pairs)
     assert max(np.abs(a - b).max() for a, b in pairs) > 1e-5
@@ -112,16 +114,67 @@ def test_what_is_frozen_is_not_perturbed():
     np.testing.assert_array_equal(points[1]["head"], [4.0])
 
 
-def test_the_model_received_last_lies_beside_what_clients_keep_anyway():
-    state = trained("feddc+lesam", rounds=(0,))
-    received, drift = state.clients.received, state.clients.drift
-    assert state.clients.seen.any()
-    assert jax.tree.structure(received) == jax.tree.structure(drift)
+@pytest.mark.parametrize("name", ["feddyn", "feddc", "scaffold"])
+def test_the_model_received_last_lies_beside_what_clients_keep_anyway(name):
+    simulated = toy.simulation(method=methods.get(f"{name}+lesam")())
+    first = jax.tree.map(np.array, simulated.start())
+    clients = trained(f"{name}+lesam", rounds=(0,)).clients
+    plain = trained(name, rounds=(0,))
+    assert_alike(plain.clients, clients.own)  # nobody has received anything before
+    took_part = np.flatnonzero(clients.seen)
+    assert len(took_part) == 3
+    for kept, initial in zip(*map(jax.tree.leaves, (clients.received, first.servers.variables["params"])), strict=True):
+        np.testing.assert_array_equal(kept[took_part], np.broadcast_to(initial, kept[took_part].shape))
+    assert len(jax.tree.leaves(first.clients.own)) == len(jax.tree.leaves(plain.clients))
 
 
-def test_clients_that_keep_a_bare_tree_take_the_servers_last_update():
-    with pytest.raises(UserError, match="set memory=server"):
-        trained("scaffold+lesam")
+@pytest.mark.usefixtures("x64")
+def test_with_scaffold_the_gradient_is_of_the_perturbed_point_and_the_controls_are_scaffolds():
+    method = methods.get("scaffold+lesam")(rho=0.1)
+    at = at_start(method, [1.0])
+    control, received = {"w": jnp.full(1, 0.25)}, {"w": jnp.full(1, 3.0)}
+    at = at._replace(client=at.client._replace(own=control, received=received, seen=jnp.ones((), bool)))
+    points, given = step_of(method, at, params(np.array([1.4])))
+    np.testing.assert_allclose([p["w"] for p in points], [[1.5]], rtol=1e-9)
+    np.testing.assert_allclose(given["w"], 2 * 1.5 - 0.25, rtol=1e-9)
+    kept, message = method.upload(params(np.array([0.4])), (), at)
+    plain, alone = methods.get("scaffold")().upload(params(np.array([0.4])), (), at._replace(client=control))
+    np.testing.assert_array_equal(kept.own["w"], plain["w"])
+    np.testing.assert_array_equal(message.total["w"], alone.total["w"])
+    np.testing.assert_array_equal(kept.received["w"], [1.0])
+
+
+@pytest.mark.parametrize("claim", testing.CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("name", ["scaffold+lesam", "feddyn+lesam"])
+def test_states_of_two_methods_with_one_client_keep_the_contract(name, claim):
+    claim(lambda **options: toy.simulation(method=methods.get(name)(), **options))
+
+
+@struct.dataclass
+class Counted(Addition):
+    """FedAvg whose clients count their rounds."""
+
+    class Client(NamedTuple):
+        own: Any
+        rounds: Any
+
+    keeps: ClassVar[Any] = Client
+
+    def init_client(self, setting, server, facts, key):
+        return self.Client(super().init_client(setting, server, facts, key), jnp.zeros(()))
+
+    def upload(self, variables, summary, context):
+        own, message = super().upload(variables, summary, context._replace(client=context.client.own))
+        return self.Client(own, context.client.rounds + 1), message
+
+
+def test_several_additions_keep_something_with_a_client():
+    counted = in_front(Counted, "counted")(methods.get("scaffold+lesam"), "scaffold+lesam")
+    state, _ = toy.train(toy.simulation(method=counted()))
+    expected = trained("scaffold+lesam")
+    assert_alike(expected.servers.variables, state.servers.variables)
+    assert_alike(expected.clients, state.clients.own)
+    assert state.clients.rounds.sum() == 9
 
 
 @pytest.mark.parametrize(

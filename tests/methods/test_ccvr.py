@@ -15,7 +15,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.ccvr import CCVR
-from fedjax_pcdd.methods.method import Message, Method, Summary, Traits
+from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.methods.wrappers import extended
 from fedjax_pcdd.models.classifier import apply_head, forward
@@ -169,10 +169,12 @@ def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused()
 
 @struct.dataclass
 class Counting(Method):
-    """FedAvg whose server learns in the last round how many samples its clients have."""
+    """FedAvg whose server learns in the last rounds how many samples its clients have."""
+
+    last: int = hyperparameter(1, help="of so many rounds", static=True)
 
     def traits(self):
-        return Traits(summary=Summary(last=True))
+        return Traits(summary=Summary(last=self.last))
 
     def init_server(self, setting, variables, class_counts, key):
         return extended(super().init_server(setting, variables, class_counts, key), seen=jnp.zeros(()))
@@ -188,13 +190,14 @@ class Counting(Method):
 
 
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3, "block": 3}], ids=["jobs", "blocks"])
-def test_a_pass_of_the_last_round_is_made_in_no_other(options):
-    simulated = toy.simulation(method=Counting(), cohort=5, **options)
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_pass_of_the_last_rounds_is_made_in_no_other(last, options):
+    simulated = toy.simulation(method=Counting(last), cohort=5, **options)
     state, seen = simulated.start(), []
     for r in range(3):
         state, _ = simulated.step(state, r)
         seen.append(float(state.servers.seen[0]))
-    assert seen == [0, 0, sum(toy.SIZES)]
+    assert seen == [0] * (3 - last) + [sum(toy.SIZES)] * last
     assert simulated.compilations == 1
 
 
@@ -249,3 +252,46 @@ def test_float32_keeps_covariances_of_features_far_from_zero():
     features = (5 + 0.5 * rng.normal(size=(4000, 3))).astype(np.float32)
     moments = class_moments(jnp.asarray(features), jnp.zeros(4000, int), 1, diagonal=False)
     np.testing.assert_allclose(gaussians(moments)[1][0], np.cov(features.T.astype(float)), atol=2e-3)
+
+
+def error_of_float32(shift, diagonal=False):
+    """The largest error of a covariance of features at 500 with a spread of 0.5, as a part of the variance."""
+    rng = np.random.default_rng(3)
+    features = (500 + 0.5 * rng.normal(size=(4000, 3))).astype(np.float32)
+    parts = [
+        class_moments(jnp.asarray(part), jnp.zeros(len(part), int), 1, diagonal=diagonal, shift=jnp.float32(shift))
+        for part in np.split(features, 8)
+    ]
+    means, spread = gaussians(jax.tree.map(lambda *x: sum(x), *parts), jnp.float32(shift))
+    np.testing.assert_allclose(means[0], features.mean(0, dtype=float), rtol=1e-6)
+    exact = np.cov(features.T.astype(float))
+    return np.abs(spread[0] - (np.diag(exact) if diagonal else exact)).max() / exact.max()
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_sums_about_a_common_shift_keep_the_digits_that_float32_loses(diagonal):
+    assert error_of_float32(0.0, diagonal) > 0.02
+    assert error_of_float32(499.0, diagonal) < 1e-4  # the mean feature of another model, near but not equal
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_shift_changes_no_gaussian():
+    features, labels = jnp.asarray(np.random.default_rng(0).normal(size=(20, 3))), jnp.arange(20) % 4
+    shift = jnp.asarray([1.0, -2.0, 30.0])
+    plain = gaussians(class_moments(features, labels, 4, diagonal=False))
+    assert_close(plain, gaussians(class_moments(features, labels, 4, diagonal=False, shift=shift), shift), 1e-12)
+
+
+def test_the_shift_is_the_mean_feature_of_the_round_before_the_last():
+    simulated = toy.simulation("ccvr", lr=0.0, **ALL)
+    state = simulated.start()
+    shifts = []
+    for r in range(3):
+        state, _ = simulated.step(state, r)
+        shifts.append(np.array(state.servers.shift[0]))
+    data = simulated.experiments[0].federation.dataset
+    images, variables = jnp.asarray(data.x_train / 255.0, jnp.float32), jax.tree.map(lambda x: x[0], state.servers)
+    features = forward(simulated.program.model, variables.variables, images, train=False)[0].features
+    assert not shifts[0].any()
+    np.testing.assert_allclose(shifts[1], features.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(shifts[2], shifts[1])

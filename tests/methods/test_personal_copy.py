@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 import toy
 from flax import struct
-from participants import MODEL, arrays, assert_close, images, logits
+from participants import MODEL, arrays, assert_close, images, logits, row
 
-from fedjax_pcdd import methods, testing
+import fedjax_pcdd as fp
+from fedjax_pcdd import methods, models, testing
+from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.planning import Experiment, Planner
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.method import Local, Method, Server
@@ -79,6 +83,117 @@ def test_own_epochs_need_epochs():
         Planner([Experiment(toy.federation(), Ditto(personal_epochs=1), Local(local_steps=3), 0)], 3)
 
 
+def validated(method, share=0.3, lanes=1, **options):
+    """One whole batch an epoch, and validation samples that are no training samples."""
+    parts = hold_out(toy.federation(), share, 0) if share else toy.federation()
+    local = Local(1, 64, "keep", "sgd", 0.1, 0.0, 0.0, None)
+    model = method.build(models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape))
+    return Simulation(
+        model, [Experiment(parts, method, local, 0)], pipeline=toy.PLAIN, cohort=5, lanes=lanes, rounds=3, **options
+    )
+
+
+def apart(simulated):
+    """A state whose own models are far from the global one."""
+    state = simulated.start()
+    chance = np.random.default_rng(0)
+    return state._replace(clients=jax.tree.map(lambda x: x + chance.normal(0, 0.3, x.shape), state.clients))
+
+
+CANDIDATES = (0.0, 1.0, 9.0)
+CHOOSING = Ditto(lambda_candidates="0,1,9")
+
+
+def validation_loss(simulated, variables, k):
+    held = simulated.federations[0].validation[k]
+    data = simulated.federations[0].dataset
+    answers = logits(variables, jnp.asarray(data.x_train[held] / 255.0, jnp.float32), simulated.program.model)
+    return float(cross_entropy(answers, jnp.asarray(data.y_train[held])))
+
+
+def test_of_dittos_candidates_each_own_model_takes_the_one_with_the_least_validation_loss():
+    ways = [arrays(validated(m).step(apart(validated(m)), 0)[0]) for m in map(Ditto, CANDIDATES)]
+    simulated = validated(CHOOSING)
+    chosen = arrays(simulated.step(apart(simulated), 0)[0])
+    best = []
+    for k in range(5):
+        own = [row(way.clients, k) for way in ways]
+        if len(simulated.federations[0].validation[k]):
+            losses = [validation_loss(simulated, jax.tree.map(jnp.asarray, v), k) for v in own]
+            assert len(set(losses)) == 3
+            best.append(int(np.argmin(losses)))
+            assert_close(row(chosen.clients, k), own[best[-1]])
+    assert len(set(best)) > 1  # not the same one for everybody
+    assert_close(chosen.servers, ways[0].servers)
+
+
+def test_a_client_without_validation_samples_takes_dittos_first_candidate():
+    first, other = (validated(Ditto(lambda_candidates=given), share=0.01) for given in ("1,9", "9,1"))
+    assert not first.federations[0].validation.sizes.any()
+    for simulated, lam in ((first, 1.0), (other, 9.0)):
+        state, plain = (arrays(s.step(apart(s), 0)[0]) for s in (simulated, validated(Ditto(lam), share=0.01)))
+        assert_close(state.clients, plain.clients)
+
+
+@pytest.mark.parametrize("method", [CHOOSING, Ditto(lambda_candidates="0,1,9", personal_epochs=1)])
+def test_candidates_change_nothing_with_lanes_or_blocks(method):
+    expected = toy.train(validated(method))
+    for options in ({"lanes": 3}, {"lanes": 5, "block": 5}):
+        assert_close(arrays(toy.train(validated(method, **options))[0]), arrays(expected[0]))
+
+
+def test_one_candidate_is_dittos_lambda():
+    one, other = (toy.train(validated(m))[0] for m in (Ditto(2.0), Ditto(lambda_candidates="2")))
+    assert_close(arrays(one), arrays(other))
+
+
+def test_dittos_candidates_ask_for_validation_samples():
+    with pytest.raises(UserError, match="keep some with validation"):
+        validated(CHOOSING, share=None)
+    with pytest.raises(UserError, match="data=device"):
+        validated(CHOOSING, stream=10**6)
+
+
+def test_a_run_of_ditto_may_choose_its_lambda():
+    federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
+    method, given = fp.Ditto(lambda_candidates="0,2"), {"rounds": 2, "local_epochs": 1, "batch_size": 50, "lanes": 1}
+    with pytest.raises(UserError, match="keep some with validation"):
+        fp.simulate(federation, method, **given)
+    chosen = fp.simulate(federation, method, validation=0.2, **given).summary
+    assert chosen["pa_last"] > 0.3
+
+
+@pytest.mark.parametrize("given", ["a", "1,", "-1,2", "nan", "inf,1"])
+def test_dittos_candidates_are_numbers(given):
+    with pytest.raises(UserError, match="must be numbers from 0 up"):
+        advice(Ditto(lambda_candidates=given))
+
+
+def test_a_candidate_that_overshoots_is_advised_against():
+    assert "`lambda_candidates=1,21` diverges" in advice(Ditto(lambda_candidates="1,21"))[0]
+    assert not advice(Ditto(99.0, lambda_candidates="1,19"))
+
+
+def test_of_kept_optimisers_the_own_models_may_be_the_only_one():
+    def trained(method, **options):
+        parts, local = toy.federation(), Local(2, 8, "keep", "sgd", 0.05, 0.9, 1e-4, None)
+        model = models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+        experiments = [Experiment(parts, method, local, 0)]
+        kept = Simulation(model, experiments, pipeline=toy.PLAIN, cohort=5, rounds=3, **options)
+        return arrays(toy.train(kept, (0, 1))[0])
+
+    fresh, fedavg = trained(Ditto()), trained(Method())
+    own = trained(Ditto(kept_optimizer="own"), keeps_optimiser=True)
+    both = trained(Ditto(), keeps_optimiser=True)
+    assert_close(own.servers.variables, fedavg.servers.variables)
+    assert_differ(both.servers.variables, fedavg.servers.variables)
+    assert_differ(own.clients, fresh.clients)
+
+
+def assert_differ(one, other):
+    assert max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True)) > 1e-4
+
+
 def test_dittos_pull_is_lambda_times_the_distance():
     start = with_copy({"params": {"w": jnp.zeros(3)}}, {"params": {"w": jnp.full(3, 9.0)}})
     params = {"w": jnp.full(3, 5.0), PERSONAL: {"w": jnp.asarray([1.0, -2.0, 0.0])}}
@@ -103,6 +218,10 @@ def test_they_may_have_prototypes_too(name):
     state, _ = toy.train(toy.simulation(method=methods.get(f"{name}+prototypes")()), (0, 1))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(arrays(state)))
     assert np.array(state.servers.valid).any()
+
+
+def test_a_method_that_looks_at_validation_samples_has_some_in_its_contract_tests():
+    testing.check_method(CHOOSING, as_fedavg={})
 
 
 def advice(method, lr=0.1, momentum=0.0):

@@ -19,7 +19,6 @@ from fedjax_pcdd.methods.fedsmoo import FedSMOO
 from fedjax_pcdd.methods.method import Evaluated, Step
 from fedjax_pcdd.methods.mofedsam import MoFedSAM
 from fedjax_pcdd.methods.sharpness import ascent, of_length
-from fedjax_pcdd.methods.wrappers import extended
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -221,7 +220,7 @@ def test_fedlesam_looks_back_to_the_model_received_last():
 
 def received(tree):
     """The state of a client of FedLESAM that has received these parameters."""
-    return extended(Client(), received=tree, seen=jnp.ones((), bool))
+    return Client((), tree, jnp.ones((), bool))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "server"}, {"norm": "sum"}])

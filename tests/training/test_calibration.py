@@ -27,7 +27,7 @@ def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     x = prepare(Pipeline(), data.dataset.x_train[owned], None, train=False)
     features = forward(model, variables, x, train=False)[0].features
     moments = class_moments(features, jnp.asarray(data.dataset.y_train[owned]), toy.CLASSES, diagonal=False)
-    key = jax.random.fold_in(jax.random.fold_in(simulation.keys[0], 0), data.num_clients)
+    key = jax.random.fold_in(jax.random.fold_in(simulation.keys[0], 1), data.num_clients)
     head = Calibration().calibrated(variables["params"]["head"], moments, key)
     tests = prepare(Pipeline(), data.dataset.x_test, None, train=False)
     guess = np.argmax(apply_head(head, forward(model, variables, tests, train=False)[0].features), 1)

@@ -49,6 +49,21 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
         assert row["intra_top5"] > row["intra_top1"]
 
 
+def test_fedmd_may_begin_with_labelled_public_images(tmp_path):
+    starts = {}
+    for epochs in (0, 3):
+        run(tmp_path / str(epochs), "fedmd", f"--transfer-epochs={epochs}", "--rounds=1", "--pretrain-batch-size=32")
+        starts[epochs] = json.loads((tmp_path / str(epochs) / "start.json").read_text())["intra_top1"]
+    assert starts[0] != starts[3]
+
+
+def test_transfer_needs_the_labels_of_the_public_images(tmp_path, capsys):
+    np.savez(tmp_path / "plain.npz", x=np.zeros((64, 16, 16, 3), np.uint8))
+    given = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", f"--run-dir={tmp_path / 'run'}"]
+    assert main([*TINY, "--method=fedmd", "--models=mlp", *given]) == 2
+    assert "'plain' has no labels" in capsys.readouterr().err
+
+
 def test_the_summary_says_who_took_part(fccl):
     summary = json.loads((fccl / "summary.json").read_text())
     assert summary["dataset"] == "digits_domains"
