@@ -5,8 +5,9 @@ Sent: as FedAvg, body and auxiliary head; the sparse ETF (SSE-C) once. A client 
 The body learns from the sparse ETF alone, each head from its own loss on the features. GA: the auxiliary head with rows
 of equal norm; PA: it with the personal head's norms, plus the personal head, over the client's classes. Nothing is
 fine-tuned. `ga_ssec` and `ga_aux` are the sparse ETF's accuracy and that of the auxiliary head as it is.
-Follows the published script, its README's biases and unit rows being options; the frozen random bias of its ETF is left
-out, and the personal head begins as a copy of the auxiliary one. Published runs have no weight decay.
+Follows the published script, its README's biases and unit rows being options; the frozen random bias of its ETF, where
+the paper's classifier is a matrix, is one, too (`ssec_bias=frozen`: uniform to 1 / sqrt(D) either way, as a layer's
+bias starts there), and the personal head begins as a copy of the auxiliary one. Published runs have no weight decay.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -24,10 +25,11 @@ from fedjax_pcdd.models.etf import draw_sparse_etf
 
 
 class Server(NamedTuple):
-    """Global body and auxiliary head; the sparse ETF [D, C], which never changes."""
+    """Global body and auxiliary head; the sparse ETF [D, C] and its bias [C], which never change."""
 
     variables: Any
     sparse_etf: jax.Array
+    bias: Any = 0.0
 
 
 @struct.dataclass
@@ -37,6 +39,9 @@ class FedLoGe(PersonalHead):
     sparsity: float = hyperparameter(0.6, help="share of the ETF's entries that are 0", low=0.0, high=0.95, static=True)
     ssec_norm: float = hyperparameter(
         0.1, help="norm of its columns; small networks learn faster with 1", above=0.0, static=True
+    )
+    ssec_bias: Literal["none", "frozen"] = hyperparameter(
+        "none", help="bias of the ETF: none, or drawn once and never trained, as the published code", static=True
     )
     head_norm: float = hyperparameter(1.7, help="norm of the rows of the generic head in GA", above=0.0)
     rows: Literal["raw", "unit"] = hyperparameter(
@@ -61,11 +66,15 @@ class FedLoGe(PersonalHead):
     def init_server(self, setting, variables, class_counts, key):
         """The sparse ETF, made on the host: a second or so for 10 classes, half a minute for 100."""
         size = setting.feature_dim, setting.num_classes
-        return Server(variables, draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm))
+        etf = draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm)
+        most = setting.feature_dim**-0.5 if self.ssec_bias == "frozen" else 0.0
+        bias = jax.random.uniform(jax.random.fold_in(key, 1), size[1:], etf.dtype, -most, most)
+        return Server(variables, etf, bias)
 
     def classification(self, outputs, batch, context):
         """CE(S^T z), a scalar; the body learns from it alone."""
-        return cross_entropy(outputs.features @ context.server.sparse_etf, batch.labels, mask=batch.mask)
+        logits = outputs.features @ context.server.sparse_etf + context.server.bias
+        return cross_entropy(logits, batch.labels, mask=batch.mask)
 
     def penalty(self, variables, outputs, batch, context):
         """CE of both heads on constant features, a scalar."""
@@ -84,6 +93,8 @@ class FedLoGe(PersonalHead):
         """The global model under the sparse ETF (`ssec`), and under the auxiliary head as it is (`aux`)."""
         head = server.variables["params"]["head"]
         fixed = {**jax.tree.map(jnp.zeros_like, head), "kernel": server.sparse_etf.astype(head["kernel"].dtype)}
+        if "bias" in head:
+            fixed["bias"] = fixed["bias"] + server.bias
         return {"ssec": joined(server.variables, "head", fixed), "aux": server.variables}
 
     def personal_variables(self, server, client):

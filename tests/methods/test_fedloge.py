@@ -10,8 +10,10 @@ from golden_vectors import cases
 from linear_model import context, dense
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.fedloge import FedLoGe, Server
 from fedjax_pcdd.methods.method import Batch, Facts, Setting
+from fedjax_pcdd.models.classifier import Outputs
 
 golden = pytest.mark.parametrize("g", cases("fedloge"))
 
@@ -148,6 +150,33 @@ def test_a_client_with_one_class_is_right_on_all_of_its_samples():
 def test_accuracy_of_three_global_models_is_measured():
     simulated = toy.simulation("fedloge")
     assert set(simulated.evaluate(simulated.start()).further) == {"ssec", "aux"}
+
+
+@pytest.mark.usefixtures("x64")
+@golden
+def test_a_frozen_bias_is_added_to_the_sparse_etfs_logits_alone(g):
+    bias = jnp.linspace(-1, 1, len(g["in_bg"]))
+    plain, server = server_of(g), server_of(g)._replace(bias=bias)
+    models = [FedLoGe().further_models(s) for s in (plain, server)]
+    np.testing.assert_allclose(logits(g, models[1]["ssec"]), g["out_logits_ssec"] + bias, 1e-9)
+    np.testing.assert_array_equal(logits(g, models[1]["aux"]), logits(g, models[0]["aux"]))
+    known = context(FedLoGe(), g["in_counts"], features=g["in_f"].shape[1])
+    f, labels = jnp.asarray(g["in_f"]), jnp.zeros(len(g["in_f"]), int)
+    batch = Batch((), labels, jnp.ones(len(f)))
+    loss = FedLoGe().classification(Outputs(f, f), batch, known._replace(server=server))
+    np.testing.assert_allclose(loss, cross_entropy(f @ server.sparse_etf + bias, labels), 1e-9)
+
+
+@pytest.mark.parametrize(("form", "drawn"), [("none", False), ("frozen", True)])
+def test_the_bias_of_the_sparse_etf_is_that_of_a_new_layer_and_stays(form, drawn):
+    simulated = toy.simulation("fedloge", ssec_bias=form)
+    first = np.array(simulated.start().servers.bias[0])
+    features = simulated.program.setting.feature_dim
+    assert first.shape == (toy.CLASSES,)
+    assert (np.abs(first) <= features**-0.5).all()
+    assert (np.abs(first) > 0.02 * features**-0.5).any() == drawn
+    state, _ = toy.train(simulated, (0, 1))
+    np.testing.assert_array_equal(state.servers.bias[0], first)
 
 
 def test_fewer_features_than_classes_are_refused():
