@@ -334,7 +334,7 @@ class Checkpoints:
             if different := difference(inventory[part], named(part, template)):
                 raise UserError(
                     f"the checkpoint of round {round} in {self._folder} was written by another configuration "
-                    f"({different}): resume with the configuration it was started with."
+                    f"({different}): resume with the configuration and the version that it was started with."
                 )
             if stored := [name for name, (_, shape, _) in inventory[part].items() if 0 not in shape]:
                 as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
