@@ -145,12 +145,12 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
         **cell._asdict(),
         "trials": [
             {"options": trial, "score": one.get(SCORE)} if isinstance(one, dict) else
-            {"options": trial, "failed": one.sentence} for trial, one in zip(trials, tried, strict=True)
+            {"options": trial, "failed": _told(one, folder)} for trial, one in zip(trials, tried, strict=True)
         ],
         "chosen": trials[best] if finished else None,
         "seeds": [
             {"seed": seed, **{name: one.get(name) for name in (*MEASURES, "seconds_per_round")}}
-            if isinstance(one, dict) else {"seed": seed, "failed": one.sentence} for seed, one in enumerate(seeds)
+            if isinstance(one, dict) else {"seed": seed, "failed": _told(one, folder)} for seed, one in enumerate(seeds)
         ],
         "pa": next((pa_name(one) for one in seeds if isinstance(one, dict)), None),
         "floats": sent(plan, cell, trials[best], more),
@@ -158,6 +158,11 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
         "version": __version__,
         "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
     }  # fmt: skip
+
+
+def _told(error: UserError, folder: Path) -> str:
+    """Why a run failed, without where the runs lie."""
+    return error.sentence.replace(f"{folder}/", "")
 
 
 def _run(

@@ -67,6 +67,7 @@ def test_a_trial_that_diverges_is_a_result_and_not_a_gap(folder):
     other = result(folder, "fedprox")
     assert other["chosen"] == {"lr": 0.1, "mu": 0}
     assert "not finite" in other["trials"][1]["failed"]
+    assert str(folder) not in other["trials"][1]["failed"]  # what is committed names no folder of a machine
     assert other["floats"] == result(folder, "Keep")["floats"] > 0
 
 
