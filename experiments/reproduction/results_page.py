@@ -33,8 +33,8 @@ READING = """## How to read it
   by seed. A claim *held* or *did not hold* where a paired t-test says so at the level 0.05, its p-values adjusted by
   Holm for all claims of this page (in the tables: for their methods); otherwise it is *not distinguishable*,
   which three to five seeds leave most differences, also large ones: with so few pairs and as many claims as the page
-  has hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for the
-  claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
+  has hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for
+  the claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
 - Cells tagged `before` were run before their protocols and weights were settled as [ambiguities.md](ambiguities.md)
   says; without the tag they are as settled. Where a number is older than a preset or a default, its command carries the
   options with which it was run.
