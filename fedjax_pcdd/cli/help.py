@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import called
-from fedjax_pcdd.cli.options import LISTS, entries, width
-from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.cli.options import LISTS, SERVER, entries, width
+from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, convert, options_of
 from fedjax_pcdd.training.options import in_any_case
@@ -20,6 +20,7 @@ COUNTS = Path(__file__).with_name("traffic.json")  # written by docs/hooks/catal
 _PRESET = "settings of a published table, as fedmr/table1, or a YAML file, as a config.yaml; options beside it win"
 _SELECTION = [
     Option("method", str, False, "fedavg", help="what is trained; its options are in the last group"),
+    Option(SERVER, str, False, "none", help=f"adam is method=NAME+adam, and so on: {', '.join(SERVER_OPTIMISERS)}"),
     Option("preset", str, True, None, help=_PRESET),
     Option("split", str, True, None, help="split of the preset, as P10C2"),
     Option("variant", str, True, None, help="variant of a method, where the preset has several, as intra-only"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import flag, guarded, sentence
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training import options
@@ -23,6 +23,7 @@ from fedjax_pcdd.training.fields import Option, bounds, choices, convert, member
 from fedjax_pcdd.training.presets import PRESETS, read_run
 
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
+SERVER = "server_optimizer"  # another way to write what stands behind a method's name
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
@@ -35,7 +36,7 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
     Raises:
       UserError: something that is no option, or an option without its value.
     """
-    given, rest = {}, list(argv)
+    given, rest, of_runs = {}, list(argv), switches is None
     switches = _switches(_named_method(argv)) if switches is None else switches
     while rest:
         token = rest.pop(0)
@@ -60,7 +61,23 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
                 raise UserError(_without_value(name))
             text = rest.pop(0)
         given[name] = text
-    return given
+    return _with_server(given) if of_runs else given
+
+
+def _with_server(given: dict[str, str]) -> dict[str, str]:
+    """The options with `server_optimizer=adam` written as `method=X+adam`; several of each are all their pairs."""
+    if SERVER not in given or "resume" in given:
+        return given
+    if "preset" in given and "method" not in given:
+        raise UserError("goes with a method: add `method`, as the preset may have several.", field=SERVER)
+    rest = {name: text for name, text in given.items() if name != SERVER}
+    servers = [part.strip() for part in given[SERVER].split(",")]
+    for server in servers:
+        if server not in ("none", *methods.SERVER_OPTIMISERS) and not is_import_path(server):
+            raise UserError(f"there is no '{server}': {nearest(server, methods.SERVER_OPTIMISERS)}", field=SERVER)
+    names = given.get("method", str(RUN["method"].default)).split(",")
+    both = [name if server == "none" else f"{name.strip()}+{server}" for name in names for server in servers]
+    return rest | {"method": ",".join(both)}
 
 
 def _named_method(argv: Sequence[str]) -> list[type[Method]]:
@@ -80,7 +97,7 @@ def _switches(named: Sequence[type[Method]]) -> set[str]:
 
 
 def _without_value(name: str) -> str:
-    known = {*RUN, *RESERVED, *(field for cls in METHODS.values() for field in options_of(cls))}
+    known = {*RUN, *RESERVED, SERVER, *(field for cls in METHODS.values() for field in options_of(cls))}
     return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else options.no_option(name, known)
 
 
@@ -91,7 +108,7 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
 
 def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
     """The recorded run; what is given beside it may not change its results."""
-    for name in ("preset", "split", "variant", "run_dir"):
+    for name in ("preset", "split", "variant", "run_dir", SERVER):
         if name in given:
             raise UserError(f"continues a run as it was started: drop `{name}`.", field="resume")
     folder = convert(RUN["resume"], given["resume"])

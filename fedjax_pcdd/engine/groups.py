@@ -107,7 +107,7 @@ class Groups:
             local statistics beside own models, which have them by themselves.
         """
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
-        self._public_labels = public_labels
+        self.public_labels = public_labels
         self.members = members_of(models)
         self._check(method, options)
         self.shares_server = len(self.members) > 1 and method.traits().common_server
@@ -169,7 +169,7 @@ class Groups:
             raise UserError("clients of several architectures do not pool their counts: use `class_weights=local`.")
         if traits.needs_public and self.public is None:
             raise UserError("this method needs public images: name a data set with `public`.")
-        if traits.transfer_epochs and self._public_labels is None:
+        if traits.transfer_epochs and self.public_labels is None:
             raise UserError("public images without labels are nothing to begin with: set `transfer_epochs=0`.")
         if traits.own_models and (options.get("local_statistics") or options.get("local_layers")):
             raise UserError("models of the participants' own keep their statistics anyway: drop `bn=local`.")
@@ -264,7 +264,7 @@ class Groups:
 
         Public images have classes of their own, so they have a head of their own, which is dropped.
         """
-        public, labels, members = self.public, self._public_labels, len(self.members[g])
+        public, labels, members = self.public, self.public_labels, len(self.members[g])
         assert public is not None  # `_check` has seen to both
         assert labels is not None
         images = public.images

@@ -1,54 +1,37 @@
-"""A classifier that is retrained on features drawn from a Gaussian of each class (CCVR)."""
+"""CCVR's two last rounds alone, for the global model that any method has trained (`calibrate=ccvr`).
 
-import jax
+Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021.
+"""
+
 import jax.numpy as jnp
-import optax
+from flax import struct
 
-from fedjax_pcdd.losses.class_gaussians import Moments, draw_features, gaussians
-from fedjax_pcdd.losses.classification import cross_entropy
-from fedjax_pcdd.methods.method import Tree
-from fedjax_pcdd.methods.server_training import train_in_passes
-from fedjax_pcdd.models.classifier import apply_head
+from fedjax_pcdd.methods.gaussian_head import MOMENTS, SHIFT, GaussianHead
+from fedjax_pcdd.methods.method import Summary, Traits
+from fedjax_pcdd.methods.parts import moving
+from fedjax_pcdd.trees import zeros_like
 
 
-def calibrated_head(
-    head: Tree,
-    moments: Moments,
-    key: jax.Array,
-    *,
-    drawn: int,
-    epochs: int,
-    size: int,
-    optimiser: optax.GradientTransformation,
-    relu: bool = False,
-    present: bool = False,
-    shift: jax.Array | float = 0.0,
-) -> Tree:
-    """The head after cross-entropy on features that are drawn from the Gaussians of the sums.
+@struct.dataclass
+class Calibration(GaussianHead):
+    """Round 0 gives the shift, any later one calibrates; the model is the one that was given, to the last bit."""
 
-    Args:
-      head: {"kernel": [D, C], ...}, at first.
-      moments: sums of the features of each class over all clients; a class without samples is not drawn.
-      drawn: M_c, features of each class.
-      epochs: passes over them.
-      size: drawn features of a step.
-      relu: ReLU on them, where the model's come after one.
-      present: the softmax is over the classes that have samples alone.
-      shift: [D], what was taken off all features before they were summed.
-    """
-    means, covariances = gaussians(moments, shift)
-    valid, keys = moments.counts > 0, jax.random.split(key)
-    shape = (len(means), drawn, means.shape[1])
-    features = draw_features(means, covariances, jax.random.normal(keys[0], shape, means.dtype))
-    features = (jax.nn.relu(features) if relu else features).reshape(-1, shape[2])
-    owned, labels = jnp.repeat(valid, drawn), jnp.repeat(jnp.arange(len(valid)), drawn)
-    classes = valid if present else None
+    def traits(self):
+        """Each round yields sums."""
+        return Traits(summary=Summary())
 
-    def loss(head, index, mask):
-        return cross_entropy(apply_head(head, features[index]), labels[index], mask=mask, classes=classes)
+    def stage(self, context):
+        """The shift, then the moments."""
+        return jnp.where(context.round == 0, SHIFT, MOMENTS)
 
-    def order(epoch):
-        lots = jax.random.uniform(jax.random.fold_in(keys[1], epoch), labels.shape)
-        return jnp.argsort(jnp.where(owned, lots, 2))
+    def trainable(self, params, context):
+        """Nothing moves."""
+        return moving(params, head=False, body=False)
 
-    return train_in_passes(head, loss, order, owned.sum(), optimiser, epochs=epochs, size=size)
+    def local_update(self, evaluate, step, variables, batch, context):
+        """Nothing is evaluated, and nothing moves."""
+        return jnp.zeros(()), {}, step(zeros_like(variables["params"]))
+
+    def further_models(self, server):
+        """The calibrated one, as `ccvr`."""
+        return {"ccvr": self.calibrated_model(server)}

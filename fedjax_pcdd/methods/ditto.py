@@ -11,18 +11,15 @@ The recorded loss is the sum of both, without the proximal term; with `personal_
 of its own after the global one's and each step costs one model's, the mean over the steps of both.
 """
 
-import math
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import struct
 
-from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, without_copy
-from fedjax_pcdd.models.classifier import forward
+from fedjax_pcdd.methods.validated_step import least, listed, validation_loss
 from fedjax_pcdd.trees import squared_distance, where
 
 
@@ -62,28 +59,20 @@ class Ditto(PersonalCopy):
         lr, momentum = float(hyper.lr), float(hyper.momentum)
         name = "lambda_candidates" if self.lambda_candidates else "lam"
         largest = max(self.candidates) if self.lambda_candidates else float(self.lam)
+        limit, given = 2 * (1 + momentum), self.lambda_candidates or f"{largest:g}"
         if largest == 0:
-            return self, [
-                f"Ditto with `{name}=0` trains own models that never see the global: choose `{name}` above 0."
-            ]
-        if lr * largest <= 2 * (1 + momentum):
+            wrong, remedy = "trains own models that never see the global", f"choose `{name}` above 0."
+        elif lr * largest > limit:
+            wrong = f"diverges at `lr={lr:g}`"
+            remedy = f"choose `{name}` below {limit / lr:.3g}, or a smaller `lr`."
+        else:
             return self, []
-        limit, given = f"{2 * (1 + momentum) / lr:.3g}", self.lambda_candidates or f"{largest:g}"
-        return self, [
-            f"Ditto with `{name}={given}` diverges at `lr={lr:g}`: choose `{name}` below {limit}, or a smaller `lr`."
-        ]
+        return self, [f"Ditto with `{name}={given}` {wrong}: {remedy}"]
 
     @property
     def candidates(self) -> list[float]:
         """The numbers that lambda is chosen from; UserError where the option is no list of such."""
-        try:
-            numbers = [float(part) for part in self.lambda_candidates.split(",")]
-        except ValueError:
-            numbers = [-1.0]
-        if not all(0 <= number < math.inf for number in numbers):
-            given = self.lambda_candidates
-            raise UserError(f"`lambda_candidates={given}` must be numbers from 0 up, as `lambda_candidates=0.1,1,2`.")
-        return numbers
+        return listed("lambda_candidates", self.lambda_candidates)
 
     def _own(self, context: Context) -> Any:
         """Whether this step is one of the own model's epochs, scalar."""
@@ -131,22 +120,9 @@ class Ditto(PersonalCopy):
 
         def left(lam):
             after = optax.apply_updates(params, pulled(lam).updates)
-            return self._validation_loss(copy_of({**variables, **state, "params": after}), context)
+            return validation_loss(self, copy_of({**variables, **state, "params": after}), context)
 
-        candidates = jnp.asarray(self.candidates)
-        losses = jax.lax.map(left, candidates)
-        best = candidates[jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))]
-        return loss, state, pulled(best)
-
-    def _validation_loss(self, variables: Tree, context: Context) -> jax.Array:
-        """The supervised loss on the client's validation samples, a scalar, summed over them; 0 without any."""
-
-        def of_batch(batch):
-            outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
-            return self.classification(outputs, batch, context) * batch.mask.sum()
-
-        assert context.validation is not None  # the engine has seen to it
-        return context.validation(of_batch)
+        return loss, state, pulled(least(self.candidates, left))
 
 
 def _received(context: Context) -> Tree:

@@ -208,7 +208,8 @@ class Setup:
         public = one.data.public if isinstance(one, Simulation) else one.images
         data = self._digests[id(federation.dataset)]
         images = () if public is None else public
-        return inputs_of(config, method, federation, data, images, self.given.pipeline)
+        labels = None if isinstance(one, Simulation) else one.public_labels
+        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels)
 
     def federate(self) -> list[Federation]:
         """The clients' data of each experiment [E]."""

@@ -16,7 +16,7 @@ from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.ccvr import Calibration
+from fedjax_pcdd.methods.calibration import Calibration
 from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, rules
 from fedjax_pcdd.trees import select

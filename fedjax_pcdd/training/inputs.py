@@ -32,8 +32,9 @@ AGAIN = "put it back as it was, or start a new run"
 
 
 def inputs_of(
-    config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None
-) -> dict[str, Any]:
+    config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None,
+    labels: np.ndarray | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What a run computes from, in JSON's types.
 
     Args:
@@ -41,6 +42,7 @@ def inputs_of(
       data: digest of the federation's data set.
       public: unlabelled images [N, H, W, channels], () where the run has none.
       pipeline: of the images, where it is not that of the options.
+      labels: of the public images [N], where the run trains on them.
     """
     options = {name: value for name, value in values(config, method).items() if name not in {*MAY_CHANGE, *FOLDERS}}
     return {
@@ -48,6 +50,7 @@ def inputs_of(
         "data set": data,
         "pipeline": None if pipeline is None else repr(replace(pipeline, own=None)),
         "public images": digest([np.asarray(public)]) if np.size(public) else None,
+        "public labels": None if labels is None else digest([labels]),
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
         "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
         "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
@@ -69,9 +72,10 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
         if now["options"].get(name, value) != value:
             other = now["options"][name]
             raise UserError(f"`{name}` was {value} when the run in {run} began, and config.yaml has {other}: {AGAIN}.")
-    for name in ("data set", "pipeline", "public images", "partition"):
+    for name in ("data set", "pipeline", "public images", "public labels", "partition"):
         if name in recorded and recorded[name] != now[name]:
-            raise UserError(f"the {name} of the run in {run} is not the one that it began with: {AGAIN}.")
+            other = "are not those" if name.startswith("public") else "is not the one"
+            raise UserError(f"the {name} of the run in {run} {other} that it began with: {AGAIN}.")
     for name, sha256 in (recorded.get("files") or {}).items():
         if now["files"].get(name) != sha256:
             raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")

@@ -8,6 +8,7 @@ from pathlib import Path
 import commands
 import pytest
 
+from fedjax_pcdd import methods
 from fedjax_pcdd.api import runs as api_runs
 from fedjax_pcdd.cli import messages
 from fedjax_pcdd.cli import options as cli
@@ -124,6 +125,18 @@ def test_a_file_may_have_a_comma_in_its_name():
     assert parse("--partition=lists,mine.npz")[0].partition == "lists,mine.npz"
 
 
+def test_a_server_optimizer_is_another_way_to_write_a_suffix():
+    for given, written in [
+        (["--server-optimizer=adam"], "fedavg+adam"),
+        (["--method=fedgela", "--server-optimizer=yogi", "--server-lr=0.1"], "fedgela+yogi"),
+        (["--method=fedgela", "--server-optimizer=none"], "fedgela"),
+        (["--preset=fedmr/table1", "--split=P5C2", "--method=FedMR", "--server-optimizer", "avgm"], "fedmr+avgm"),
+    ]:
+        config, method = parse(*given)
+        assert config.method == written
+        assert type(method) is methods.get(written)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
@@ -164,6 +177,11 @@ def test_a_file_may_have_a_comma_in_its_name():
         ("--resume=nowhere", "there is no folder nowhere: give --resume the folder of a run."),
         ("--resume=.", ". holds no config.yaml, so no run can be resumed there: give --resume another folder."),
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
+        ("--resume=. --server-optimizer=adam", "--resume continues a run as it was started: drop --server-optimizer."),
+        ("--server-optimizer=admm", "--server-optimizer there is no 'admm': did you mean 'adam'?"),
+        ("--server-optimizer", "--server-optimizer needs a value: write --server-optimizer=VALUE."),
+        ("--preset=fedmr/table1 --server-optimizer=adam", "--server-optimizer goes with a method: add --method"),
+        ("--method=fedper --server-optimizer=adam", "--method=fedper+adam does not exist: fedper is no method"),
     ],
 )
 def test_a_mistake_is_one_sentence(runs, capsys, argv, sentence):

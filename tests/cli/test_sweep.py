@@ -33,6 +33,14 @@ def test_grid_gives_options_to_the_methods_that_have_them():
     assert {e.group for e in found if e.given["method"] == "fedavg"} == {"fedavg-beta=0.1", "fedavg-beta=0.5"}
 
 
+def test_a_sweep_takes_several_server_optimizers_as_pairs_with_its_methods(tmp_path, capsys):
+    given = ["--method=fedavg,fedgela", "--server-optimizer=none,adam", f"--sweep-dir={tmp_path / 'sweep'}", "--status"]
+    assert sweep_main([*SMALL, *given]) == 0
+    shown = capsys.readouterr().out
+    assert "4 waiting" in shown
+    assert all(name in shown for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
+
+
 GRID = """
 run: {dataset: digits}
 methods: {fedprox: {}, fedmr: {mu2: 0.5}}

@@ -57,7 +57,10 @@ def test_a_wrong_option_takes_less_than_two_seconds_of_the_processor(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-NAMES = sorted({*OPTIONS, *(name for cls in METHODS.values() for name in options_of(cls))} - {"preset", "resume"})
+NAMES = sorted(
+    {*OPTIONS, *(name for cls in METHODS.values() for name in options_of(cls)), "server_optimizer"}
+    - {"preset", "resume"}
+)
 NUMBERS = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(),

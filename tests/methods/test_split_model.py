@@ -7,6 +7,7 @@ import pytest
 import toy
 from participants import arrays, assert_close, assert_equal, same
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.lgfedavg import LGFedAvg
@@ -108,3 +109,33 @@ def test_with_all_layers_named_fedper_is_solo_and_lgfedavg_is_fedavg(name):
 def test_a_layer_that_is_not_there_is_named():
     with pytest.raises(UserError, match=r"names no layer by 'fc3': choose head, top, or of backbone/fc1, head"):
         toy.simulation("fedper", layers="head,fc3").start()
+
+
+def test_fine_tuning_moves_the_own_layers_alone_and_only_if_asked_for():
+    assert not FedPer().traits().fine_tunes
+    trained, _ = toy.train(simulated := toy.simulation("fedper", fine_tune_layers=True, **everyone))
+    tuner = simulated.tuner(2)
+    tuned, _ = tuner.step(tuner.storage.copied(trained), 3)
+    before, after = arrays(trained), arrays(tuned)
+    assert_close(after.servers.variables["params"], before.servers.variables["params"], 1e-6)
+    assert not same(after.clients["params"]["head"], before.clients["params"]["head"])
+
+
+def test_fine_tuned_layers_are_measured_beside_those_of_training():
+    federation = fp.partition(fp.load_dataset("digits"), "pcdd", clients=3, classes_per_client=4)
+    how = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 2}
+    plain, tuned = (fp.simulate(federation, FedPer(fine_tune_layers=on), **how).summary for on in (False, True))
+    assert "pa_tuned" not in plain
+    assert tuned["pa_last"] == plain["pa_last"]
+    assert 0 <= tuned["pa_tuned"] <= 1
+
+
+def test_own_layers_may_start_at_random_for_each_client_by_its_key():
+    common, starts = (toy.simulation("fedper", start=how, **everyone).start() for how in ("common", "random"))
+    again = toy.simulation("fedper", start="random", cohort=2, lanes=1).start()
+    kernels = arrays(starts).clients["params"]["head"]["kernel"]
+    of_all = arrays(common).clients["params"]["head"]["kernel"]
+    assert_equal(np.sort(kernels.reshape(5, -1)), np.sort(of_all.reshape(5, -1)))
+    assert len({kernel.tobytes() for kernel in [*kernels, of_all[0]]}) == 6
+    assert_equal(arrays(again).clients["params"]["head"]["kernel"], kernels)
+    assert_equal(arrays(starts).servers, arrays(common).servers)

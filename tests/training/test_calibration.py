@@ -10,7 +10,7 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments
-from fedjax_pcdd.methods.ccvr import Calibration
+from fedjax_pcdd.methods.calibration import Calibration
 from fedjax_pcdd.models.classifier import apply_head, forward
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
 

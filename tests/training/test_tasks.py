@@ -64,6 +64,17 @@ def test_transfer_needs_the_labels_of_the_public_images(tmp_path, capsys):
     assert "'plain' has no labels" in capsys.readouterr().err
 
 
+def test_other_labels_of_the_public_images_are_refused_on_resume(tmp_path, capsys):
+    rng, labels = np.random.default_rng(0), np.arange(64) % 10
+    data = {"x_train": rng.integers(0, 255, (64, 16, 16, 3), np.uint8)}
+    np.savez(tmp_path / "plain.npz", **data, y_train=labels)
+    given = ["--transfer-epochs=1", "--public=plain", f"--data-dir={tmp_path}", "--pretrain-batch-size=32"]
+    run(tmp_path / "run", "fedmd", *given)
+    np.savez(tmp_path / "plain.npz", **data, y_train=labels[::-1])
+    assert main([f"--resume={tmp_path / 'run'}"]) == 2
+    assert "the public labels of the run in" in capsys.readouterr().err
+
+
 def test_the_summary_says_who_took_part(fccl):
     summary = json.loads((fccl / "summary.json").read_text())
     assert summary["dataset"] == "digits_domains"

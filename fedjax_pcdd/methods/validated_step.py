@@ -1,0 +1,47 @@
+"""A number that is chosen anew in each step: that which leaves the least loss on the client's validation samples."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.method import Context, Method, Tree
+from fedjax_pcdd.models.classifier import forward
+
+
+def listed(option: str, text: str) -> list[float]:
+    """The numbers of an option; UserError where it is no list of numbers from 0 up.
+
+    >>> listed("lambda_candidates", "0.1,1,2")
+    [0.1, 1.0, 2.0]
+    """
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1.0]
+    if not all(0 <= number < math.inf for number in numbers):
+        raise UserError(f"`{option}={text}` must be numbers from 0 up, as `{option}=0.1,1,2`.")
+    return numbers
+
+
+def least(candidates: Sequence[float], left: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The candidate, a scalar, for which `left` is least; the first among equals, none for which it is NaN."""
+    numbers = jnp.asarray(candidates)
+    losses = jax.lax.map(left, numbers)
+    return numbers[jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))]
+
+
+def validation_loss(method: Method, variables: Tree, context: Context) -> jax.Array:
+    """A method's supervised loss in evaluation mode, summed over the client's validation samples; 0 without any.
+
+    The method has `Traits.validation`.
+    """
+
+    def of_batch(batch):
+        outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
+        return method.classification(outputs, batch, context) * batch.mask.sum()
+
+    assert context.validation is not None  # the engine has seen to it
+    return context.validation(of_batch)
