@@ -19,8 +19,8 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training.build import Setup
-from fedjax_pcdd.training.checkpoint import size
 from fedjax_pcdd.training.config import RunConfig, build
+from fedjax_pcdd.training.named_arrays import size
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
 
 SMALL = {
@@ -144,7 +144,7 @@ def test_seconds_are_a_share_of_the_common_ones(shared):
 KILLED = """
 import os, signal, sys
 from fedjax_pcdd.api import runs
-from fedjax_pcdd.training.checkpoint import Checkpoint
+from fedjax_pcdd.training.saving import Checkpoint
 from fedjax_pcdd.training.folder import Records
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.methods.method import Method as FedAvg

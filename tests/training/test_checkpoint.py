@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.checkpoint import Checkpoints, check_space, required_bytes
+from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.saving import check_space, required_bytes
 
 
 class State(NamedTuple):

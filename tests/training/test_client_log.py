@@ -231,7 +231,8 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.training.checkpoint import Checkpoint, Checkpoints
+from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.saving import Checkpoint
 from fedjax_pcdd.training.loop import loop
 
 def peak():

@@ -1,0 +1,92 @@
+"""The callback that saves a run, and what is looked at before one begins: whether the disk has room for it."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedjax_pcdd.engine.storage import OnHost
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import interrupts
+from fedjax_pcdd.training.checkpoint import Checkpoints
+from fedjax_pcdd.training.client_log import Changed
+from fedjax_pcdd.training.loop import Callback, Progress, RoundReport, Run
+from fedjax_pcdd.training.metrics import History
+from fedjax_pcdd.training.named_arrays import size
+
+_SMALL_FILES = 2**17
+
+
+class Checkpoint(Callback):
+    """Saves a run and the state of the callbacks beside it; the last round in any case."""
+
+    def __init__(
+        self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = (), resolved: Mapping[str, Any] | None = None
+    ):
+        """Args: callbacks: those that may have a state; resolved: what resolved.json holds, kept in each checkpoint."""
+        self.checkpoints, self.resolved = checkpoints, resolved
+        self.began_with: dict[str, Any] | None = None  # what the run of a restored checkpoint computes from
+        self._named: dict[str, Callback] = {}  # by class; of several of one class the later ones have a number
+        for callback in callbacks:
+            name = type(callback).__name__
+            number = 1 + sum(type(other) is type(callback) for other in self._named.values())
+            self._named[name if number == 1 else f"{name}-{number}"] = callback
+
+    def begin(self, state: Any, best: Any) -> tuple[Any, Progress] | None:
+        """State and progress of the newest intact full checkpoint, if there is any; callbacks go back to it, too.
+
+        Args:
+          state: a `State` with the wanted shapes.
+          best: variables with those of the best global model, () where none is kept.
+        """
+        restored = self.checkpoints.restore((state.servers, best), (state.clients, state.statistics))
+        if restored is None:
+            return None
+        (servers, best), record = restored.server, dict(restored.history)
+        kept, stopped = record.pop("callbacks", {}), record.pop("stopped", False)
+        self.began_with = record.pop("resolved", {}).get("inputs")
+        for name in kept.keys() & self._named.keys():
+            self._named[name].restore(kept[name])
+        clients, statistics = restored.clients
+        state = state._replace(servers=servers, clients=clients, statistics=statistics)
+        return state, Progress(restored.round, History(**record), best, stopped)
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """Save the round, if it is due or the last one, and beside its history what else is to be restored."""
+        last = run.is_over or interrupts.pending() is not None
+        if not (self.checkpoints.is_due(run.round) or last):
+            return
+        state, history = run.state, run.history.to_json()
+        kept = {name: own for name, callback in self._named.items() if (own := callback.state()) is not None}
+        beside = {"callbacks": kept, "stopped": run.stopped, "resolved": self.resolved}
+        if beside := {name: value for name, value in beside.items() if value}:
+            history = f"{history[:-1]}, {json.dumps(beside)[1:]}"
+        clients, storage = (state.clients, state.statistics), getattr(run.simulation, "storage", None)
+        given: Any = clients
+        if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):
+            given = lambda: Changed(storage.changed(), clients, storage.owners)  # noqa: E731
+        self.checkpoints.save(run.round, (state.servers, run.best), given, history, force=last)
+
+    def on_end(self, run: Run) -> None:
+        """Write what is not yet written."""
+        self.checkpoints.close()
+
+
+def required_bytes(server: Any, clients: Any) -> int:
+    """Disk space in bytes of one full checkpoint; the trees may be abstract."""
+    return size(server) + size(clients) + _SMALL_FILES
+
+
+def check_space(folder: Path, required: int) -> None:
+    """UserError where the disk of a folder, which need not exist yet, has less room than so many bytes."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    free = shutil.disk_usage(existing).free
+    if free < required:
+        raise UserError(
+            f"{folder} needs {required / 1e6:.2f} MB for checkpoints, its disk has {free / 1e6:.2f} MB left: "
+            "free some space, choose another `run_dir` or keep fewer checkpoints."
+        )
