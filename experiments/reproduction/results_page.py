@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedjax_pcdd.models import MODELS, build
+from fedjax_pcdd.models.classifier import sizes
 from fedjax_pcdd.report.expected import PA, PA_LAST, Expected, kind, title
 from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
 from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
@@ -26,6 +28,8 @@ READING = """## How to read it
 - The scale `cpu` is a small network on a few thousand images for a few rounds: its numbers are no reproduction of the
   printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or refute
   them: the scale `full`, of the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18.
+  Between them lie `mid`, a residual network with batch norm on 10 000 images for 50 rounds of 5 epochs, and `long`, the
+  small network on all images for 100 rounds of 10 epochs.
 - Accuracies in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on the
   test data as in the papers, which flatters every number; the mean of the last ten rounds does not. PA of a method
   without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
@@ -45,6 +49,7 @@ READING = """## How to read it
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
   it is with runs that were trained together with others of their program, which are counted below where there are some.
 """
+IMAGES = ((28, 28, 1), (32, 32, 3))
 FIRST = "0.1"  # the version of results that name none
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
@@ -67,7 +72,7 @@ def results_page(
     """
     if not results:
         return "\n".join([INTRODUCTION, READING, "Nothing has been run yet."]) + "\n"
-    lines = [INTRODUCTION, *summary, READING, _extent(results), ""]
+    lines = [INTRODUCTION, *summary, READING, _extent(results), "", *_networks(results)]
     lines += [*_summary(findings), *_claims(findings), *more, *_counts(counts)]
     for scale, table in dict.fromkeys((one.scale, one.table) for one in columns):
         members = [one for one in columns if (one.scale, one.table) == (scale, table)]
@@ -94,6 +99,19 @@ def _extent(results: Sequence[Result]) -> str:
         runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({of})' * bool(of)}"
         parts.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
     return " ".join(parts)
+
+
+def _networks(results: Sequence[Result]) -> list[str]:
+    """What the networks are that were trained, and how many parameters they have on the papers' images."""
+    trained: dict[str, dict[str, None]] = {}
+    for one in results:
+        trained.setdefault((one.get("options") or {}).get("model", ""), {})[f"`{one['scale']}`"] = None
+    lines = []
+    for name in filter(MODELS.__contains__, trained):
+        grey, colour = (sizes(build(name, num_classes=10, image_shape=shape), shape).params for shape in IMAGES)
+        counts = f"{grey} parameters for ten classes of grey images of 28x28, {colour} for colour ones of 32x32"
+        lines.append(f"- `{name}`, at {', '.join(trained[name])}: {MODELS[name]}; {counts}.")
+    return ["Networks:", "", *lines, ""] if lines else []
 
 
 def _device(machine: Mapping[str, Any]) -> str:
