@@ -12,7 +12,7 @@ from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.fields import Option, options_of
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure, in_any_case, method_of
-from fedjax_pcdd.training.presets import read_preset
+from fedjax_pcdd.training.presets import listed_as, read_preset
 
 # Their commas belong to the value.
 WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
@@ -32,8 +32,8 @@ class Experiment(NamedTuple):
     given: dict[str, str]  # options as they are written
 
 
-def values_of(name: str, text: str) -> list[str]:
-    """The values that an option lists.
+def values_of(name: str, text: str, method: str = "") -> list[str]:
+    """The values that an option lists, of a method's own one some of which may have commas.
 
     >>> values_of("seed", "0:3")
     ['0', '1', '2']
@@ -43,8 +43,10 @@ def values_of(name: str, text: str) -> list[str]:
     ['0.1', '0.5']
     >>> values_of("models", "mlp,simple_cnn")
     ['mlp,simple_cnn']
+    >>> values_of("layers", "head,backbone/fc2", "fedper"), values_of("layers", "0,1", "fedgela")
+    (['head,backbone/fc2'], ['0', '1'])
     """
-    if name in WHOLE:
+    if name in WHOLE or (method and getattr(options_of(methods.get(method)).get(name), "several", False)):
         return [text]
     values: list[str] = []
     for part in text.split(","):
@@ -60,8 +62,8 @@ def values_of(name: str, text: str) -> list[str]:
 
 def expand(given: Mapping[str, str]) -> list[Experiment]:
     """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
-    listed = {name: values_of(name, text) for name, text in given.items()}
-    named = listed.pop("method", None)
+    named = values_of("method", given["method"]) if "method" in given else None
+    texts = {name: text for name, text in given.items() if name != "method"}
     names = [method_of(given)] if named is None else list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
     short = {method: short_name(method) for method in names}
     short = short if len(set(short.values())) == len(short) else {method: method for method in names}
@@ -69,7 +71,7 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
     some = set().union(*owned.values())
     experiments = []
     for method in names:
-        own = {name: values for name, values in listed.items() if name not in some or name in owned[method]}
+        own = {n: values_of(n, text, method) for n, text in texts.items() if n not in some or n in owned[method]}
         for point in itertools.product(*own.values()):
             options = dict(zip(own, point, strict=True))
             varied = [name for name in own if len(own[name]) > 1]
@@ -88,11 +90,13 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
       results: by name, filled with those of a stage before the next is asked for; the best is that of the mean GA,
         on validation samples where the runs are selected by these.
     """
-    grid = read_preset(given["preset"]).grid if "preset" in given else {}
+    preset = read_preset(given["preset"]) if "preset" in given else None
+    grid = preset.grid if preset else {}
     named = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
     named = list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
     owned = {method: set(options_of(methods.get(method))) for method in named}
     some = set().union(*owned.values())
+    grid = {method: grid.get(listed_as(preset, method), {}) for method in named} if preset else {}
     searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in named}
     if not any(searched.values()):
         yield expand(given)

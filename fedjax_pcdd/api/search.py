@@ -140,7 +140,9 @@ def _space(name: str, text: str, method: str) -> Any:
         raise UserError("is one in a search, of whose options it is: name one.", field="method")
     distributions = _optuna().distributions
     if not bounds:
-        choices = values_of(name, text)
+        choices = values_of(name, text, method)
+        if len(choices) == 1:
+            return None
         for choice in choices:
             own_values({name: choice}, method)
         return distributions.CategoricalDistribution(choices)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import called
-from fedjax_pcdd.cli.options import LISTS, SERVER, entries, width
+from fedjax_pcdd.cli.options import LISTS, entries, width
 from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
 from fedjax_pcdd.training.config import GROUPS, RUN
 from fedjax_pcdd.training.fields import Option, convert, options_of
-from fedjax_pcdd.training.options import in_any_case
+from fedjax_pcdd.training.options import SERVER, in_any_case
 
 COUNTS = Path(__file__).with_name("traffic.json")  # written by docs/hooks/catalogue.py
 

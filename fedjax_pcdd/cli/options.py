@@ -13,17 +13,17 @@ from typing import Any
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.cli.messages import flag, guarded, sentence
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training import options
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RESERVED, RUN, RunConfig, build, difference
 from fedjax_pcdd.training.config import values as values_of
 from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
+from fedjax_pcdd.training.options import SERVER
 from fedjax_pcdd.training.presets import PRESETS, read_run
 
 LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
-SERVER = "server_optimizer"  # another way to write what stands behind a method's name
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
@@ -61,32 +61,21 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
                 raise UserError(_without_value(name))
             text = rest.pop(0)
         given[name] = text
-    return _with_server(given) if of_runs else given
-
-
-def _with_server(given: dict[str, str]) -> dict[str, str]:
-    """The options with `server_optimizer=adam` written as `method=X+adam`; several of each are all their pairs."""
-    if SERVER not in given or "resume" in given:
-        return given
-    if "preset" in given and "method" not in given:
-        raise UserError("goes with a method: add `method`, as the preset may have several.", field=SERVER)
-    rest = {name: text for name, text in given.items() if name != SERVER}
-    servers = [part.strip() for part in given[SERVER].split(",")]
-    for server in servers:
-        if server not in ("none", *methods.SERVER_OPTIMISERS) and not is_import_path(server):
-            raise UserError(f"there is no '{server}': {nearest(server, methods.SERVER_OPTIMISERS)}", field=SERVER)
-    names = given.get("method", str(RUN["method"].default)).split(",")
-    both = [name if server == "none" else f"{name.strip()}+{server}" for name in names for server in servers]
-    return rest | {"method": ",".join(both)}
+    return options.with_server(given) if of_runs and not {"resume", "help"} & given.keys() else given
 
 
 def _named_method(argv: Sequence[str]) -> list[type[Method]]:
     """The classes of methods from outside that arguments name (a sweep several), whose options are not known before."""
     words = [word.partition("=") for word in argv]
-    pairs = pairwise([*words, ("", "", "")])
-    names = [text or following for (option, _, text), (following, _, _) in pairs if option == "--method"]
-    several = [name for listed in names[-1:] for name in listed.split(",")]
-    return [methods.get(name) for name in several if is_import_path(methods.plain_name(name))]
+    pairs = list(pairwise([*words, ("", "", "")]))
+
+    def several(name: str) -> list[str]:
+        texts = [text or following for (option, _, text), (following, _, _) in pairs if option == name]
+        return texts[-1].split(",") if texts else []
+
+    servers = [f"fedavg+{name}" for name in several("--server-optimizer") if is_import_path(name)]
+    named = [name for name in several("--method") if is_import_path(methods.plain_name(name))]
+    return [methods.get(name) for name in [*named, *servers]]
 
 
 def _switches(named: Sequence[type[Method]]) -> set[str]:

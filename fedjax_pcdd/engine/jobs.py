@@ -63,14 +63,15 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     """The context of one local step of a lane's job.
 
     Layers of the client's own never move for a method: `start` has them as they are now, so that terms and messages
-    that compare with it see the shared parameters alone.
+    that compare with it see the shared parameters alone. `received` has them as they were, for what that model answers.
     """
     job, client, jobs = lane.job, lane.client, inputs.jobs
     method, server = method_and_server(program, inputs, job)
     local = of_experiment(inputs.hyper, program, jobs.experiment[job])
     facts = facts_of(program, inputs.data, jobs.row[job])
-    start = with_own(method.download(server, client), lane.statistics)
+    start, untouched = with_own(method.download(server, client), lane.statistics), None
     if program.local_layers:
+        untouched = start
         own = jax.lax.stop_gradient(layers_of(program, lane.variables["params"]))
         start = {**start, "params": overlaid(start["params"], own)}
     epoch, epochs = (n // jnp.maximum(jobs.epoch_steps[job], 1) for n in (step, jobs.steps[job]))
@@ -78,7 +79,7 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     held = held_out(program, inputs.data, jobs.row[job]) if method.traits().validation else None
     return Context(
         program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
-        public, held,
+        public, held, untouched,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def _traced(local: Local) -> Local:
 
 def _setting(
     model: Classifier, image_shape: tuple[int, ...], experiments: Sequence[Experiment], rounds: int, weights: str,
-    steps: int,
+    steps: int, cohort: int,
 ) -> Setting:  # fmt: skip
     federation, local = experiments[0].federation, experiments[0].local
     owned = [(e.federation.class_counts > 0).sum(1) for e in experiments]
@@ -86,6 +86,7 @@ def _setting(
         rarest_class=min(int(e.federation.class_counts.sum(0).min()) for e in experiments),
         own_weights=weights == "method",
         steps=steps,
+        cohort=cohort,
     )
 
 
@@ -162,7 +163,7 @@ class Simulation(Planner):
         over = partial(client_pass, budget=eval_batch, size=blocks.size)
         self.program = Program(
             model=model,
-            setting=_setting(model, shape, experiments, rounds, weights, int(steps.max())),
+            setting=_setting(model, shape, experiments, rounds, weights, int(steps.max()), cohort),
             pipeline=pipeline,
             lanes=lanes,
             experiments=len(experiments),

@@ -3,6 +3,8 @@
 Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021.
 """
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 from flax import struct
 
@@ -15,6 +17,8 @@ from fedjax_pcdd.trees import zeros_like
 @struct.dataclass
 class Calibration(GaussianHead):
     """Round 0 gives the shift, any later one calibrates; the model is the one that was given, to the last bit."""
+
+    remedies: ClassVar = ("use `method=ccvr` with `covariance=diagonal`", "use `method=ccvr` with `softmax=present`")
 
     def traits(self):
         """Each round yields sums."""

@@ -12,11 +12,9 @@ from typing import Literal
 import jax.numpy as jnp
 from flax import struct
 
-from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.gaussian_head import MOMENTS, NOTHING, GaussianHead
 from fedjax_pcdd.methods.method import Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.parts import moving
-from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.trees import where
 
 
@@ -30,19 +28,19 @@ class CCVR(GaussianHead):
 
     def traits(self):
         """A pass over the local data yields the sums, in the last round; in that before it, the shift."""
-        return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=2))
+        return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=2), pauses=True)
 
     def configure(self, setting, hyper):
-        """A server's momentum would not stop for the calibration, which needs a round of its own."""
-        if isinstance(self, ServerStep):
-            raise UserError(
-                "CCVR's last round trains nothing, but a step of the server would go on: use `method=ccvr`."
-            )
+        """The calibration needs a round of its own, and all clients."""
         few = (
             "CCVR with `rounds=1` calibrates the initial model, as its last round trains nothing: choose more `rounds`."
         )
+        part = (
+            f"CCVR calibrates with the {setting.cohort} of {setting.num_clients} clients that take part in the last "
+            "round: train with another method and `calibrate=ccvr` for a calibration by all."
+        )
         method, advice = super().configure(setting, hyper)
-        return method, [few] * (setting.rounds == 1) + advice
+        return method, [few] * (setting.rounds == 1) + [part] * (0 < setting.cohort < setting.num_clients) + advice
 
     def stage(self, context):
         """The shift in the last round but one, the moments in the last one."""

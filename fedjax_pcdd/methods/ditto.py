@@ -42,6 +42,7 @@ class Ditto(PersonalCopy):
         help="numbers with commas between, as 0.1,1,2: each step of an own model takes the one with the least loss on "
         "the client's validation samples; by default `lam`",
         static=True,
+        several=True,
     )
     kept_optimizer: Literal["both", "own"] = hyperparameter(
         "both", help="of which models `optimizer_state=kept` keeps the optimiser", static=True

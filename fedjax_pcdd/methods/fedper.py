@@ -61,4 +61,16 @@ class OwnLayers(FedPer):
 
     def trainable(self, params, context):
         """The client's own layers."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: self.own("/".join(key.key for key in path)), params)
+        return jax.tree_util.tree_map_with_path(lambda path, _: self._is_own(path), params)
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        """As FedAvg; running statistics of base layers stand still, too."""
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        before = {name: variables[name] for name in state}
+        kept = jax.tree_util.tree_map_with_path(
+            lambda path, new, old: new if self._is_own(path[1:]) else old, state, before
+        )
+        return loss, kept, taken
+
+    def _is_own(self, path):
+        return self.own("/".join(key.key for key in path))

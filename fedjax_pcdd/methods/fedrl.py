@@ -44,7 +44,7 @@ class FedRL(Method):
         """CE + (mu / 2) * R_m, a scalar, and the new running statistics."""
         run = partial(layers, context.model, x=batch.images, mask=batch.mask, key=context.keys.dropout)
         local, outputs, state = run(variables, train=True)
-        received, _, _ = run(context.start, train=self.received_mode == "train")
+        received, _, _ = run(context.received, train=self.received_mode == "train")
         pairs = zip(local, received, strict=True)
         reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
         turn = context.step if self.cycle == "batch" else context.round

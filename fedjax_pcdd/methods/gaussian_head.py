@@ -6,7 +6,7 @@ A class with one sample takes part with its mean. M_c, epochs, learning rate and
 not known to us.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class GaussianHead(Method):
         "all", help="classes in the calibration's softmax: all, or those that clients have", static=True
     )
 
+    remedies: ClassVar[tuple[str, str]] = ("choose `covariance=diagonal`", "set `softmax=present`")
+
     def stage(self, context) -> Any:
         """What this round's pass is for: NOTHING, SHIFT or MOMENTS, scalar."""
         raise NotImplementedError
@@ -57,17 +59,17 @@ class GaussianHead(Method):
         """The covariances must fit, and may be singular."""
         scalars = setting.num_classes * setting.feature_dim**2
         if self.covariance == "full" and scalars > LARGEST:
-            raise UserError(f"CCVR would send {scalars:.2g} numbers a client: choose `covariance=diagonal`.")
+            raise UserError(f"CCVR would send {scalars:.2g} numbers a client: {self.remedies[0]}.")
         return self, self._gaussian_advice(setting)
 
     def _gaussian_advice(self, setting: Setting) -> list[str]:
         """A sentence for classes that have no Gaussian, or a covariance of less than full rank."""
         rarest, width = setting.rarest_class, setting.feature_dim
         if rarest == 0 and self.softmax == "all":
-            return ["CCVR draws no features of classes without samples, so their logits fall: set `softmax=present`."]
+            return [f"CCVR draws no features of classes without samples, so their logits fall: {self.remedies[1]}."]
         if 0 < rarest <= width and self.covariance == "full":
             few = f"CCVR has {rarest} samples of a class for {width} features, so its covariance is singular"
-            return [f"{few} and features are drawn in the samples' span alone: for more set `covariance=diagonal`."]
+            return [f"{few} and features are drawn in the samples' span alone: for more {self.remedies[0]}."]
         return []
 
     def init_server(self, setting, variables, class_counts, key):
@@ -80,7 +82,8 @@ class GaussianHead(Method):
         none = no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
 
         def sums(diagonal):
-            features = forward(context.model, variables, batch.images, train=False, mask=batch.mask)[0].features
+            model = context.server.variables  # not the client's, whose running statistics may be its own
+            features = forward(context.model, model, batch.images, train=False, mask=batch.mask)[0].features
             how = {"diagonal": diagonal, "mask": batch.mask, "shift": context.server.shift}
             return class_moments(features, batch.labels, setting.num_classes, **how)
 

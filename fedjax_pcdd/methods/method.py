@@ -71,6 +71,7 @@ class Traits(NamedTuple):
     exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
     targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
     averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
+    pauses: bool = False  # there are rounds that train nothing, in which a server's further step would go on
     transfer_epochs: int = 0  # on labelled public images, before any other training of own models
     common_start: bool = False  # whether own models of one architecture begin alike
     common_server: bool = False  # the servers of groups of architectures are told what the clients of all groups sent
@@ -97,6 +98,7 @@ class Setting(NamedTuple):
     rarest_class: int = 2**31  # training samples that all clients have of it together
     own_weights: bool = True  # whether clients weigh in a mean as `Method.weight` says
     steps: int = 0  # local steps of a round, of the client with the most; 0 where that is not known
+    cohort: int = 0  # S, clients a round, of those with samples; 0 where that is not known
 
 
 class Facts(NamedTuple):
@@ -172,7 +174,7 @@ class Context(NamedTuple):
     hyper: Local
     server: Tree  # as `init_server` made it, at the start of the round
     client: Tree  # this client's own state, at the start of the round
-    start: Tree  # the variables that local training started from (w^t)
+    start: Tree  # the variables that local training started from (w^t), with own layers as they are now
     facts: Facts
     epoch: jax.Array  # local epoch, from 0
     epochs: jax.Array  # local epochs of this client, of which `Setting.epochs` is the most of any
@@ -182,7 +184,13 @@ class Context(NamedTuple):
     public: Unlabelled | None = None  # where the run has public images
     # The sum of a function over batches of this client's validation samples, where `Traits.validation` asks for them:
     validation: Callable[[Callable[[Batch], Tree]], Tree] | None = None
+    untouched: Tree = None  # w^t with own layers as they were, where clients have such layers
     exchanging: bool = False  # in an exchange on public images, see `participant.py`; static
+
+    @property
+    def received(self) -> Tree:
+        """The model that local training started from, for what it answers: `start` with own layers as they were."""
+        return self.start if self.untouched is None else self.untouched
 
 
 class ServerContext(NamedTuple):
@@ -227,7 +235,10 @@ class Server(NamedTuple):
     variables: Tree
 
 
-def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None, above=None, static: bool = False):
+def hyperparameter(
+    default, *, help: str, symbol: str = "", low=None, high=None, above=None, static: bool = False,
+    several: bool = False,
+):  # fmt: skip
     """A field of a method: traced (changing it recompiles nothing) unless `static`.
 
     Args:
@@ -237,8 +248,10 @@ def hyperparameter(default, *, help: str, symbol: str = "", low=None, high=None,
       low, high: inclusive bounds, checked by the command line.
       above: exclusive bound.
       static: True where another value is another program (a flag, a choice of formula).
+      several: one value may have commas, which a sweep leaves in it.
     """
     metadata = {"help": help, "symbol": symbol, "low": low, "high": high, "above": above, "static": static}
+    metadata["several"] = several
     return struct.field(pytree_node=not static, default=default, metadata=metadata)
 
 

@@ -76,7 +76,7 @@ class MOON(Method):
         models = context.client.models
         negatives = jnp.stack([represent(select(models, p)) for p in range(self.previous)])
         valid = jnp.arange(self.previous) < self._valid_models(context)
-        positives = represent(context.start)
+        positives = represent(context.received)
         return self.mu * model_contrast(outputs.features, positives, negatives, valid, self.tau, mask=batch.mask)
 
     def upload(self, variables, summary, context):

@@ -18,8 +18,11 @@ class ServerStep(Addition):
     @classmethod
     def unsuitable(cls, other):
         """Where there is no mean, or already a step."""
-        known = "has a step of the server already, so drop one of them." if issubclass(other, ServerStep) else ""
-        return known or super().unsuitable(other)
+        if issubclass(other, ServerStep):
+            return "has a step of the server already, so drop one of them."
+        if other().traits().pauses:
+            return "has rounds that train nothing, in which a step of the server would go on, so drop the suffix."
+        return super().unsuitable(other)
 
     def configure(self, setting, hyper):
         """As X, in a form that averages models."""

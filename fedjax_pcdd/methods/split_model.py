@@ -37,6 +37,7 @@ class SplitModel(Method):
         help="the last layers: head (the classifier), top (neck, feature norm and classifier), or names with commas "
         "between, as head,backbone/fc2",
         static=True,
+        several=True,
     )
     record_ensemble: bool = hyperparameter(
         False, help="also record GA of all these models together, the mean of their softmax outputs", static=True
@@ -53,9 +54,8 @@ class SplitModel(Method):
 
     def last(self, part: str) -> bool:
         """Whether it belongs to the last layers."""
-        if self.layers == "top":
-            return not _within(part, BODY)
-        return any(_within(part, name) for name in self.layers.split(","))
+        names = self.layers.split(",")
+        return ("top" in names and not _within(part, BODY)) or any(_within(part, name) for name in names)
 
     def init_client(self, setting, server, facts, key):
         """The common initial parts; UserError for a layer that the model does not have."""

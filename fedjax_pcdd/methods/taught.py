@@ -23,5 +23,5 @@ class Taught(Method):
     def received_logits(self, batch: Batch, context: Context) -> jax.Array:
         """Logits [B, C] of w^t on the batch, without gradient; its running statistics stay as they are."""
         train, key = self.teacher == "train", context.keys.dropout
-        outputs, _ = forward(context.model, context.start, batch.images, train=train, mask=batch.mask, key=key)
+        outputs, _ = forward(context.model, context.received, batch.images, train=train, mask=batch.mask, key=key)
         return jax.lax.stop_gradient(outputs.logits)

@@ -37,6 +37,8 @@ class Wrapper(NamedTuple):
 def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping[str, Wrapper]) -> type[Method]:
     """The class with these wrappers about it; UserError for a suffix that is unknown or given twice."""
     for suffix in suffixes:
+        if "," in suffix:
+            raise UserError(f"there is no method '{SEPARATOR.join([name, *suffixes])}': several are for a sweep.")
         if suffix not in wrappers:
             raise UserError(f"`method={name}+{suffix}`: there is no '+{suffix}': {nearest(suffix, wrappers)}")
     if len(set(suffixes)) < len(suffixes):

@@ -283,7 +283,8 @@ class Setup:
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
         config, method = self.pairs[e]
-        return unused(config) + misspelt(method, Method) + self.simulation.advice[e]
+        calibration = check_calibration(self.simulation, e) if config.calibrate == "ccvr" else []
+        return unused(config) + misspelt(method, Method) + self.simulation.advice[e] + calibration
 
     def start(self) -> State:
         """The state before the first round, from the weights of a file where the options name one.

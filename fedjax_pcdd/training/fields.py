@@ -46,6 +46,7 @@ class Option:
     high: float | None = None
     above: float | None = None
     below: float | None = None
+    several: bool = False  # one value may have commas
 
 
 @functools.cache

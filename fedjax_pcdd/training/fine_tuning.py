@@ -17,6 +17,7 @@ from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.calibration import Calibration
+from fedjax_pcdd.methods.gaussian_head import GaussianHead
 from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, rules
 from fedjax_pcdd.trees import select
@@ -115,16 +116,18 @@ def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = 
     return added if ga is None else [a | {"ga_tuned": mean(own)} for a, own in zip(added, ga, strict=True)]
 
 
-def check_calibration(simulation: Any, e: int) -> None:
-    """UserError where a global model cannot be calibrated."""
+def check_calibration(simulation: Any, e: int) -> list[str]:
+    """Advice about the calibration of a global model; UserError where it cannot be calibrated."""
     if isinstance(simulation, Groups):
         raise UserError("`calibrate=ccvr` is for a federation of one architecture, not for a task: drop it.")
     method = select(simulation.methods, e)
+    if isinstance(method, GaussianHead):
+        raise UserError("this method calibrates its last model by itself: drop `calibrate`.")
     if not method.traits().global_model or method.traits().own_models or not simulation.program.model.head:
         raise UserError(
             "`calibrate=ccvr` retrains the trained head of a global model, which this method does not have: drop it."
         )
-    Calibration().configure(simulation.program.setting, select(simulation.hyper, e))
+    return Calibration().configure(simulation.program.setting, select(simulation.hyper, e))[1]
 
 
 def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:

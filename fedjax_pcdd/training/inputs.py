@@ -74,8 +74,11 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
             raise UserError(f"`{name}` was {value} when the run in {run} began, and config.yaml has {other}: {AGAIN}.")
     for name in ("data set", "pipeline", "public images", "public labels", "partition"):
         if name in recorded and recorded[name] != now[name]:
-            other = "are not those" if name.startswith("public") else "is not the one"
-            raise UserError(f"the {name} of the run in {run} {other} that it began with: {AGAIN}.")
+            if name.startswith("public"):
+                wrong, again = "are not those", "put them back as they were, or start a new run"
+            else:
+                wrong, again = "is not the one", AGAIN
+            raise UserError(f"the {name} of the run in {run} {wrong} that it began with: {again}.")
     for name, sha256 in (recorded.get("files") or {}).items():
         if now["files"].get(name) != sha256:
             raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")

@@ -186,6 +186,7 @@ def result(history: History, method: Method) -> dict[str, Any]:
     """Best and last of GA and PA, as summary.json has them before any fine-tuning.
 
     PA under each protocol that was measured is `pa_<protocol>_best` and so on; without a name it is that of the run's.
+    GA of a further model of the server is `ga_<name>_last`.
     """
     (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
     more: dict[str, Any] = {}
@@ -201,6 +202,9 @@ def result(history: History, method: Method) -> dict[str, Any]:
             more |= {f"{name}_best": history.best(name)[0], f"{name}_last": history.last(name)}
     for name in (name for name in history.also if name not in names):
         more[f"{name}_mean_last10"] = history.mean_last(name)
+    for name, value in (history.rows or [{}])[-1].items():  # of further models of the server, and of an ensemble
+        if name.startswith("ga_") and isinstance(value, float):
+            more[f"{name}_last"] = value
     return more | {"selected_on": history.select_on} | {
         "ga_best": ga_best, "ga_last": history.last("ga"), "pa_best": pa_best, "pa_last": history.last("pa"),
         "ga_best_round": ga_round, "pa_best_round": pa_round,

@@ -9,6 +9,7 @@ from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods import METHODS, Method
+from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training.config import RESERVED, RUN, TASK_DEFAULTS, RunConfig, build
 from fedjax_pcdd.training.fields import convert, options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_method, preset_values, read_preset
@@ -17,7 +18,9 @@ from fedjax_pcdd.training.presets import PRESETS, preset_method, preset_values, 
 HINTS = {
     "algo": "method", "algorithm": "method", "num_clients": "clients", "num_rounds": "rounds", "epochs": "local_epochs",
     "learning_rate": "lr", "participation": "cohort", "alpha": "beta", "concentration": "beta", "data": "dataset",
+    "server_optimiser": "server_optimizer", "server_opt": "server_optimizer",
 }  # fmt: skip
+SERVER = "server_optimizer"  # another way to write a suffix, which `with_server` takes
 ALIASES = {"dir": "dirichlet", "lda": "dirichlet"}
 
 
@@ -36,6 +39,27 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
     if task:
         _check_task(own)
     return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
+
+
+def with_server(given: Mapping[str, str]) -> dict[str, str]:
+    """The options with `server_optimizer=adam` written as `method=X+adam`; several of each are all their pairs.
+
+    >>> with_server({"method": "fedgela,moon", "server_optimizer": "none,adam"})
+    {'method': 'fedgela,fedgela+adam,moon,moon+adam'}
+    """
+    servers = [in_any_case(part.strip(), methods.SERVER_OPTIMISERS) for part in given.get(SERVER, "none").split(",")]
+    rest = {name: text for name, text in given.items() if name != SERVER}
+    if servers == ["none"]:
+        return rest
+    if "preset" in given and "method" not in given:
+        raise UserError("goes with a method: add `method`, as the preset may have several.", field=SERVER)
+    for server in servers:
+        if server not in ("none", *methods.SERVER_OPTIMISERS) and not is_import_path(server):
+            known = ["none", *methods.SERVER_OPTIMISERS]
+            raise UserError(f"there is no '{server}': {nearest(server, known)}", field=SERVER)
+    names = [name.strip() for name in given.get("method", str(RUN["method"].default)).split(",")]
+    both = [name if server == "none" else f"{name}+{server}" for name in names for server in servers]
+    return rest | {"method": ",".join(both)}
 
 
 def method_of(given: Mapping[str, str], presets: Path = PRESETS) -> str:
@@ -70,8 +94,10 @@ def own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
     for name, text in given.items():
         if name in known:
             result[name] = convert(known[name], _named(name, text))
+        elif name == SERVER:
+            raise UserError(f"is written as a suffix here: `method={method}+{text}`.", field=SERVER)
         elif name not in RESERVED:
-            raise UserError(_foreign(name, method, [*known, *RESERVED]))
+            raise UserError(_foreign(name, method, [*known, *RESERVED, SERVER]))
     return result
 
 

@@ -105,6 +105,12 @@ def preset_method(preset: Preset, variant: str | None = None) -> str | None:
     return None if name is None else str(name)
 
 
+def listed_as(preset: Preset, method: str) -> str:
+    """The name under which the preset has a method: with its suffixes where it lists these, else without them."""
+    named = {*preset.methods, *preset.grid, *(str(one["method"]) for one in preset.variants.values())}
+    return method if method in named else methods.plain_name(method)
+
+
 def preset_values(preset: Preset, method: str, split: str | None, variant: str | None = None) -> dict[str, Any]:
     """Checked values of one run, by field name.
 
@@ -116,8 +122,9 @@ def preset_values(preset: Preset, method: str, split: str | None, variant: str |
     if preset.splits and split is None:
         raise UserError(f"{source} has several splits: add `split` with one of {', '.join(preset.splits)}.")
     chosen = convert_all(_part(preset, "split", split), _PART, f"split '{split}' of {source}")
-    own = _variant_of(preset, method, variant)
-    for part, where in (preset.methods.get(method, {}), f"method '{method}'"), (own, f"variant '{variant}'"):
+    name = listed_as(preset, method)
+    own = _variant_of(preset, name, variant)
+    for part, where in (preset.methods.get(name, {}), f"method '{name}'"), (own, f"variant '{variant}'"):
         where = f"{where} of {source}"
         chosen |= convert_all({key: value for key, value in part.items() if key != "splits"}, known, where)
         chosen |= convert_all(_on_split(preset, part.get("splits"), split, where), known, where)

@@ -8,7 +8,8 @@ being the received shared part joined with the client's own. A client that does 
     best_epoch  mean over k of max over e of a(k, e); chosen client by client
     best_mean   max over e of the mean over k of a(k, e); chosen once for all
 
-So best_epoch >= best_mean >= last. Letters: n clients that trained, E epochs.
+So best_epoch >= best_mean >= last where all clients take part; otherwise `last` of a method whose PA is read between
+rounds is newer than theirs for absent clients. Letters: n clients that trained, E epochs.
 """
 
 from typing import Literal

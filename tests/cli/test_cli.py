@@ -19,6 +19,7 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
+from fedjax_pcdd.training import options
 from fedjax_pcdd.training.config import RUN, RunConfig, dump
 from fedjax_pcdd.training.fields import bounds, options_of
 from fedjax_pcdd.training.presets import preset_values, read_preset
@@ -125,11 +126,20 @@ def test_a_file_may_have_a_comma_in_its_name():
     assert parse("--partition=lists,mine.npz")[0].partition == "lists,mine.npz"
 
 
+def test_a_server_optimizer_elsewhere_than_on_the_command_line_is_refused_and_none_needs_no_method(capsys):
+    with pytest.raises(UserError, match=r"is written as a suffix here: method=fedavg\+adam"):
+        options.configure({"server_optimizer": "adam"})
+    assert parse("--preset=fedgela/table3", "--split=isic2019-natural", "--server-optimizer=none")[0].method == "fedavg"
+    assert main(["--preset=fedmr/table1", "--server-optimizer=adam", "--help"]) == 0
+    assert "--server-optimizer" in capsys.readouterr().out
+
+
 def test_a_server_optimizer_is_another_way_to_write_a_suffix():
     for given, written in [
         (["--server-optimizer=adam"], "fedavg+adam"),
         (["--method=fedgela", "--server-optimizer=yogi", "--server-lr=0.1"], "fedgela+yogi"),
         (["--method=fedgela", "--server-optimizer=none"], "fedgela"),
+        (["--server-optimizer=ADAM"], "fedavg+adam"),
         (["--preset=fedmr/table1", "--split=P5C2", "--method=FedMR", "--server-optimizer", "avgm"], "fedmr+avgm"),
     ]:
         config, method = parse(*given)
@@ -179,6 +189,12 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
         ("--resume=. --server-optimizer=adam", "--resume continues a run as it was started: drop --server-optimizer."),
         ("--server-optimizer=admm", "--server-optimizer there is no 'admm': did you mean 'adam'?"),
+        ("--server-optimizer=adam,none", "there is no method 'fedavg+adam,fedavg': several are for a sweep."),
+        ("--server-optimiser=adam", "there is no option --server-optimiser: did you mean '--server-optimizer'?"),
+        (
+            "--method=ccvr --server-optimizer=adam",
+            "--method=ccvr+adam does not exist: ccvr has rounds that train nothing",
+        ),
         ("--server-optimizer", "--server-optimizer needs a value: write --server-optimizer=VALUE."),
         ("--preset=fedmr/table1 --server-optimizer=adam", "--server-optimizer goes with a method: add --method"),
         ("--method=fedper --server-optimizer=adam", "--method=fedper+adam does not exist: fedper is no method"),

@@ -41,6 +41,31 @@ def test_a_sweep_takes_several_server_optimizers_as_pairs_with_its_methods(tmp_p
     assert all(name in shown for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
 
 
+def test_commas_belong_to_one_value_of_some_hyper_parameters():
+    ditto = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
+    assert {one.given["lambda_candidates"] for one in ditto} == {"0.1,1,2"}
+    both = expand({"method": "fedper,fedgela", "layers": "0,1"})
+    assert [one.given["layers"] for one in both] == ["0,1", "0", "1"]
+
+
+def test_a_method_with_a_suffix_has_the_settings_that_a_preset_has_for_it_without():
+    for preset, split, name, field in [
+        ("fedgela/table2", "full-dir0.1", "moon", "mu"),
+        ("fedmr/table1", "P5C2", "fedmr", "mu1"),
+    ]:
+        plain, more = (configure({"preset": preset, "split": split, "method": m})[1] for m in (name, f"{name}+adam"))
+        assert getattr(plain, field) == getattr(more, field) != getattr(type(plain)(), field)
+
+
+def test_a_method_with_a_suffix_searches_the_grid_that_a_preset_has_for_it_without():
+    plain, more = (
+        list(next(stages({"preset": "fedmr/table9", "split": "cifar10-P10C3", "method": m}, {})))
+        for m in ("fedprox", "fedprox+adam")
+    )
+    assert len(plain) == len(more) > 1
+    assert {one.given["method"] for one in more} == {"fedprox+adam"}
+
+
 GRID = """
 run: {dataset: digits}
 methods: {fedprox: {}, fedmr: {mu2: 0.5}}

@@ -22,6 +22,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedprox import FedProx
+from fedjax_pcdd.methods.method import Method, hyperparameter
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
 
@@ -139,6 +140,30 @@ def test_a_model_without_such_layers_is_trained_as_ever():
     for a, b in zip(arrays(states[0]), arrays(states[1]), strict=True):
         np.testing.assert_array_equal(a, b)
     assert simulated(model=mlp).methods.traits() == METHODS["fedavg"]().traits()
+
+
+@struct.dataclass
+class Watching(Method):
+    """FedAvg, whose loss tells how far the own layers are from those of the model that a hook compares with."""
+
+    compared: str = hyperparameter("start", help="field of the context", static=True)
+
+    def penalty(self, variables, outputs, batch, context):
+        params, other = (flatten_dict(tree["params"]) for tree in (variables, getattr(context, self.compared)))
+        moved = sum(jnp.abs(params[path] - other[path]).sum() for path in params if path[-2] == "feature_norm")
+        return jax.lax.stop_gradient(moved)
+
+
+def test_terms_on_parameters_see_own_layers_as_they_are_and_the_received_model_answers_with_those_it_had():
+    losses = {}
+    for compared in ("start", "received"):
+        _, report = simulated(method=Watching(compared=compared)).step(simulated().start(), 0)
+        losses[compared] = np.array(report.loss)
+    _, plain = simulated().step(simulated().start(), 0)
+    np.testing.assert_allclose(losses["start"], plain.loss, 1e-6)
+    apart = losses["received"] - np.array(plain.loss)
+    assert (apart >= 0).all()
+    assert apart.max() > 1e-3
 
 
 def test_scale_and_shift_of_group_norm_stay_with_their_client_too():

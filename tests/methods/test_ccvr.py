@@ -11,6 +11,7 @@ from golden_vectors import cases
 from participants import arrays, assert_close, same
 
 from fedjax_pcdd import methods
+from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -163,8 +164,32 @@ def test_it_may_have_prototypes_too():
 
 
 def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused():
-    with pytest.raises(UserError, match="method=ccvr"):
-        methods.get("ccvr+avgm")().configure(setting(), None)
+    for name in ("ccvr+avgm", "ccvr+exp"):
+        with pytest.raises(UserError, match="has rounds that train nothing, in which a step of the server would go on"):
+            methods.get(name)
+
+
+def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_servers():
+    how = {"model": "resnet8", "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
+    for local in (False, True):
+        simulated = toy.simulation("ccvr", local_statistics=local, **how)
+        before, _ = toy.train(simulated, (0, 1))
+        server = jax.tree.map(lambda x: jnp.array(x[0]), before.servers)
+        after, _ = simulated.step(before, 2)
+        data, key = toy.federation().dataset, jax.random.fold_in(jax.random.fold_in(simulated.keys[0], 2), 5)
+        owned = np.concatenate(toy.federation().partition.train)
+        images = prepare(toy.PLAIN, data.x_train[owned], None, train=False)
+        features = forward(simulated.program.model, server.variables, images, train=False)[0].features - server.shift
+        pooled = class_moments(features, jnp.asarray(data.y_train[owned]), toy.CLASSES, diagonal=False)
+        expected = CCVR(drawn=20, calibration_epochs=2).calibrated(server.head, pooled, key, server.shift)
+        assert_close(jax.tree.map(lambda x: np.array(x[0]), after.servers.head), arrays(expected), 1e-3)
+
+
+def test_the_round_of_the_shift_sends_no_squares_and_a_cohort_is_told():
+    simulated = toy.simulation("ccvr", **ALL)
+    assert not any("take part in the last" in sentence for sentence in simulated.advice[0])
+    (few,) = [one for one in toy.simulation("ccvr", cohort=2).advice[0] if "take part in the last" in one]
+    assert "the 2 of 5 clients" in few
 
 
 @struct.dataclass
@@ -202,7 +227,7 @@ def test_a_pass_of_the_last_rounds_is_made_in_no_other(last, options):
 
 
 def setting(**known):
-    return toy.simulation("ccvr").program.setting._replace(**{"rarest_class": 2**20} | known)
+    return toy.simulation("ccvr", cohort=5).program.setting._replace(**{"rarest_class": 2**20} | known)
 
 
 def test_covariances_that_do_not_fit_are_refused():

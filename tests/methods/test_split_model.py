@@ -28,6 +28,7 @@ everyone = {"cohort": 5}
         (LGFedAvg(), {"backbone", "neck", "feature_norm"}, {"backbone", "feature_norm"}),
         (LGFedAvg(layers="top"), {"backbone"}, {"backbone"}),
         (FedPer(layers="neck,head"), {"neck", "head"}, set()),
+        (FedPer(layers="neck,top"), {"head", "neck", "feature_norm"}, {"feature_norm"}),
     ],
 )
 def test_running_statistics_stay_where_their_layers_are(method, own, statistics):
@@ -119,6 +120,15 @@ def test_fine_tuning_moves_the_own_layers_alone_and_only_if_asked_for():
     before, after = arrays(trained), arrays(tuned)
     assert_close(after.servers.variables["params"], before.servers.variables["params"], 1e-6)
     assert not same(after.clients["params"]["head"], before.clients["params"]["head"])
+
+
+def test_running_statistics_of_base_layers_stand_still_while_own_layers_are_tuned():
+    simulated = toy.simulation("fedper", model="resnet8", epochs=1, fine_tune_layers=True, **everyone)
+    trained, _ = toy.train(simulated, (0,))
+    tuner = simulated.tuner(1)
+    before = arrays(trained.servers.variables["batch_stats"])
+    tuned, _ = tuner.step(tuner.storage.copied(trained), 1)
+    assert_close(arrays(tuned.servers.variables["batch_stats"]), before, 1e-6)
 
 
 def test_fine_tuned_layers_are_measured_beside_those_of_training():

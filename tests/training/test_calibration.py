@@ -35,6 +35,7 @@ def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state.servers.variables))
 
 
+@pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
 def test_a_result_has_it_beside_ga():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
     given = {"rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
@@ -47,3 +48,23 @@ def test_a_result_has_it_beside_ga():
 def test_what_has_no_trained_global_head_is_refused(name):
     with pytest.raises(UserError, match="calibrate=ccvr"):
         check_calibration(toy.simulation(name), 0)
+
+
+def test_what_calibrates_by_itself_is_refused():
+    with pytest.raises(UserError, match="calibrates its last model by itself"):
+        check_calibration(toy.simulation("ccvr"), 0)
+
+
+def test_a_covariance_that_is_too_large_or_singular_names_what_there_is():
+    setting = toy.simulation("fedavg").program.setting
+    with pytest.raises(UserError, match="use method=ccvr with covariance=diagonal"):
+        Calibration().configure(setting._replace(num_classes=100, feature_dim=2048), None)
+    (few,) = Calibration().configure(setting._replace(rarest_class=3), None)[1]
+    assert few.endswith("for more use `method=ccvr` with `covariance=diagonal`.")
+
+
+@pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
+def test_the_summary_of_ccvr_has_the_other_model_too():
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    history = fp.simulate(federation, fp.CCVR(), rounds=2, local_epochs=1, lanes=1, fine_tune_epochs=0)
+    assert history.summary["ga_ccvr_last"] == history.rows[-1]["ga_ccvr"]
