@@ -20,7 +20,8 @@ from fedjax_pcdd.methods.wrappers import averages_models
 def with_own_layers(method: Method) -> Method:
     """The method of a run in which clients keep their normalisation layers; UserError where it has other models."""
     traits = method.traits()
-    if not averages_models(method) or traits.personal_model == "server" or traits.apart:
+    alone = averages_models(method) and traits.personal_model != "server" and not traits.apart and not traits.pauses
+    if not alone:
         raise UserError(
             f"`bn=local-layers` is for methods whose only model is the average of all, which {type(method).__name__}'s "
             "is not: use `bn=local`."

@@ -258,3 +258,8 @@ class Normed(nn.Module):
     def __call__(self, x, train=False):
         return nn.relu(nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x.reshape(len(x), -1))))
 """
+
+
+def test_a_method_with_a_second_global_model_is_refused():
+    with pytest.raises(UserError, match="only model is the average of all, which CCVR's is not"):
+        simulated("ccvr")
