@@ -82,10 +82,8 @@ class GaussianHead(Method):
         none = no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
 
         def sums(diagonal):
-            model = {
-                **context.server.variables,
-                "params": variables["params"],
-            }  # running statistics may be the client's
+            # Not under running statistics of the client's own, which the calibrated model will not have.
+            model = {**context.server.variables, "params": variables["params"]}
             features = forward(context.model, model, batch.images, train=False, mask=batch.mask)[0].features
             how = {"diagonal": diagonal, "mask": batch.mask, "shift": context.server.shift}
             return class_moments(features, batch.labels, setting.num_classes, **how)
