@@ -109,7 +109,8 @@ def from_global(
 def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = "last") -> list[dict[str, Any]]:
     """What fine-tuning the last state of a method without a global model adds to the results [E].
 
-    The running statistics that it starts from are the averaged ones.
+    The running statistics that it starts from are the averaged ones. PA is that of the models as they were tuned, with
+    statistics that tuning has moved (FedRep); GA that of what clients keep with the server's.
     """
     pa, ga = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
     added = [{"pa_tuned": mean(own[protocol]), "pa_tuned_per_client": plain(own[protocol])} for own in pa]
