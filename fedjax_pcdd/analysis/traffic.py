@@ -210,7 +210,7 @@ def in_words(count: int, sizes: Traffic, classes: int) -> str:
     >>> in_words(130, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
     'P + 30'
     >>> in_words(127, Traffic(0, 0, 0, 0, 100, 33, 8), 3), in_words(319, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
-    ('P + C D + C', 'P + C D D + C D + C')
+    ('P + C D + C', 'P + C(1+D+D²)')
     >>> in_words(224, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
     '2P + C D'
     >>> in_words(168, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
@@ -218,7 +218,7 @@ def in_words(count: int, sizes: Traffic, classes: int) -> str:
     """
     prototypes, logits = classes * sizes.features, PUBLIC * classes
     known = {logits: "N C", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
-    known |= {prototypes * sizes.features + prototypes + classes: "C D D + C D + C", sizes.features: "D"}
+    known |= {prototypes * sizes.features + prototypes + classes: "C(1+D+D²)", sizes.features: "D"}
     known |= {-sizes.head: "-head", 1 - sizes.head: "-head + 1"} if sizes.head else {}
     known |= {1: "1", 0: ""}
     fitting = [number for number in range(9) if count - number * sizes.model in known]

@@ -67,8 +67,12 @@ def information(given: Mapping[str, str]) -> str:
 
 def _list(name: str) -> str:
     if name == "list_methods":
-        lines = [(row.name, row.optimises, row.up, row.client, _cut(row.paper)) for row in method_rows()]
-        return table(("method", "optimises", "sent up", "kept", "paper"), lines)
+        header, rows = ("method", "optimises", "sent up", "kept", "paper"), method_rows()
+        lines = [(row.name, row.optimises, row.up, row.client) for row in rows]
+        before = sum(2 + max(map(len, column)) for column in zip(header[:-1], *lines, strict=True))
+        return table(
+            header, [(*line, _cut(row.paper, width() - before)) for line, row in zip(lines, rows, strict=True)]
+        )
     if name == "list_datasets":
         from fedjax_pcdd.data.sources import DATASETS
 
@@ -83,9 +87,8 @@ def _list(name: str) -> str:
     return table(("model", "what it is"), MODELS.items())
 
 
-def _cut(paper: str) -> str:
+def _cut(paper: str, room: int) -> str:
     """So much of it as a line has room for."""
-    room = width() - 46
     return paper if len(paper) <= room else f"{paper[: room - 1].rstrip()}…"
 
 
