@@ -1,6 +1,7 @@
 """Backbones that start from weights of a file: an npz with one array for each parameter and running statistic.
 
-Names are paths in the variables without the backbone, as `params/stem/conv/kernel`; heads and necks stay as drawn.
+Names are paths in the variables without the backbone, as `params/stem/conv/kernel`. A head or neck stays as drawn,
+unless the file has it too, whole, with its name in front, as `head:params/kernel`.
 """
 
 from pathlib import Path
@@ -34,14 +35,16 @@ def started_from(simulation: Any, file: Path) -> State:
 
 
 def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:
-    """The variables with the weights in their backbone; UserError for one that is missing, unknown or misshapen."""
+    """The variables with the weights of the file; UserError for one that is missing, unknown or misshapen."""
     unused = dict(weights)
 
     def choose(path: tuple, leaf: jax.Array) -> jax.Array:
         names = [str(key.key) for key in path]
-        if names[1] != BACKBONE:
-            return leaf
         name = "/".join([names[0], *names[2:]])
+        if names[1] != BACKBONE:
+            name = f"{names[1]}:{name}"
+            if not any(known.startswith(f"{names[1]}:") for known in weights):
+                return leaf
         if name not in weights:
             raise UserError(f"{source} lacks {name}, of shape {list(leaf.shape)}: add it (docs/data.md).")
         array = unused.pop(name)
@@ -53,5 +56,5 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
 
     chosen = jax.tree_util.tree_map_with_path(choose, variables)
     if unused:
-        raise UserError(f"{source} has {min(unused)}, which is no part of the backbone: leave it out.")
+        raise UserError(f"{source} has {min(unused)}, which is no part of the model: leave it out.")
     return chosen

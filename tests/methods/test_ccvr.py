@@ -16,7 +16,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.class_gaussians import class_moments, draw_features, gaussians
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.ccvr import CCVR
-from fedjax_pcdd.methods.method import Message, Method, Summary, Traits, hyperparameter
+from fedjax_pcdd.methods.method import Batch, Message, Method, Summary, Traits, hyperparameter
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.methods.wrappers import extended
 from fedjax_pcdd.models.classifier import apply_head, forward
@@ -185,7 +185,20 @@ def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_s
         assert_close(jax.tree.map(lambda x: np.array(x[0]), after.servers.head), arrays(expected), 1e-3)
 
 
-def test_the_round_of_the_shift_sends_no_squares_and_a_cohort_is_told():
+def test_the_round_of_the_shift_sends_no_squares_and_those_before_it_nothing():
+    simulated, before, _ = states(**ALL)
+    server, program = jax.tree.map(lambda x: jnp.asarray(x[0]), before.servers), simulated.program
+    data = toy.federation().dataset
+    batch = Batch(jnp.asarray(data.x_train[:8] / 255.0, jnp.float32), jnp.asarray(data.y_train[:8]), jnp.ones(8))
+    sent = []
+    for r in range(program.setting.rounds):
+        context = toy.context(model=program.model, setting=program.setting, server=server, round=jnp.int32(r))
+        moments = CCVR().summarise(server.variables, batch, context)
+        sent.append([bool(jnp.any(part != 0)) for part in moments])
+    assert sent == [[False] * 3] * (len(sent) - 2) + [[True, True, False], [True] * 3]
+
+
+def test_a_cohort_below_all_clients_is_told():
     simulated = toy.simulation("ccvr", **ALL)
     assert not any("take part in the last" in sentence for sentence in simulated.advice[0])
     (few,) = [one for one in toy.simulation("ccvr", cohort=2).advice[0] if "take part in the last" in one]

@@ -123,10 +123,20 @@ def test_a_run_starts_from_the_backbone_of_a_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before["head"], after["head"])
 
 
+def test_a_file_may_have_the_head_too_so_that_lg_fedavg_starts_from_a_whole_model(tmp_path):
+    simulated = toy.simulation("lgfedavg")
+    head = simulated.initial(0)["params"]["head"]
+    beside = {f"head:params/{name}": np.array(leaf) + 1 for name, leaf in head.items()}
+    np.savez(tmp_path / "a.npz", **names_of(simulated), **beside)
+    shared = started_from(simulated, tmp_path / "a.npz").servers.variables["params"]["head"]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y[0], x + 1, atol=1e-6), head, shared)
+
+
 @pytest.mark.parametrize(("change", "sentence"), [
     (lambda w, name: w.pop(name), "lacks .*, of shape .*: add it"),
     (lambda w, name: w.update({name: np.zeros((1, 1))}), "has the shape"),
-    (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is no part of the backbone"),
+    (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is no part of the model"),
+    (lambda w, name: w.update({"head:params/bias": np.zeros(4)}), "lacks head:params/kernel, of shape"),
 ])  # fmt: skip
 def test_a_file_that_does_not_suit_is_refused(tmp_path, change, sentence):
     simulated = toy.simulation()
