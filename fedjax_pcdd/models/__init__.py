@@ -68,7 +68,10 @@ _OWN = {
     "femnist_cnn": _Family(
         femnist_cnn, 4, "two 5x5 convolutions of 32 and 64 channels (LEAF on FEMNIST)", normed=False
     ),
-    "resnet8": _Family(partial(ResNet, (1, 1, 1), width=16), 4, "ResNet8 of 16 to 64 channels, which a CPU can train"),
+    "resnet8": _Family(partial(ResNet, (1, 1, 1), width=16), 4, "ResNet8 of 16 to 64 channels"),
+    "resnet8_stride2": _Family(
+        partial(ResNet, (1, 1, 1), width=16, stem_stride=2), 8, "ResNet8 with a stem of stride 2, which a CPU can train"
+    ),
     "resnet10": _Family(partial(ResNet, (1, 1, 1, 1), kernel_init="uniform"), 8, "ResNet10 for 32x32 images (FCCL)"),
     "resnet12": _Family(partial(ResNet, (2, 1, 1, 1), kernel_init="uniform"), 8, "ResNet12 for 32x32 images (FCCL)"),
     "resnet18": _Family(partial(ResNet, (2, 2, 2, 2)), 8, "ResNet18 for 32x32 images (FedMR, FedGELA)"),

@@ -1,4 +1,4 @@
-"""Residual networks for images of about 32x32: a 3x3 stem of stride 1, no max-pool.
+"""Residual networks for images of about 32x32: a 3x3 stem, of stride 1 in the published ones, no max-pool.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form of the FedMR and FedGELA papers' code,
 and with blocks (1, 1, 1, 1) and (2, 1, 1, 1), ResNet10 and ResNet12, in that of the FCCL paper's.
@@ -64,16 +64,18 @@ class ResNet(_Residual):
     Attributes:
       blocks: blocks of each stage; a stage after the first halves the sides and doubles the channels.
       width: channels of the first stage; 64 with blocks (2, 2, 2, 2) is ResNet18.
+      stem_stride: of the stem; with 2 every convolution but the stem has a quarter of the work.
       bottleneck: whether the blocks are bottlenecks; with blocks (3, 4, 6, 3) that is ResNet50.
     """
 
     blocks: Sequence[int] = (2, 2, 2, 2)
     width: int = 64
+    stem_stride: int = 1
     bottleneck: bool = False
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        x = nn.relu(self.conv_norm(x, self.width, 3, 1, ("stem", "stem_norm"), train, mask))
+        x = nn.relu(self.conv_norm(x, self.width, 3, self.stem_stride, ("stem", "stem_norm"), train, mask))
         for stage, count in enumerate(self.blocks):
             x = self.kept(x)
             for i in range(count):

@@ -34,6 +34,7 @@ SMALLEST = {
     "fedrl_cnn": (16, 16, 1),
     "femnist_cnn": (4, 4, 1),
     "resnet8": (4, 4, 3),
+    "resnet8_stride2": (8, 8, 3),
     "resnet10": (8, 8, 3),
     "resnet12": (8, 8, 3),
     "resnet18": (8, 8, 3),
@@ -80,6 +81,7 @@ def narrow_variables():
         ("resnet50", (32, 32, 3), 100, 23_705_252, 23_758_425, 2048),
         ("wrn28_10", (32, 32, 3), 100, 36_546_980, 36_564_957, 640),
         ("resnet8", (32, 32, 3), 10, 78_042, 78_042 + 2 * 336 + 9, 64),
+        ("resnet8_stride2", (32, 32, 3), 10, 78_042, 78_042 + 2 * 336 + 9, 64),
         ("resnet8", (28, 28, 1), 10, 78_042 - 288, 78_042 - 288 + 2 * 336 + 9, 64),
         # The paper's code has 1 088 more, of layers in the first block that are never called.
         ("efficientnet_b0", (32, 32, 3), 10, 3_598_598, 3_598_598 + 2 * 19_728 + 48, 320),
