@@ -74,7 +74,6 @@ def departures(
         for split in claim.splits
         for column in every
         if (column.table, column.split) == (claim.table, split)
-        and "before" not in column.tag.split("-")
         and (one := _departure(claim, column, _usual(claim, column, every), paper(claim, split))) is not None
     ]
 

@@ -39,9 +39,7 @@ READING = """## How to read it
   which three to five seeds leave most differences, also large ones: with so few pairs and as many claims as the page
   has hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for
   the claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
-- Cells tagged `before` were run before their protocols and weights were settled as [ambiguities.md](ambiguities.md)
-  says; without the tag they are as settled. Where a number is older than a preset or a default, its command carries the
-  options with which it was run.
+- Where a number is older than a preset or a default, its command carries the options with which it was run.
 - PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
   does; the column "PA last" has the model after the last epoch. A claim about PA is judged by both; where they
   disagree it is not distinguishable.
