@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.statistics import Difference, paired, signed
+from fedjax_pcdd.report.statistics import Difference, signed
 from fedjax_pcdd.report.tables import Cell, Table, markdown
 from fedjax_pcdd.report.tables import Column as Heading
 from fedjax_pcdd.report.tables import Row as Line
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Expectations, Result, Row, printed
+from reproduction.columns import BASELINE, Column, Expectations, Result, Row, difference, printed
 
 METRIC = "ga_pct"
 INTRODUCTION = """# What the papers do not say
@@ -22,15 +22,17 @@ not edit it.
 
 Where a paper is silent, or says one thing and its published code does another, something has to be chosen. Here is what
 is open, our default, the option that gives the other reading, and, where it was run, what that changes: GA in percent
-points against the default, paired by seed, best round and mean of the last ten. Sizes of the runs are in
-[reproduction.md](reproduction.md); what a small network shows need not hold for a large one.
+points against the default, paired by seed, best round and mean of the last ten. Only runs of one version of this
+project are a pair. Sizes of the runs are in [reproduction.md](reproduction.md); what a small network shows need not
+hold for a large one.
 """
 SELECTION = """\
 The papers report the best round, chosen on the test data, or do not say. Best less last, and less the mean
 of the last ten, over all runs with a global model:"""
 CLOSEST = """\
 The best GA of the method less FedAvg's under the same reading (under the default, if the reading is of the method
-alone), beside the printed difference; the closest in bold. One seed's differences are mostly noise."""
+alone), the same under the default on the same seeds, and how far both are from the printed difference; with more than
+one seed the nearer one in bold. One seed's differences are mostly noise."""
 
 
 class Measured(NamedTuple):
@@ -124,8 +126,7 @@ def _column(columns: Sequence[Column], scale: str, measured: Measured, tag: str)
 def _change(other: Row | None, default: Row | None) -> tuple[Difference, Difference] | None:
     if other is None or default is None:
         return None
-    best = paired(other.values(METRIC), default.values(METRIC))
-    ten = paired(other.last_ten(METRIC), default.last_ten(METRIC))
+    best, ten = (difference(other, default, METRIC, last_ten=ten) for ten in (False, True))
     return None if best is None or ten is None else (best, ten)
 
 
@@ -181,7 +182,7 @@ def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expect
         for scale in dict.fromkeys(one.scale for one in columns):
             lines += _gaps(columns, scale, measured, numbers)
     left = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
-    right = tuple(Heading(text) for text in ("seeds", "ours", "paper", "apart"))
+    right = tuple(Heading(text) for text in ("seeds", "ours", "default's", "paper", "apart", "default's"))
     table = markdown(Table("", left + right, tuple(lines), stub="table")) if lines else "Not measured yet.\n"
     return ["## Which reading comes closest to the papers", "", CLOSEST, "", table]
 
@@ -192,24 +193,22 @@ def _readings(ambiguities: Iterable[Ambiguity]) -> list[tuple[Measured, str]]:
 
 
 def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Mapping[str, float]) -> list[Line]:
-    """A line for the default and for each reading, the closest to the paper in bold."""
+    """A line for each reading, the nearer to the paper of it and the default in bold."""
     row = measured.rows[0]
     default = _column(columns, scale, measured, measured.base)
-    if default is None or not {row, BASELINE} <= numbers.keys():
+    usual, plain = (default.row(name) if default else None for name in (row, BASELINE))
+    if usual is None or plain is None or not {row, BASELINE} <= numbers.keys():
         return []
-    paper, gaps = numbers[row] - numbers[BASELINE], []
-    for tag in (measured.base, *measured.tags):
+    paper, lines = numbers[row] - numbers[BASELINE], []
+    for tag in measured.tags:
         column = _column(columns, scale, measured, tag)
-        ours = column and column.row(row)
-        base = (column and column.row(BASELINE)) or default.row(BASELINE)
-        over = paired(ours.values(METRIC), base.values(METRIC)) if ours and base else None
-        gaps += [(tag or "default", over, abs(over.mean - paper))] if over else []
-    if len(gaps) < 2:
-        return []
-    least = min(gap for _, _, gap in gaps)
-    lines = []
-    for tag, over, gap in gaps:
-        words = (measured.split, row, scale, tag, str(len(over.seeds)), str(over), signed(paper), f"{gap:.2f}")
-        cells = (Cell(text=word, rank=int(word is tag and gap == least)) for word in words)
-        lines.append(Line(measured.table, tuple(cells)))
+        ours = column.row(row) if column else None
+        over = difference(ours, (column and column.row(BASELINE)) or plain, METRIC) if ours else None
+        before = over and difference(usual, plain, METRIC, seeds=over.seeds)
+        if over is None or before is None or over.seeds != before.seeds:
+            continue
+        gaps = [abs(one.mean - paper) for one in (over, before)]
+        words = (measured.split, row, scale, tag, str(len(over.seeds)), str(over), str(before), signed(paper))
+        apart = [Cell(text=f"{gap:.2f}", rank=int(len(over.seeds) > 1 and gap == min(gaps))) for gap in gaps]
+        lines.append(Line(measured.table, (*(Cell(text=word) for word in words), *apart)))
     return lines

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.expected import PA, PA_LAST
-from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, paired
+from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
+from fedjax_pcdd.report.statistics import VERDICTS, Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Expectations, printed
+from reproduction.columns import BASELINE, Column, Expectations, Row, difference, printed
+
+POINTS = "pct", "fraction"  # ends of the metrics that are in percent points
 
 
 class Claim(NamedTuple):
@@ -38,13 +40,24 @@ class Claim(NamedTuple):
     hinges: str = ""
     gpu_part: Mapping[str, int] = {}
 
+    @property
+    def in_points(self) -> bool:
+        """Whether its differences are percent points."""
+        return self.metric.partition(":")[0].endswith(POINTS)
+
 
 class Finding(NamedTuple):
-    """What the results say of a claim on one split; `best` and `last_ten` None where it was not tried.
+    """What the results say of a claim on one split.
 
-    The p-values of both are adjusted for all claims of the page that were tried; `alone` is the best round's as it is,
-    `in_table` its p-value adjusted for the claims on the same table and scale, `by_last` the difference in PA of the
-    models after their last epoch, for a claim about PA.
+    Args:
+      claim, split, tag, scale: which, and from which column.
+      paper: the printed difference.
+      best: of the best round, its p-value adjusted for all claims of the page that were tried; None where it was not.
+      last_ten: of the mean of the last ten rounds, adjusted likewise; None for PA, which there is of other models.
+      by_last: of the models after their last epoch, adjusted likewise, for a claim about PA.
+      alone, alone_by_last: `best` and `by_last` as they are.
+      in_table: the best round's p-value adjusted for the claims on the same table and scale.
+      images: the data set, where it is not that of the table.
     """
 
     claim: Claim
@@ -54,9 +67,11 @@ class Finding(NamedTuple):
     paper: float | None
     best: Difference | None
     last_ten: Difference | None
-    alone: Difference | None = None
-    in_table: float | None = None
     by_last: Difference | None = None
+    alone: Difference | None = None
+    alone_by_last: Difference | None = None
+    in_table: float | None = None
+    images: str = ""
 
     @property
     def claimed(self) -> float:
@@ -69,8 +84,13 @@ class Finding(NamedTuple):
         if self.best is None:
             return "not tried"
         verdict = self.best.against(self.claimed)
-        agreed = self.by_last is None or self.by_last.mean * self.best.mean > 0
+        agreed = self.by_last is None or self.by_last.against(self.claimed) == verdict
         return verdict if agreed else "not distinguishable"
+
+    @property
+    def uncorrected(self) -> str:
+        """The verdict without a correction for other claims."""
+        return self._replace(best=self.alone or self.best, by_last=self.alone_by_last or self.by_last).verdict
 
 
 def read_claims(path: Path) -> list[Claim]:
@@ -88,49 +108,54 @@ def read_claims(path: Path) -> list[Claim]:
 
 
 def findings(claims: Iterable[Claim], columns: Sequence[Column], expected: Expectations) -> list[Finding]:
-    """Every claim on each of its splits, at each scale that has it; one that nothing has is there as not tried."""
+    """Every claim on each of its splits, at each scale that has it; one that nothing has is there as not tried.
+
+    Raises:
+      UserError: a paper prints the opposite of a claim.
+    """
     all_findings = []
     for claim in claims:
         for split in claim.splits:
             numbers = printed(expected.get(claim.table, ()), claim.printed_on or split, claim.metric)
             higher, lower = (numbers.get(name) for name in (claim.higher, claim.lower))
             paper = None if higher is None or lower is None else higher - lower
-            tried = [
-                Finding(claim, split, one.tag, one.scale, paper, *differences, by_last=_by_last(claim, one))
-                for one in columns
-                if (one.table, one.split) == (claim.table, split) and one.tag in claim.tags
-                and (differences := _differences(claim, one)) is not None
-            ]  # fmt: skip
+            if paper is not None and paper <= 0:
+                raise UserError(f"claim '{claim.text}': the paper prints the opposite on {split}, {paper:+.2f}.")
+            here = [one for one in columns if (one.table, one.split) == (claim.table, split) and one.tag in claim.tags]
+            tried = [found for one in here if (found := _finding(claim, one, paper)) is not None]
             all_findings += tried or [Finding(claim, split, "", "", paper, None, None)]
     return _adjusted(all_findings)
 
 
-def _differences(claim: Claim, column: Column) -> tuple[Difference, Difference | None] | None:
+def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | None:
+    """What a column says, None where it lacks a row or has no pair."""
     higher, lower = column.row(claim.higher), column.row(claim.lower)
-    if higher is None or lower is None:
+    best = None if higher is None or lower is None else difference(higher, lower, claim.metric)
+    if higher is None or lower is None or best is None:
         return None
-    best = paired(higher.values(claim.metric), lower.values(claim.metric))
-    return None if best is None else (best, paired(higher.last_ten(claim.metric), lower.last_ten(claim.metric)))
+    ten = None if claim.metric == PA else difference(higher, lower, claim.metric, last_ten=True)
+    last = difference(higher, lower, PA_LAST) if claim.metric == PA else None
+    return Finding(
+        claim, column.split, column.tag, column.scale, paper, best, ten, last, best, last, images=_images(higher)
+    )
 
 
-def _by_last(claim: Claim, column: Column) -> Difference | None:
-    higher, lower = column.row(claim.higher), column.row(claim.lower)
-    if claim.metric != PA or higher is None or lower is None:
-        return None
-    return paired(higher.values(PA_LAST), lower.values(PA_LAST))
+def _images(row: Row) -> str:
+    return row.results[0].get("over_preset", {}).get("dataset", "")
 
 
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
     """With the p-values of the page as those of one family, and of each table and scale as another."""
-    bests, tens = (family([getattr(one, name) for one in all_findings]) for name in ("best", "last_ten"))
+    names = ("best", "last_ten", "by_last")
+    bests, tens, lasts = (family([getattr(one, name) for one in all_findings]) for name in names)
     of_table: dict[int, float | None] = {}
     for key in dict.fromkeys((one.claim.table, one.scale) for one in all_findings):
         own = [i for i, one in enumerate(all_findings) if (one.claim.table, one.scale) == key]
         adjusted = family([all_findings[i].best for i in own])
         of_table |= {i: one and one.p for i, one in zip(own, adjusted, strict=True)}
     return [
-        one._replace(best=best, last_ten=ten, alone=one.best, in_table=of_table[i])
-        for i, (one, best, ten) in enumerate(zip(all_findings, bests, tens, strict=True))
+        one._replace(best=best, last_ten=ten, by_last=last, in_table=of_table[i])
+        for i, (one, best, ten, last) in enumerate(zip(all_findings, bests, tens, lasts, strict=True))
     ]
 
 
@@ -144,10 +169,15 @@ class Count(NamedTuple):
 
 
 def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
-    """All methods against FedAvg on all splits that the paper prints, by table, metric and scale: each a family."""
+    """All methods against FedAvg on all splits that the paper prints, by table, metric and scale: each a family.
+
+    Metrics of which no value is the best, as seconds, are left out.
+    """
     members: dict[tuple[str, str, str], list[tuple[Difference, float]]] = {}
     for column in columns:
         for metric in dict.fromkeys(one.metric for one in expected.get(column.table, ())):
+            if (known := METRICS.get(metric.partition(":")[0])) and not known.best:
+                continue
             numbers = printed(expected[column.table], column.split, metric)
             for row in column.rows if not column.tag and BASELINE in numbers else ():
                 delta = column.over_baseline(row, metric)

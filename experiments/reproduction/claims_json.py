@@ -25,17 +25,18 @@ def as_json(
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.claim.text, one.split, one.tag), []).append(one)
-    turned: dict[tuple[str, str], list[str]] = {}
+    turned: dict[tuple[str, str, str], list[str]] = {}
     for one in departures:
         if one.turns:
-            turned.setdefault((one.claim.text, one.split), []).append(f"{one.scale} {one.tag}: {one.settings}".strip())
+            words = f"{one.scale} {one.tag}: {one.settings}".strip()
+            turned.setdefault((one.claim.text, one.split, one.base), []).append(words)
     by_gpu = {(one.claim.text, one.split): one for one in needs}
     rows = []
-    for (text, split, _), own in groups.items():
+    for (text, split, tag), own in groups.items():
         one = max(own, key=lambda one: len(one.best.seeds) if one.best else 0)
         needs_gpu = (one.claim.table, split) not in planned and one.best is None
         rows.append(
-            _row(one) | {"needs_gpu": needs_gpu, "turns_with": turned.get((text, split), [])}
+            _row(one) | {"needs_gpu": needs_gpu, "turns_with": turned.get((text, split, tag), [])}
             | _on_gpu(by_gpu.get((text, split)))
         )  # fmt: skip
     return rows

@@ -1,7 +1,7 @@
 """Results as columns: the rows of a paper's table on one split, ours over the seeds beside the printed numbers."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.report.expected import Expected
@@ -12,6 +12,7 @@ BASELINE = "fedavg"
 # Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.
 LAST_TEN = {"ga_pct": "ga_mean_last10", "ga_fraction": "ga_mean_last10", "pa_pct": "pa_mean_last10"}
 FACTORS = {"ga_fraction": 100.0}  # shares are shown in percent
+FIRST = "0.1"  # the version of results that name none
 
 Result = Mapping[str, Any]
 Expectations = Mapping[str, Sequence[Expected]]  # by table
@@ -50,6 +51,11 @@ class Row(NamedTuple):
         """The mean of the last ten rounds in place of an accuracy of the best one, in percent, by seed."""
         name = LAST_TEN.get(metric, "")
         return {r["seed"]: 100.0 * r[name] for r in self.results if r.get(name) is not None}
+
+    @property
+    def versions(self) -> dict[int, str]:
+        """Of the project that ran each seed."""
+        return {r["seed"]: r.get("version", FIRST) for r in self.results}
 
     @property
     def command(self) -> str:
@@ -92,13 +98,33 @@ class Column(NamedTuple):
     def over_baseline(self, row: Row, metric: str) -> Difference | None:
         """Paired difference to FedAvg; None for FedAvg itself or without it."""
         base = self.row(BASELINE)
-        return None if base is None or row.name == BASELINE else paired(row.values(metric), base.values(metric))
+        return None if base is None or row.name == BASELINE else difference(row, base, metric)
 
     def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int]:
         """Rank correlation of our means with the printed numbers, and over how many rows."""
         means = [(row.name, over_seeds(row.values(metric).values()).mean) for row in self.rows]
         pairs = [(ours, printed[name]) for name, ours in means if ours is not None and name in printed]
         return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs)
+
+
+def difference(
+    higher: Row, lower: Row, metric: str, *, last_ten: bool = False, seeds: Container[int] | None = None
+) -> Difference | None:
+    """The paired difference of two rows, None without a pair.
+
+    A pair are two runs of one seed and of one version of the project: another version may sum in another order, which
+    after many rounds moves an accuracy by as much as a setting does.
+
+    Args:
+      higher, lower: the difference is the first less the second.
+      metric: of the expected tables.
+      last_ten: take the mean of the last ten rounds.
+      seeds: those that count, by default all.
+    """
+    ours, theirs = (row.last_ten(metric) if last_ten else row.values(metric) for row in (higher, lower))
+    alike = {seed for seed, version in higher.versions.items() if lower.versions.get(seed) == version}
+    counted = [seed for seed in ours if seed in alike and (seeds is None or seed in seeds)]
+    return paired({seed: ours[seed] for seed in counted}, theirs)
 
 
 def columns(results: Iterable[Result], expected: Expectations) -> list[Column]:
@@ -162,7 +188,8 @@ def _mean_rows(members: Sequence[Column]) -> tuple[Row, ...]:
 def _mean_result(seed: int, results: Sequence[Result]) -> Result:
     """A result whose accuracies are the means of these."""
     last = _means([{name: r[name] for name in LAST_TEN.values() if r.get(name) is not None} for r in results])
-    return {"seed": seed, "metrics": _means([r["metrics"] for r in results]), **last}
+    version = ", ".join(sorted({r.get("version", FIRST) for r in results}))
+    return {"seed": seed, "version": version, "metrics": _means([r["metrics"] for r in results]), **last}
 
 
 def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:

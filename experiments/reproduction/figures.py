@@ -10,14 +10,14 @@ from fedjax_pcdd.report.plots import GREY, as_svg
 from reproduction.claims import Finding
 
 NAMES = {"fedmr": "FedMR", "fedgela": "FedGELA", "fedrl": "FedRL", "fccl": "FCCL"}
-POINTS = "pct", "fraction"  # ends of the metrics that are in percent points
 ROW, MARGIN, WIDTH = 0.17, 0.5, 7.6  # inches
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
 LABELS, KEYS = 0.52, 0.28  # share of the width left of the axes, inches above them
 HEADING = """## Ours beside the papers
 
 Differences of the best round in percent points with their 95 % interval over the seeds, none for one seed, and what the
-paper prints for the same split. One line a claim and split, as the list above has them, but for the eigenvalues.
+paper prints for the same split, or for a mean of splits and other images where the list above says so. One line a claim
+and split, as that list has them, but for the eigenvalues.
 """
 
 
@@ -69,7 +69,7 @@ def picture(findings: Sequence[Finding], words: str) -> str:
 
 
 def _shown(one: Finding) -> bool:
-    return one.best is not None and one.claim.metric.partition(":")[0].endswith(POINTS)
+    return one.best is not None and one.claim.in_points
 
 
 def _draw(axes: Axes, at: int, one: Finding) -> None:

@@ -1,12 +1,12 @@
 """What the claims hinge on: the same difference under other readings, longer training or another network, where run."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fedjax_pcdd.report.statistics import Difference, paired
+from fedjax_pcdd.report.statistics import Difference
 from fedjax_pcdd.training.config import RUN
 from reproduction.claims import Claim
-from reproduction.columns import Column, Row, in_words
+from reproduction.columns import Column, Row, difference, in_words
 
 CPU = "cpu"  # the scale that the others are compared with
 # What a departure is of, by the options in which it departs: the first that has one of them.
@@ -22,8 +22,8 @@ HEADING = """## What the claims hinge on
 Each claim on each split again under every other setting that was run: other readings of the paper
 ([ambiguities.md](ambiguities.md)), longer training, another network or norm, other images. *Turns* means that the sign
 of the best round's difference is another one, or that a paired t-test, whose p-value is not adjusted here, says
-something else. One seed turns easily: only differences with ± have more. A row that a reading does not concern is that
-of the default.
+something else. One seed turns easily: only differences with ± have more. Both differences are of the same seeds, and of
+runs of one version of this project. A row that a reading does not concern is that of the default.
 """
 
 
@@ -35,7 +35,8 @@ class Departure(NamedTuple):
       kind: of `KINDS`.
       scale, tag: of the column that departs.
       settings: the options in which it departs, as `local_epochs=10`.
-      usual, other: the differences, best round, in the metric of the table.
+      base: tag of the column that it departs from.
+      usual, other: the differences, best round, in the metric of the table, over the same seeds.
       claimed: the paper's difference, or its sign.
     """
 
@@ -45,6 +46,7 @@ class Departure(NamedTuple):
     scale: str
     tag: str
     settings: str
+    base: str
     usual: Difference
     other: Difference
     claimed: float
@@ -117,21 +119,24 @@ def _departure(claim: Claim, column: Column, usual: Column | None, claimed: floa
     if usual is None:
         return None
     settings = _settings(claim, usual, column)
-    base, other = _difference(claim, usual, usual), _difference(claim, column, usual, settings)
-    if base is None or other is None:
+    other = _difference(claim, column, usual, settings)
+    base = other and _difference(claim, usual, usual, seeds=other.seeds)
+    if base is None or other is None or base.seeds != other.seeds:
         return None
     kind = next(name for name, options in KINDS.items() if not options or options & settings.keys())
-    return Departure(claim, column.split, kind, column.scale, column.tag, in_words(settings), base, other, claimed)
+    words = in_words(settings)
+    return Departure(claim, column.split, kind, column.scale, column.tag, words, usual.tag, base, other, claimed)
 
 
 def _difference(
-    claim: Claim, column: Column, usual: Column, settings: Mapping[str, str] | None = None
-) -> Difference | None:
+    claim: Claim, column: Column, usual: Column, settings: Mapping[str, str] | None = None,
+    seeds: Container[int] | None = None,
+) -> Difference | None:  # fmt: skip
     """Of a column; the lower row may be the usual one's where only options of a method depart."""
     higher, lower = column.row(claim.higher), column.row(claim.lower)
     if lower is None and not RUN.keys() & (settings or {}).keys():
         lower = usual.row(claim.lower)
-    return None if higher is None or lower is None else paired(higher.values(claim.metric), lower.values(claim.metric))
+    return None if higher is None or lower is None else difference(higher, lower, claim.metric, seeds=seeds)
 
 
 def hinges_section(claims: Sequence[Claim], known: Sequence[Departure]) -> list[str]:

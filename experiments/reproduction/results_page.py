@@ -13,7 +13,7 @@ from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds
 from fedjax_pcdd.report.tables import Column as Heading
 from fedjax_pcdd.report.tables import Row as Line
 from reproduction.claims import Count, Finding, ordered
-from reproduction.columns import BASELINE, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
+from reproduction.columns import BASELINE, FIRST, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
 
 INTRODUCTION = """# Reproduction
 
@@ -41,14 +41,14 @@ READING = """## How to read it
   the claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
 - Where a number is older than a preset or a default, its command carries the options with which it was run.
 - PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
-  does; the column "PA last" has the model after the last epoch. A claim about PA is judged by both; where they
-  disagree it is not distinguishable.
+  does; of FedGELA that is each client's own best epoch, of FedAvg one epoch for all, which flatters less. The column
+  "PA last" has the model after the last epoch. A claim about PA is judged by both, each adjusted by Holm; where they
+  disagree it is not distinguishable. It is not judged by the last ten rounds, whose PA is of other models.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
   it is with runs that were trained together with others of their program, which are counted below where there are some.
 """
 IMAGES = ((28, 28, 1), (32, 32, 3))
-FIRST = "0.1"  # the version of results that name none
 MOST_NAMED = 4  # splits of a claim that the summary lists
 
 
@@ -141,7 +141,7 @@ def _named(findings: Iterable[Finding]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} splits"
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} comparisons"
 
 
 def _claims(findings: Sequence[Finding]) -> list[str]:
@@ -149,6 +149,7 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
     for one in findings:
         if one.best is not None:
             paper = NOTHING if one.paper is None else signed(one.paper)
+            paper += f" ({one.claim.printed_on})" if one.claim.printed_on else ""
             ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
             where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
             values = (one.alone and one.alone.p, one.in_table, one.best.p)
@@ -157,7 +158,10 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
     tests = ("p", "p, table", "p, page")
     headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
-    remarks = "Differences in percent points, in the metric of the table."
+    remarks = (
+        "Differences in percent points, but those of eigenvalues. In brackets a mean of splits, where the paper prints "
+        "no number for one; with a tag that names images, ours are of these and the paper's of the table's."
+    )
     return [markdown(replace(table, remarks=remarks))] if lines else []
 
 
@@ -169,7 +173,10 @@ def _counts(counts: Sequence[Count]) -> list[str]:
     ]
     headings = ("table", "metric", "scale", *VERDICTS)
     table = texts("", headings, lines, left=("metric", "scale"))
-    remarks = "How many differences to FedAvg have the sign that the paper prints."
+    remarks = (
+        "How many differences to FedAvg have the sign that the paper prints. The differences of a line are one family "
+        "for Holm's correction, smaller than the page's, so that here more can hold than in the list of claims."
+    )
     return ["## Every method against FedAvg", "", markdown(replace(table, remarks=remarks))] if lines else []
 
 

@@ -16,7 +16,9 @@ HEADING = """## In ten sentences
 
 Each is computed from the results below. Differences are in percent points, in brackets their 95 % interval over the
 seeds; *clearly* is a paired t-test at the level 0.05 on its own, which is more lenient than the verdicts of this page.
-Behind a split `fmnist` means that it has the images of Fashion-MNIST, where the paper prints CIFAR-10's number.
+Behind a split `fmnist` means that it has the images of Fashion-MNIST, where the paper prints CIFAR-10's number. Of a
+scale a sentence names the comparison with most seeds, of equal ones that nearest to the paper's table, then the one
+with the largest printed difference; how many there are and how they came out stands behind.
 """
 
 
@@ -53,23 +55,27 @@ def _extent(facts: Facts) -> str:
         key = one.claim.text, one.split
         most[key] = max(most.get(key, 0), len(_best(one).seeds))
     repeated = sum(seeds >= ENOUGH for seeds in most.values())
-    own = sum(one["status"] == "finished" and one["scale"] in OWN and "same_run_as" not in one for one in facts.results)
-    runs = sum(one["status"] == "finished" and "same_run_as" not in one for one in facts.results)
+    own = sum(_finished(one) and one["scale"] in OWN for one in facts.results)
+    behind = {(one.scale, one.claim.table, one.split, one.tag, row)
+              for one in facts.tried() for row in (one.claim.higher, one.claim.lower)}  # fmt: skip
+    runs = sum(_finished(one) for one in facts.results)
+    counted = sum(_finished(one) and _key(one) in behind for one in facts.results)
     gpu = {(one.claim.text, one.split) for one in facts.needs}
+    predicted = {(one.claim.text, one.split) for one in facts.needs if one.hours}
     hours = sum({name: one or 0.0 for need in facts.needs for name, one in need.by_cell.items()}.values())
     return (
         f"The {len({text for text, _ in pairs})} claims of the papers that are listed here make {len(pairs)} with "
-        f"their splits, of which {len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {runs} "
-        f"runs; {own} of these runs have a paper's own network and length, and {len(gpu)} of the {len(pairs)} ask for "
-        f"a GPU in the paper's own settings, for some {hours:.0f} predicted hours, so that nothing here confirms or "
-        "refutes the numbers printed for these."
+        f"their splits, of which {len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {counted} "
+        f"of {runs} runs; {own} of all runs have a paper's own network, as far as it is printed, and its length, and "
+        f"{len(gpu)} of the {len(pairs)} ask for a GPU in the paper's own settings, {len(predicted)} of them for some "
+        f"{hours:.0f} predicted hours in all, so that nothing here confirms or refutes the numbers printed for these."
     )
 
 
 def _verdicts(facts: Facts) -> str:
     several = [one for one in facts.tried() if len(_best(one).seeds) > 1]
     adjusted = [one.verdict for one in several]
-    alone = [_alone(one) for one in several]
+    alone = [one.uncorrected for one in several]
     single = len(facts.tried()) - len(several)
     return (
         f"After Holm's correction over the page {adjusted.count('held')} of {len(several)} comparisons with more than "
@@ -84,18 +90,19 @@ def _directions(facts: Facts) -> str:
     same = sum(_best(one).mean * one.claimed > 0 for one in own)
     ten = [(one.last_ten, one.claimed) for one in own if one.last_ten is not None]
     same_ten = sum(one.mean * claimed > 0 for one, claimed in ten)
-    inside = [one for one in own if one.paper is not None and _best(one).low is not None]
+    inside = [one for one in own if one.paper is not None and _best(one).low is not None and _alike(one)]
     covered = sum(_covers(_best(one), one.paper) for one in inside)
     return (
         f"With {ENOUGH} or more seeds the best round has the claimed sign in {same} of {len(own)} comparisons and the "
-        f"mean of the last ten rounds in {same_ten} of {len(ten)}, and the printed difference lies within our interval "
-        f"in {covered} of {len(inside)}, wide as these intervals are."
+        f"mean of the last ten rounds in {same_ten} of {len(ten)} (those in GA); of the {len(inside)} for which the "
+        f"paper prints a difference in percent points of the same split and images, it lies within our interval in "
+        f"{covered}, wide as these intervals are."
     )
 
 
 def _fedmr(facts: Facts) -> str:
     own = facts.tried(lambda one: _rows(one) == FEDMR)
-    return f"FedMR above FedAvg, the main claim of its paper: {_by_scale(own, most=2)}."
+    return f"FedMR above FedAvg, the main claim of its paper: {_by_scale(own, most=2)}; {_counted(own)}."
 
 
 def _fedmr_rivals(facts: Facts) -> str:
@@ -128,19 +135,19 @@ def _fedgela(facts: Facts) -> str:
             "fedgela/table2", "fedgela", "fedavg"))
         for metric in ("ga_pct", "pa_pct")
     )  # fmt: skip
-    return f"FedGELA above FedAvg: in GA {_by_scale(ga)}; in PA {_by_scale(pa)}."
+    return f"FedGELA above FedAvg: in GA {_by_scale(ga)}, {_counted(ga)}; in PA {_by_scale(pa)}, {_counted(pa)}."
 
 
 def _fedgela_parts(facts: Facts) -> str:
     own = facts.tried(lambda one: one.claim.table == "fedgela/table4")
     named = "; ".join(f"{one.claim.text}: {_told(_best(one))}, printed {_printed(one)}" for one in own[:MOST_NAMED])
-    return f"What FedGELA's parts are worth, on their most skewed split: {named or 'not tried'}."
+    return f"What FedGELA's parts are worth, on Dirichlet(0.1) of Fashion-MNIST: {named or 'not tried'}."
 
 
 def _others(facts: Facts) -> str:
     rl = facts.tried(lambda one: _rows(one) == ("fedrl/table1", "fedrl", "fedavg"))
     fccl = facts.tried(lambda one: one.claim.table.startswith("fccl/"))
-    return f"FedRL above FedAvg: {_by_scale(rl)}; FCCL above training alone: {_by_scale(fccl)}."
+    return f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(fccl)}."
 
 
 def _by_scale(own: Sequence[Finding], most: int = 1) -> str:
@@ -163,7 +170,7 @@ def _counted(own: Sequence[Finding]) -> str:
     if not several:
         return "not tried with more than one seed"
     same = sum(_best(one).mean * one.claimed > 0 for one in several)
-    clear = [_alone(one) for one in several]
+    clear = [one.uncorrected for one in several]
     verdicts = [one.verdict for one in several]
     return (
         f"in {same} of {len(several)} comparisons with more than one seed, clearly in {clear.count('held')}, and "
@@ -191,15 +198,9 @@ def _told(difference: Difference) -> str:
 
 def _in_words(one: Finding) -> str:
     """Verdict of a comparison, and what a test alone says where that is another."""
-    alone = _alone(one)
-    if one.verdict == alone:
-        return alone
-    return f"{one.verdict} after Holm's correction, {alone} without"
-
-
-def _alone(one: Finding) -> str:
-    """The verdict without a correction for other claims."""
-    return one._replace(best=one.alone or one.best).verdict
+    if one.verdict == one.uncorrected:
+        return one.verdict
+    return f"{one.verdict} after Holm's correction, {one.uncorrected} without"
 
 
 def _best(one: Finding) -> Difference:
@@ -209,7 +210,24 @@ def _best(one: Finding) -> Difference:
 
 
 def _printed(one: Finding) -> str:
-    return "nothing" if one.paper is None else signed(one.paper)
+    where = f" for {one.claim.printed_on}" if one.claim.printed_on else ""
+    return "nothing" if one.paper is None else signed(one.paper) + where
+
+
+def _finished(result: Result) -> bool:
+    """Whether it is a run of its own that reached its end."""
+    return result["status"] == "finished" and "same_run_as" not in result
+
+
+def _key(result: Result) -> tuple[str, ...]:
+    """Scale, table, split, tag and row."""
+    row = f"{result['method']} {result['variant'] or ''}".rstrip()
+    return result["scale"], result["table"], result["split"] or "", result["tag"], row
+
+
+def _alike(one: Finding) -> bool:
+    """Whether the printed difference is of the same split, images and unit."""
+    return one.claim.in_points and not one.claim.printed_on and not one.images
 
 
 def _covers(difference: Difference, value: float | None) -> bool:

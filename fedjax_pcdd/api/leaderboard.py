@@ -1,8 +1,9 @@
 """The leaderboard: every method on the same data with as many trials, what is chosen is chosen on validation samples.
 
-A cell is a network, a split and a method. The method's trials run with the first seed; the one whose best round is best
-on the validation samples, the first of equals, runs with the other seeds. Nothing is chosen on test samples, and what
-diverges is a result.
+A cell is a network, a split and a method. The method's trials run with the first seed; the one whose best round is
+best on the validation samples, the first of equals, runs with the other seeds. No setting is chosen on test samples,
+and what diverges is a result. Where a method has no global model, GA is the mean of the clients' models, and there is
+none of the best round, which each client has by its own tests.
 """
 
 import json
@@ -32,13 +33,13 @@ from fedjax_pcdd.training.presets import PAPERS
 from fedjax_pcdd.training.progress import pa_name
 
 PLAN = PAPERS / "leaderboard.yaml"
-SCORE = "ga_validation_best"
 GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10"}
 PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
 MEASURES = (*GA, *PA)
 KEYS = {"network", "split", "method", "trials", "chosen", "seeds", "floats"}  # of every result
 OWN = ("run", "splits", "networks")  # sections that every plan has; the others are the packaged plan's if not given
-SECTIONS = (*OWN, "seeds", "trials", "public")
+SECTIONS = (*OWN, "seeds", "trials", "scores", "public")
+LOCAL = "*"  # behind the name of a method without a global model
 NETWORK = "{network}"  # in a trial: the cell's, for a method that needs another model beside
 
 
@@ -50,12 +51,17 @@ class Plan(NamedTuple):
     networks: list[str]
     seeds: int
     trials: dict[str, list[dict[str, Any]]]  # of each method, "default" for those that are not named
+    scores: dict[str, list[str]]  # by which a trial is chosen, the second where the first is equal; likewise
     public: dict[str, dict[str, Any]]  # by data set: options of methods that need public images
 
     def trials_of(self, method: str, network: str) -> list[dict[str, Any]]:
         """The settings that are tried."""
         listed = self.trials.get(method, self.trials["default"])
         return [{name: network if value == NETWORK else value for name, value in one.items()} for one in listed]
+
+    def scores_of(self, method: str) -> list[str]:
+        """Entries of a summary by which a trial is chosen."""
+        return self.scores.get(method, self.scores["default"])
 
 
 class Cell(NamedTuple):
@@ -71,7 +77,7 @@ class Cell(NamedTuple):
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """A plan from a YAML file, `seeds`, `trials` and `public` the packaged plan's where not given.
+    """A plan from a YAML file, `seeds`, `trials`, `scores` and `public` the packaged plan's where not given.
 
     Raises:
       UserError: it is not understood.
@@ -88,6 +94,8 @@ def read_plan(path: Path = PLAN) -> Plan:
     _check_kinds(plan, path)
     if "default" not in plan.trials or len({len(listed) for listed in plan.trials.values()}) != 1:
         raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
+    if "default" not in plan.scores:
+        raise UserError(f"'scores' in {path} must name what chooses a trial of each method, and of `default`.")
     for name, split in plan.splits.items():
         chosen = {**plan.run, **split}
         if chosen.get("select_on") != "validation" or not chosen.get("validation"):
@@ -97,7 +105,7 @@ def read_plan(path: Path = PLAN) -> Plan:
 
 def _check_kinds(plan: Plan, path: Path) -> None:
     """UserError for a section that holds something else than it should."""
-    for name in ("run", "splits", "trials", "public"):
+    for name in ("run", "splits", "trials", "scores", "public"):
         if not isinstance(getattr(plan, name), dict):
             raise UserError(f"'{name}' in {path} must be a mapping.")
     for name, settings in (("splits", plan.splits), ("public", plan.public)):
@@ -106,6 +114,9 @@ def _check_kinds(plan: Plan, path: Path) -> None:
     for method, listed in plan.trials.items():
         if not (isinstance(listed, list) and listed and all(isinstance(one, dict) for one in listed)):
             raise UserError(f"the trials of '{method}' in {path} must be a list of mappings of options.")
+    for method, listed in plan.scores.items():
+        if not (isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed)):
+            raise UserError(f"the scores of '{method}' in {path} must be a list of entries of a run's summary.")
     if not (isinstance(plan.networks, list) and plan.networks and plan.splits):
         raise UserError(f"{path} must list at least one network and one split.")
     if type(plan.seeds) is not int or plan.seeds < 1:
@@ -134,8 +145,8 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
     """
     trials, folder = plan.trials_of(cell.method, cell.network), cell.path(runs).with_suffix("")
     tried = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
-    scores = [one.get(SCORE, -1.0) if isinstance(one, dict) else -2.0 for one in tried]
-    best = int(np.argmax(scores))
+    names = plan.scores_of(cell.method)
+    best = _best(tried, names)
     finished = isinstance(tried[best], dict)
     others = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
     seeds = [tried[best], *_run(plan, cell, others, folder, more, console)] if finished else []
@@ -144,9 +155,11 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
     return {
         **cell._asdict(),
         "trials": [
-            {"options": trial, "score": one.get(SCORE)} if isinstance(one, dict) else
-            {"options": trial, "failed": _told(one, folder)} for trial, one in zip(trials, tried, strict=True)
+            {"options": trial, "score": one.get(names[0]), **{name: one.get(name) for name in names[1:]}}
+            if isinstance(one, dict) else {"options": trial, "failed": _told(one, folder)}
+            for trial, one in zip(trials, tried, strict=True)
         ],
+        "global_model": methods.get(cell.method)().traits().global_model,
         "chosen": trials[best] if finished else None,
         "seeds": [
             {"seed": seed, **{name: one.get(name) for name in (*MEASURES, "seconds_per_round")}}
@@ -158,6 +171,19 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
         "version": __version__,
         "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
     }  # fmt: skip
+
+
+def _best(tried: Sequence[dict[str, Any] | UserError], names: Sequence[str]) -> int:
+    """The trial with the largest scores, the first of equals, one that failed the last of all.
+
+    Raises:
+      UserError: one that did not fail lacks a score.
+    """
+    for one in tried:
+        if missing := [name for name in names if isinstance(one, dict) and one.get(name) is None]:
+            raise UserError(f"a run has no '{missing[0]}' in its summary: name another entry in the plan's `scores`.")
+    scores = [[one[name] if isinstance(one, dict) else -1.0 for name in names] for one in tried]
+    return scores.index(max(scores))
 
 
 def _told(error: UserError, folder: Path) -> str:
@@ -218,10 +244,12 @@ def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Tab
     rows: dict[tuple[bool, float, str], Row] = {}
     for one in own:
         cells = [_accuracy(one, *measure) for measure in measures]
+        if not one.get("global_model", True):
+            cells[0] = Entry()
         seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
         chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
         failed = any("failed" in seed for seed in one["seeds"]) or not one["seeds"]
-        rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(short_name(one["method"]), (
+        rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(label(one), (
             *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
         ))  # fmt: skip
     columns = (
@@ -230,6 +258,11 @@ def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Tab
     )  # fmt: skip
     whole = ranked(Table(f"{split}, {network}", columns, tuple(rows[key] for key in sorted(rows) if not key[0])))
     return replace(whole, rows=(*whole.rows, *(rows[key] for key in sorted(rows) if key[0])))
+
+
+def label(result: Mapping[str, Any]) -> str:
+    """The name of a method, with a mark where it has no global model."""
+    return short_name(result["method"]) + (LOCAL if not result.get("global_model", True) else "")
 
 
 def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Entry:
@@ -268,7 +301,7 @@ def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> 
     ]  # fmt: skip
     scores = [[_scores(known[*pair, name], most) for pair in pairs] for name in names]
     whole = np.reshape(np.array(scores), (len(names), len(pairs), most))
-    return [short_name(name) for name in names], [split for _, split in pairs], whole
+    return [label(known[*pairs[0], name]) for name in names], [split for _, split in pairs], whole
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:

@@ -5,14 +5,14 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from fedjax_pcdd.analysis.ranks import draw_ranks, ranks
+from fedjax_pcdd.analysis.ranks import Ranks, draw_ranks, ranks
 from fedjax_pcdd.cli.messages import called, flag
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
@@ -20,6 +20,7 @@ from fedjax_pcdd.errors import UserError, nearest, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 
+BASELINE = "fedavg"  # with which the ranks of the others are compared
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 
 
@@ -116,21 +117,35 @@ def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
     """A network's ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
+    from fedjax_pcdd.api import leaderboard
+
     if len(names) < 2 or not splits:
         return []
-    ranked, picture = ranks(scores), page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
+    baseline = names.index(BASELINE) if BASELINE in names else None
+    ranked = ranks(scores, baseline=baseline)
+    picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
     told = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
+    told += f" {leaderboard.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     if len(splits) > 1:
         told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
-    rows = [
-        Row(names[i], (Cell(float(ranked.mean[i])), Cell(text=f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}")))
-        for i in ranked.mean.argsort(kind="stable")
-    ]
-    table = Table(f"Ranks, {network}", (Column("mean rank", digits=1), Column("interval")), tuple(rows), told)
+    table = _ranks_table(names, ranked, baseline)
+    table = replace(table, title=f"Ranks, {network}", remarks=told)
     shown = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
     return [_text(table), shown]
+
+
+def _ranks_table(names: list[str], ranked: Ranks, baseline: int | None) -> Table:
+    """By rising mean rank, with the intervals."""
+    rows = []
+    for i in ranked.mean.argsort(kind="stable"):
+        spans = [f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}"]
+        if ranked.over is not None:
+            spans.append(" to ".join(f"{end:+.1f}" for end in ranked.over[i]) if i != baseline else "")
+        rows.append(Row(names[i], (Cell(float(ranked.mean[i])), *(Cell(text=span) for span in spans))))
+    headings = ("interval", f"less {BASELINE}'s")[: 1 + (ranked.over is not None)]
+    return Table("", (Column("mean rank", digits=1), *map(Column, headings)), tuple(rows))
 
 
 def _text(table: Table) -> str:

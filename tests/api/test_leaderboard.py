@@ -133,6 +133,8 @@ def test_ranks_by_hand():
     ("old", "new", "words"),
     [
         ("select_on: validation", "select_on: test", "chooses nothing on 'dir'"),
+        ("public: {}", "scores: {ditto: [pa_best]}", "what chooses a trial of each method, and of default"),
+        ("public: {}", "scores: {default: pa_best}", "the scores of 'default' in .* must be a list"),
         ("validation: 0.2, ", "", "chooses nothing on 'dir'"),
         ("seeds: 2", "seeds: three", "'seeds' in"),
         ("networks: [mlp]", "networks: mlp", "at least one network"),
@@ -183,6 +185,40 @@ def test_fewer_seeds_are_no_failures():
     names, _, scores = leaderboard.over_splits(results, cells)
     assert names == ["b", "c"]
     np.testing.assert_array_equal(scores[:, 0], [[0.5] * 3, [-np.inf] * 3])
+
+
+def test_a_method_without_a_global_model_is_marked_and_has_no_best_round():
+    local = made("a", [0.3] * 3) | {"global_model": False}
+    table = leaderboard.table("mlp", "dir", [local, made("b", [0.7] * 3)])
+    assert [(row.label, row.cells[0].mean is None) for row in table.rows] == [("b", False), ("a*", True)]
+    names, _, _ = leaderboard.over_splits([local], [leaderboard.Cell("mlp", "dir", "a")])
+    assert names == ["a*"]
+
+
+def test_a_trial_that_is_equal_in_the_first_score_is_chosen_by_the_second():
+    tried = [{"ga": 0.5, "pa": 0.1}, {"ga": 0.5, "pa": 0.3}, {"ga": 0.4, "pa": 0.9}, UserError("it diverged")]
+    assert leaderboard._best(tried, ["ga"]) == 0
+    assert leaderboard._best(tried, ["ga", "pa"]) == 1
+    assert leaderboard._best(tried[3:], ["ga", "pa"]) == 0
+    with pytest.raises(UserError, match="a run has no 'PA' in its summary: name another entry"):
+        leaderboard._best(tried, ["ga", "PA"])
+
+
+def test_what_chooses_among_equal_global_models_is_the_personal_one():
+    plan = leaderboard.read_plan()
+    assert plan.scores_of("ditto") == plan.scores_of("apfl") == ["ga_validation_best", "pa_validation_best"]
+    assert plan.scores_of("fedavg") == ["ga_validation_best"]
+
+
+def test_a_difference_of_ranks_is_told_by_draws_that_methods_share():
+    rng = np.random.default_rng(0)
+    luck = rng.normal(size=(1, 6, 3))
+    scores = np.concatenate([luck + 0.1, luck, rng.normal(size=(4, 6, 3))])  # the first is always just above the second
+    found = ranks(scores, baseline=1)
+    assert found.over[0, 1] < 0
+    assert found.high[0] > found.low[1]
+    np.testing.assert_array_equal(found.over[1], [0, 0])
+    assert ranks(scores).over is None
 
 
 def test_one_split_tells_no_methods_apart_or_together():

@@ -10,6 +10,7 @@ from made_up_results import CLAIM, PAPER, made_up
 from benchmarks.gpu import papers
 from fedjax_pcdd.training.presets import PRESETS
 from reproduction.claims import findings, read_claims
+from reproduction.claims_json import as_json
 from reproduction.columns import columns
 from reproduction.command import reproduce_main
 from reproduction.figures import figures_section
@@ -81,6 +82,33 @@ def test_a_departure_is_from_the_nearest_column_of_the_claim():
     ]  # fmt: skip
     (one,) = [one for one in departed(results, claim) if one.tag == "mnist-form"]
     assert (one.settings, round(one.usual.mean)) == ("form=x", 20)
+
+
+def test_both_differences_of_a_departure_are_of_the_same_seeds():
+    usual = [*pair(50.0, 40.0, (0, 1)), *pair(70.0, 40.0, (2, 3))]
+    (one,) = departed([*usual, *pair(45.0, 40.0, (0, 1), tag="form", own={"form": "x"})])
+    assert one.usual.seeds == one.other.seeds == (0, 1)
+    assert one.usual.mean == pytest.approx(10.05)
+
+
+def test_runs_of_two_versions_are_no_pair():
+    old = [{**one, "version": "0.1"} for one in pair(50.0, 40.0)]
+    new = [{**one, "version": "0.2"} for one in pair(45.0, 40.0, tag="form", own={"form": "x"})]
+    assert [one.usual.mean - one.other.mean for one in departed([*old, *new])] == [pytest.approx(5.0)]
+    alone = [one for one in new if one["method"] == "fedmr"]  # beside the default's FedAvg, which is of another version
+    assert departed([*old, *alone]) == []
+    renewed = [{**one, "version": "0.2"} if one["method"] == "fedmr" else one for one in old]
+    assert [one.verdict for one in judged(renewed)] == ["not tried", "not tried"]
+
+
+def test_what_turns_a_claim_is_listed_at_the_column_from_which_it_departs():
+    claim = CLAIM._replace(tags=("", "mnist"), splits=("A",))
+    results = [
+        *pair(50.0, 40.0), *pair(60.0, 40.0, tag="mnist", dataset="mnist"),
+        *pair(20.0, 40.0, tag="mnist-form", dataset="mnist", own={"form": "x"}),
+    ]  # fmt: skip
+    rows = as_json(findings([claim], columns(results, PAPER), PAPER), set(), departed(results, claim))
+    assert {row["tag"]: row["turns_with"] for row in rows} == {"": [], "mnist": ["cpu mnist-form: form=x"]}
 
 
 def test_another_scale_is_beside_the_one_of_a_cpu():
@@ -251,7 +279,8 @@ def test_the_main_claim_is_told_with_interval_seeds_and_verdict():
     text = sentences(Facts([], judged(pair(50.0, 40.0), claim), [], []))[3]
     assert text == (
         "FedMR above FedAvg, the main claim of its paper: at scale `cpu` +10.10 [+9.85 to +10.35, 3 seeds] on A, "
-        "printed nothing (held)."
+        "printed nothing (held); in 1 of 1 comparisons with more than one seed, clearly in 1, and clearly the other "
+        "way round in 0 (after Holm's correction 1 and 0)."
     )
 
 
@@ -277,4 +306,25 @@ def test_hours_of_a_cell_that_claims_share_count_once(facts):
 def test_scales_with_the_papers_own_settings_are_told_apart(facts):
     runs = [one for one in facts.results if one["status"] == "finished" and "same_run_as" not in one]
     own = sum(one["scale"] in OWN for one in runs)
-    assert f"in {len(runs)} runs; {own} of these runs have a paper's own network" in sentences(facts)[0]
+    assert f"of {len(runs)} runs; {own} of all runs have a paper's own network" in sentences(facts)[0]
+
+
+def test_only_the_runs_of_a_claims_rows_stand_behind_it():
+    claim = CLAIM._replace(table="fedmr/table1")
+    results = [{**one, "table": "fedmr/table1"} for one in [*pair(50.0, 40.0), made_up("moon", 45.0)]]
+    told = sentences(Facts(results, findings([claim], columns(results, PAPER), PAPER), [], []))[0]
+    assert "in 6 of 7 runs" in told
+
+
+def test_a_printed_difference_is_within_our_interval_only_where_split_images_and_unit_are_the_papers():
+    def told(results, claim=CLAIM, expected=PAPER):
+        return sentences(Facts([], findings([claim], columns(results, expected), expected), [], []))[2]
+
+    assert "of the 1 for which" in told(pair(50.0, 40.0))
+    assert "of the 0 for which" in told(pair(50.0, 40.0, dataset="mnist"))
+    elsewhere = CLAIM._replace(printed_on="avg")
+    assert "of the 0 for which" in told(pair(50.0, 40.0), elsewhere)
+    assert "printed +10.00 for avg" in "".join(
+        sentences(Facts([], [one._replace(claim=elsewhere._replace(table="fedgela/table4")) for one in
+                             findings([elsewhere], columns(pair(50.0, 40.0), PAPER), PAPER)], [], []))
+    )  # fmt: skip

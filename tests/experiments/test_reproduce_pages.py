@@ -15,7 +15,7 @@ from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
-from reproduction.ambiguities import effects, read_ambiguities, tags_of
+from reproduction.ambiguities import Ambiguity, Measured, ambiguities_page, effects, read_ambiguities, tags_of
 from reproduction.claims import counts, findings, read_claims
 from reproduction.claims_json import as_json
 from reproduction.columns import columns, with_means
@@ -116,6 +116,18 @@ def test_a_claim_about_pa_holds_only_where_pa_after_the_last_epoch_agrees(last, 
     assert finding.verdict == verdict
 
 
+def test_a_claim_about_pa_has_no_verdict_of_the_last_ten_rounds_which_are_of_other_models():
+    results = [{**personal(name, pa), "pa_mean_last10": pa / 100} for name, pa in (("fedmr", 92.0), ("fedavg", 90.0))]
+    finding, _ = findings([CLAIM._replace(metric="pa_pct")], columns(results, {}), {})
+    assert (finding.best.mean, finding.last_ten) == (2.0, None)
+
+
+def test_a_claim_that_its_paper_contradicts_is_refused():
+    opposite = CLAIM._replace(higher="fedavg", lower="fedmr")
+    with pytest.raises(UserError, match=r"'FedMR is above FedAvg': the paper prints the opposite on A, -10\.00"):
+        findings([opposite], [], PAPER)
+
+
 def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
     every = [made_up(name, 50.0 + seed * seed * (name == "fedmr"), seed, split=split) for seed in (0, 1, 2)
              for name in ("fedmr", "fedavg") for split in "AB"]  # fmt: skip
@@ -178,6 +190,23 @@ def test_the_effect_of_a_reading_is_against_the_default(tmp_path):
     results = [made_up("fedmr", 50.0), made_up("fedmr", 43.0, tag="other")]
     (effect,) = effects(one.measured, columns(results, PAPER))
     assert (effect.tag, effect.best.mean) == ("other", -7.0)
+    assert effects(one.measured, columns([results[0] | {"version": "0.2"}, results[1]], PAPER)) == []
+
+
+def test_a_reading_and_the_default_are_compared_with_the_paper_on_the_same_seeds():
+    default = [made_up("fedmr", ga, seed) for seed, ga in enumerate((52.0, 52.0, 30.0))]
+    plain = [made_up("fedavg", 40.0, seed) for seed in range(3)]
+    reading = [made_up("fedmr", 45.0, seed, tag="other") for seed in (0, 1)]
+    one = Ambiguity("P", "Q", "S", "D", (), Measured("toy/table1", "A", ("fedmr",), ("other",)))
+    text = ambiguities_page([one], columns([*default, *plain, *reading], PAPER), PAPER, [])
+    assert "| A | fedmr | cpu | other | 2 | +5.00 ± 0.00 | +12.00 ± 0.00 | +10.00 | 5.00 | **2.00** |" in text
+
+
+def test_seconds_are_no_difference_that_a_paper_claims():
+    numbers = [Expected("A", name, "", "compute_seconds", value, None, "", ()) for name, value in
+               (("fedmr", 20.0), ("fedavg", 18.0))]  # fmt: skip
+    results = [made_up(name, 50.0) | {"metrics": {"compute_seconds": 1.0}} for name in ("fedmr", "fedavg")]
+    assert counts(columns(results, {"toy/table1": numbers}), {"toy/table1": numbers}) == []
 
 
 @pytest.mark.parametrize(("reader", "key"), [(read_claims, "claims"), (read_ambiguities, "ambiguities")])
