@@ -3,7 +3,7 @@
 Fan et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023, section 3.
 Sent: backbone and neck each way; no classifier, as the ETF follows from a seed, unless the ablation classifier=learned
 trains one. A client keeps Phi [C]. Follows the paper but for three things taken from the published code: all classes
-in the denominator (measured better; `present` is the printed equation), two linear layers, clipping at 20.
+in the denominator (`present` is the printed equation), two linear layers, clipping at 20.
 kappa = sqrt(E_W) = 100 suits a ResNet; models without normalisation need far less: of 1, 2, 5, 10 (20 to 50 rounds
 of an MLP on digits and a CNN on Fashion-MNIST) 1 and 2 gave the best GA.
 """
