@@ -113,14 +113,14 @@ def _fedmr_rivals(facts: Facts) -> str:
 
 def _fedmr_hinges(facts: Facts) -> str:
     own = [one for one in facts.departures if _rows(one) == FEDMR]
-    turned = [one for one in own if one.turns]
-    several = sorted((one for one in turned if len(one.other.seeds) > 1), key=lambda one: -len(one.other.seeds))
-    named = "; ".join(f"{where(one)}, {one.settings}: {_told(one.other)}" for one in several[:MOST_NAMED])
-    count = f"with more than one seed in {len(several)}, among them: {named}"
-    told = f", {count if several else 'none of them with more than one seed'}"
+    above, usual = (sum(one.mean > 0 for one in pair) for pair in ([x.other for x in own], [x.usual for x in own]))
+    several = sorted((one for one in own if len(one.other.seeds) > 1), key=lambda one: -len(one.other.seeds))
+    clear = {side: [one for one in several if one.other.verdict() == side] for side in ("above", "below")}
+    named = "; ".join(f"{where(one)}, {one.settings}: {_told(one.other)}" for one in clear["above"][:MOST_NAMED])
     return (
-        f"Under {len(turned)} of {len(own)} other settings that were run (readings, length, network) the difference of "
-        f"FedMR to FedAvg turns{told if turned else ''}."
+        f"Under {len(own)} other settings that were run (readings, length, network) FedMR is above FedAvg in {above}, "
+        f"and in {usual} under the usual ones with the same seeds; of the {len(several)} with more than one seed it is "
+        f"clearly above in {len(clear['above'])}{f' ({named})' * bool(named)} and clearly below in {len(clear['below'])}."
     )
 
 

@@ -284,6 +284,21 @@ def test_the_main_claim_is_told_with_interval_seeds_and_verdict():
     )
 
 
+def test_other_settings_of_the_main_claim_are_counted_and_those_that_tell_the_methods_apart_named():
+    claim = CLAIM._replace(table="fedmr/table1")
+    spread = [made_up("fedmr", ga, seed, tag="mu1", mu1="1") for seed, ga in enumerate((41.0, 70.0, 42.0))]
+    results = [
+        *pair(50.0, 40.0), *pair(45.0, 40.0, tag="form", own={"form": "x"}), *spread,
+        *pair(30.0, 40.0, (0,), tag="lite", own={"lite": "1"}),
+    ]  # fmt: skip
+    other = departed([{**one, "table": claim.table} for one in results], claim)
+    assert sentences(Facts([], [], other, []))[5] == (
+        "Under 3 other settings that were run (readings, length, network) FedMR is above FedAvg in 2, and in 3 under the "
+        "usual ones with the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, form=x: "
+        "+5.10 [+4.85 to +5.35, 3 seeds]) and clearly below in 0."
+    )
+
+
 def test_one_seed_is_told_as_one_seed():
     claim = CLAIM._replace(table="fedmr/table1")
     text = sentences(Facts([], judged(pair(50.0, 40.0, (0,)), claim), [], []))[3]
