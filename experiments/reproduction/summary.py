@@ -120,7 +120,8 @@ def _fedmr_hinges(facts: Facts) -> str:
     return (
         f"Under {len(own)} other settings that were run (readings, length, network) FedMR is above FedAvg in {above}, "
         f"and in {usual} under the usual ones with the same seeds; of the {len(several)} with more than one seed it is "
-        f"clearly above in {len(clear['above'])}{f' ({named})' * bool(named)} and clearly below in {len(clear['below'])}."
+        f"clearly above in {len(clear['above'])}{f' ({named})' * bool(named)} and clearly below in "
+        f"{len(clear['below'])}."
     )
 
 
