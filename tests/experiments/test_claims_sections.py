@@ -294,8 +294,8 @@ def test_other_settings_of_the_main_claim_are_counted_and_those_that_tell_the_me
     other = departed([{**one, "table": claim.table} for one in results], claim)
     assert sentences(Facts([], [], other, []))[5] == (
         "Under 3 other settings that were run (readings, length, network) FedMR is above FedAvg in 2, and in 3 under "
-        "the usual ones with the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, form=x: "
-        "+5.10 [+4.85 to +5.35, 3 seeds]) and clearly below in 0."
+        "the usual ones with the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, "
+        "form=x: +5.10 [+4.85 to +5.35, 3 seeds]) and clearly below in 0."
     )
 
 
