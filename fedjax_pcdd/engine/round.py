@@ -1,8 +1,8 @@
 """A federated simulation: its initial state, one round, and its evaluation, each one compiled function.
 
-    simulation = Simulation(model, experiments, local, cohort=10, lanes=2)
+    simulation = Simulation(model, experiments, pipeline=Pipeline(), cohort=10, lanes=2)
     state = simulation.start()
-    state, report = simulation.step(state, round=0)
+    state, report = simulation.step(state, 0)
     simulation.evaluate(state)
 
 Several experiments (a sweep) run as one program: they share model, data set and the method's static fields, and differ
@@ -90,6 +90,17 @@ def _setting(
     )
 
 
+def _check_samples(experiment: Experiment, public: Any, stream: int | None) -> None:
+    """Refuse a method whose public images or validation samples are not there, with a UserError."""
+    traits = experiment.method.traits()
+    if traits.public and public is None:
+        raise UserError("this method needs unlabelled public images: name a data set with `public`.")
+    if traits.validation and (experiment.federation.validation is None or stream is not None):
+        raise UserError(
+            "this method looks at validation samples in training: keep some with `validation`, and `data=device`."
+        )
+
+
 class Simulation(Planner):
     """Compiled rounds over fixed federations; all state is passed in and out, the arguments of `step` are donated."""
 
@@ -142,14 +153,9 @@ class Simulation(Planner):
         layers = normalisation_params(model, shape) if local_layers else ()
         if layers:
             experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
+        _check_samples(experiments[0], public, stream)
         super().__init__(experiments, cohort)
-        if experiments[0].method.traits().public and public is None:
-            raise UserError("this method needs unlabelled public images: name a data set with `public`.")
         held = experiments[0].federation.validation
-        if experiments[0].method.traits().validation and (held is None or stream is not None):
-            raise UserError(
-                "this method looks at validation samples in training: keep some with `validation`, and `data=device`."
-            )
         self.param_dtype, self.block = param_dtype, block
         self.client_state: Literal["device", "host", "disk"] = client_state
         self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
@@ -184,7 +190,7 @@ class Simulation(Planner):
             split_clients=self.storage.split,
             keeps_optimiser=keeps_optimiser,
             tests_epochs=int(self.epochs.max()) if tests_epochs else 0,
-            validated=experiments[0].federation.validation is not None,
+            validated=held is not None,
             in_place=devices == 1,
             aggregates=aggregates,
         )
