@@ -11,9 +11,11 @@ which a run writes down, so that it is not continued with another content.
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -104,7 +106,20 @@ class Registry(UserDict[str, T], Generic[T]):
         return len(list(iter(self)))
 
     def _points(self) -> dict[str, Any]:
-        return {point.name: point for point in entry_points(group=self.group)}
+        return _entry_points(self.group, tuple((folder, _changed(folder)) for folder in sys.path))
+
+
+@lru_cache
+def _entry_points(group: str, folders: tuple[tuple[str, float], ...]) -> dict[str, Any]:
+    """Entry points by name, read anew where the folders of modules, with when each changed, are not those of before."""
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _changed(folder: str) -> float:
+    try:
+        return os.stat(folder or ".").st_mtime
+    except OSError:
+        return 0.0
 
 
 def is_import_path(name: str) -> bool:

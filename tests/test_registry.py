@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from importlib.metadata import EntryPoint
 
 import jax
@@ -180,14 +181,42 @@ def test_a_decorator_adds_a_name_and_the_same_definition_again():
     assert (own.find("mine"), list(own)) == (Registry, ["fedavg", "mine"])
 
 
-def test_entry_points_are_found_when_a_name_is_looked_up(monkeypatch):
-    points = [EntryPoint("theirs", "fractions:Fraction", "x"), EntryPoint("broken", "nowhere:X", "x")]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "fedjax_pcdd.methods" else [])
+def installs(folder, package, points):
+    """What pip leaves of a package in a folder of modules."""
+    info = folder / f"{package}-1.dist-info"
+    info.mkdir()
+    info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    info.joinpath("entry_points.txt").write_text("\n".join(["[fedjax_pcdd.methods]", *points]))
+
+
+def test_entry_points_are_found_when_a_name_is_looked_up(tmp_path, monkeypatch):
     own = Registry("method", "methods", {"fedavg": 1})
-    assert list(own) == ["fedavg", "theirs", "broken"]
+    known = list(own)
+    installs(tmp_path, "one", ["theirs = fractions:Fraction", "broken = nowhere:X"])
+    assert list(own) == known
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(own) == [*known[:1], "theirs", "broken", *known[1:]]
     assert own.find("theirs").__name__ == "Fraction"
     refused("method 'broken' .nowhere:X. cannot be imported: ModuleNotFoundError", own.find, "broken")
     refused("there is no method 'their': did you mean 'theirs'", own.find, "their")
+    assert "theirs" not in Registry("model", "models")
+
+
+def test_a_package_that_is_installed_meanwhile_is_found(tmp_path, monkeypatch):
+    own = Registry("method", "methods", {"fedavg": 1})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "theirs" not in own
+    os.utime(tmp_path, (0, 0))
+    installs(tmp_path, "two", ["theirs = fractions:Fraction"])
+    assert own.find("theirs").__name__ == "Fraction"
+
+
+def test_metadata_of_packages_is_read_once(monkeypatch):
+    own, reads = Registry("method", "methods", {"fedavg": 1}), []
+    monkeypatch.setattr(registry, "entry_points", lambda group: reads.append(group) or ())
+    monkeypatch.syspath_prepend("no-such-folder")
+    assert [name for _ in range(3) for name in own] == ["fedavg"] * 3
+    assert (len(own), reads) == (1, ["fedjax_pcdd.methods"])
 
 
 def test_methods_of_this_package_have_no_origin(folder):
