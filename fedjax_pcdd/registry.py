@@ -14,7 +14,7 @@ import importlib.util
 import os
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -79,7 +79,7 @@ class Registry(UserDict[str, T], Generic[T]):
         if name not in self and name in _recorded:
             return load_object(_import_path(_recorded[name]))
         if name not in self:
-            hint = "several are for a sweep." if "," in name else nearest(name, self)
+            hint = "several are for a sweep." if "," in name else nearest_part(name, self)
             raise UserError(f"there is no {self.kind} '{name}': {hint}")
         return self[name]
 
@@ -130,6 +130,16 @@ def is_import_path(name: str) -> bool:
     """
     head, separator, tail = name.rpartition(":")
     return bool(separator and head) and tail.replace(".", "_").isidentifier()
+
+
+def nearest_part(name: str, known: Iterable[str]) -> str:
+    """As `nearest`, for parts that may come from a file as well.
+
+    >>> nearest_part("fedkeep.py", ["fedavg", "fedrep"])
+    'of a file name the object too, as fedkeep.py:NAME.'
+    """
+    file = name.rstrip(":")
+    return f"of a file name the object too, as {file}:NAME." if file.endswith(".py") else nearest(name, known)
 
 
 def recall(origins: Mapping[str, Origin]) -> None:

@@ -1,5 +1,6 @@
 """Parts from outside: by decorator, entry point and import path; recorded, and the same when a run is continued."""
 
+import functools
 import inspect
 import json
 import os
@@ -161,14 +162,16 @@ def test_wrappers_go_around_a_method_from_outside(folder):
 def test_mistakes_in_an_import_path_are_one_sentence(folder):
     refused("own.py defines no 'FedStop': did you mean 'FedStep'", methods.get, "own.py:FedStop")
     refused("there is no file nowhere.py: check the path", methods.get, "nowhere.py:FedStep")
+    build = functools.partial(models.build, num_classes=3, image_shape=(8, 8, 1))
+    for find in (methods.get, build, sources.load, partition.check_name):
+        refused("of a file name the object too, as own.py:NAME", find, "own.py")
     refused("nowhere:Net cannot be imported: ModuleNotFoundError", load_object, "nowhere:Net")
     refused("parts.py:Net is no method: derive a dataclass from fp.Method", methods.get, "parts.py:Net")
     (folder / "bare.py").write_text("import fedjax_pcdd as fp\n\n\nclass Keep(fp.FedAvg):\n    pass\n")
     refused("Keep is no dataclass: write @flax.struct.dataclass above", lambda: methods.get("bare.py:Keep")())
     (folder / "broken.py").write_text("1 / 0")
     refused("broken.py:X cannot be imported: ZeroDivisionError: division by zero", load_object, "broken.py:X")
-    shape = {"num_classes": 3, "image_shape": (8, 8, 1)}
-    refused("must be a Flax module, or what returns one", lambda: models.build("parts.py:norm_of", **shape))
+    refused("must be a Flax module, or what returns one", build, "parts.py:norm_of")
     refused("must be a function that returns a Dataset", sources.load, "builtins:dict")
 
 

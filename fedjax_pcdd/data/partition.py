@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
-from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.registry import Registry, is_import_path, located
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry, is_import_path, located, nearest_part
 
 
 def is_file(name: str) -> bool:
@@ -31,7 +31,7 @@ def has_clients(name: str) -> bool:
 def check_name(name: str) -> None:
     """UserError where there is no such partition; files and import paths are looked at when they are used."""
     if not (is_file(name) or is_import_path(name) or name in PARTITIONS):
-        raise UserError(f"unknown partition '{name}': {nearest(name, PARTITIONS)}")
+        raise UserError(f"unknown partition '{name}': {nearest_part(name, PARTITIONS)}")
 
 
 def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) -> Partition:

@@ -15,7 +15,7 @@ from fedjax_pcdd.data.natural import is_federation, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.registry import Registry, is_import_path, located
+from fedjax_pcdd.registry import Registry, is_import_path, located, nearest_part
 
 DATASETS = {
     "digits": "scikit-learn's digits, built in: 1442 + 355 grey 8x8 images, 10 classes",
@@ -105,7 +105,7 @@ def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
     if name in DATASETS:
         holds = _CONTENTS.get(name, _ARRAYS)
         return f"The data set '{name}' was not found ({where}); put {name}.npz there, with {holds} (docs/data.md)."
-    return f"There is no data set '{name}' ({where}); {nearest(name, DATASETS)}"
+    return f"There is no data set '{name}' ({where}); {nearest_part(name, DATASETS)}"
 
 
 def _digits() -> Dataset:
