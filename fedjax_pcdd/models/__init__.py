@@ -20,7 +20,7 @@ from fedjax_pcdd.models.googlenet import GoogLeNet
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.models.mlp import MLP
 from fedjax_pcdd.models.mobilenet import MobileNet
-from fedjax_pcdd.models.own_modules import adapted, spelled
+from fedjax_pcdd.models.own_modules import NnxBackbone, adapted, nnx_norms, spelled
 from fedjax_pcdd.models.pair import Pair
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleNet
@@ -190,6 +190,8 @@ def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, A
     def note(call, args, kwargs, context):
         if isinstance(context.module, NORMS):
             norms.add(context.module.path)
+        if isinstance(context.module, NnxBackbone):
+            norms.update(context.module.path + path for path in nnx_norms(context.module))
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):

@@ -103,6 +103,9 @@ class _BatchNorm(nnx.BatchNorm):
         return out
 
 
+_NNX_NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm, nnx.InstanceNorm, nnx.RMSNorm)
+
+
 class _Linear(nnx.Linear):
     """NNX's linear layer, which notes what it gives while a module's head is looked for."""
 
@@ -190,6 +193,13 @@ class NnxBackbone(nn.Module):
             for name, value in _tree(_split(module)[2]).items():
                 self.put_variable("batch_stats", name, value)
         return out
+
+
+def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
+    """Paths of an NNX module's normalisation layers, as in its variables."""
+    made = nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut))
+    layers: list[tuple[Path, Any]] = list(nnx.iter_modules(made))
+    return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
 def _split(module: Any) -> tuple[Any, Any, Any, Any]:

@@ -101,7 +101,20 @@ def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
         norm="group" if config.bn == "group" else "batch",
         dtype=TYPES[config.precision] if config.precision == "bfloat16" else None,
     )  # fmt: skip
+    if config.bn == "group" and models.uses_batch_norm(model, dataset.x_train.shape[1:]):
+        raise UserError("`bn=group` leaves the model's own batch norms: its class must take the argument norm, a name.")
     return model.clone(neck=config.neck) if config.neck else model
+
+
+def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
+    """A sentence where the option `bn` finds nothing in the model that it could change."""
+    changes = {
+        "average": True,
+        "group": models.normalises(model, image_shape),
+        "local": models.uses_batch_norm(model, image_shape),
+        "local-layers": bool(models.normalisation_params(model, image_shape)),
+    }
+    return [] if changes[bn] else [f"`bn={bn}` has no effect: the model has no such norms."]
 
 
 def local_training(config: RunConfig, method: Method) -> Local:
@@ -284,7 +297,9 @@ class Setup:
         """Sentences about what is without effect, and what the method thinks of these settings."""
         config, method = self.pairs[e]
         calibration = check_calibration(self.simulation, e) if config.calibrate == "ccvr" else []
-        return unused(config) + misspelt(method, Method) + self.simulation.advice[e] + calibration
+        one = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
+        norms = about_norms(config.bn, one.program.model, one.image_shape)
+        return unused(config) + norms + misspelt(method, Method) + self.simulation.advice[e] + calibration
 
     def start(self) -> State:
         """The state before the first round, from the weights of a file where the options name one.

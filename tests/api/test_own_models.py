@@ -7,6 +7,7 @@ import flax.linen as nn
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.cli.run import main
@@ -56,6 +57,17 @@ def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federat
     assert np.isfinite(history.loss).all()
     assert history.loss[1] != history.loss[0]
     assert history.simulation.compilations == 1
+
+
+def test_layers_of_nnx_that_normalise_stay_with_their_clients(federation):
+    kept = fp.simulate(federation, fp.FedAvg(), model=NNX, bn="local-layers", **SMALL)
+    assert set(flatten_dict(kept.state.statistics["layers"])) == {("backbone", "norm", name) for name in ("bias", "scale")}
+
+
+@pytest.mark.parametrize("model", [LINEN, NNX], ids=["linen", "nnx"])
+def test_batch_norms_that_group_norm_would_leave_are_refused(federation, model):
+    with pytest.raises(fp.UserError, match="leaves the model's own batch norms"):
+        fp.simulate(federation, fp.FedAvg(), model=model, bn="group", **SMALL)
 
 
 def test_participants_have_models_of_their_own(federation):

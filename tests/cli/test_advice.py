@@ -102,6 +102,13 @@ def test_an_option_of_another_optimiser_or_loss_is_said_to_have_no_effect(tmp_pa
     assert sentence in said(tmp_path, capsys, **options)
 
 
+@pytest.mark.parametrize("bn", ["local", "local-layers", "group"])
+def test_an_option_about_norms_that_the_model_has_not_is_said_to_have_no_effect(tmp_path, capsys, bn):
+    sentence = f"warning: --bn={bn} has no effect: the model has no such norms.\n"
+    assert said(tmp_path / "without", capsys, model="mlp", bn=bn) == sentence
+    assert said(tmp_path / "with", capsys, model="resnet8_stride2", bn=bn) == ""
+
+
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
     assert said(tmp_path, capsys, method="scaffold", momentum=0.9, step_normaliser="steps", quiet=True) == ""
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from fedjax_pcdd import models
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.models import forward, initialise, normalises, uses_batch_norm
+from fedjax_pcdd.models import forward, initialise, normalisation_params, normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import apply_head
 from fedjax_pcdd.models.convolution_table import Listing, choosing
 
@@ -188,6 +188,40 @@ def test_normalisation_is_recognised_by_types_and_variables():
         part: (normalises(built(part), SHAPE), uses_batch_norm(built(part), SHAPE)) for part in (Plain, Normed, NnxNet)
     }
     assert known == {Plain: (False, False), Normed: (True, True), NnxNet: (True, True)}
+
+
+class NnxNorms(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.bare = nnx.LayerNorm(1, use_bias=False, use_scale=False, rngs=rngs)
+        self.rest = nnx.List([nnx.BatchNorm(1, rngs=rngs), nnx.RMSNorm(1, rngs=rngs), nnx.Linear(1, 4, rngs=rngs)])
+
+    def __call__(self, x):
+        x = self.bare(x)
+        for layer in self.rest:
+            x = layer(x)
+        return x.mean((1, 2))
+
+
+def test_normalisation_layers_of_nnx_are_known_by_their_paths():
+    model = built(NnxNorms)
+    wanted = {("rest", "0", "bias"), ("rest", "0", "scale"), ("rest", "1", "scale")}
+    assert normalisation_params(model, SHAPE) == tuple(sorted(("backbone", *path) for path in wanted))
+    assert normalisation_params(built(NnxNet(nnx.Rngs(0))), SHAPE) == tuple(
+        ("backbone", "norm", name) for name in ("bias", "scale")
+    )
+
+
+class Bare(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(1, use_bias=False, use_scale=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x).reshape(len(x), -1)
+
+
+def test_a_norm_without_parameters_normalises():
+    assert normalises(built(Bare), SHAPE)
+    assert normalisation_params(built(Bare), SHAPE) == ()
 
 
 class Wide(nn.Module):
