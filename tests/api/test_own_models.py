@@ -61,7 +61,9 @@ def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federat
 
 def test_layers_of_nnx_that_normalise_stay_with_their_clients(federation):
     kept = fp.simulate(federation, fp.FedAvg(), model=NNX, bn="local-layers", **SMALL)
-    assert set(flatten_dict(kept.state.statistics["layers"])) == {("backbone", "norm", name) for name in ("bias", "scale")}
+    assert set(flatten_dict(kept.state.statistics["layers"])) == {
+        ("backbone", "norm", name) for name in ("bias", "scale")
+    }
 
 
 @pytest.mark.parametrize("model", [LINEN, NNX], ids=["linen", "nnx"])
