@@ -43,7 +43,10 @@ class FedLC(Method):
             advice += ["FedLC with `form=pairwise` is known to be unstable: `form=softmax` has a lower bound."]
         if self.tau > 0 and setting.one_class_clients and (self.missing, self.counted) == ("masked", "local"):
             few = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
-            advice += [f"{few}: `missing=constant` keeps the other classes in it."]
+            advice += [f"{few}: `counted=global` keeps the other classes in it."]
+        if self.missing == "constant" and self.counted == "local" and self.tau > 0.1:
+            margin = f"a missing class's margin of {100 * self.tau:g} takes it out of the softmax"
+            advice += [f"`missing=constant` does nothing: {margin}, so set `tau` to 0.1 or less."]
         return self, advice
 
     def classification(self, outputs, batch, context):

@@ -49,7 +49,7 @@ def test_adam_has_no_momentum_to_advise_against(tmp_path, capsys, method):
 
 @pytest.mark.parametrize(
     ("method", "remedy", "options"),
-    [("fedlc", "--missing=constant", {}), ("fedgela", "--denominator=all", {"denominator": "present"})],
+    [("fedlc", "--counted=global", {}), ("fedgela", "--denominator=all", {"denominator": "present"})],
 )
 def test_one_class_clients_are_said_where_their_loss_has_no_gradient(tmp_path, capsys, method, remedy, options):
     split = {"partition": "pcdd", "clients": 10, "classes_per_client": 1}

@@ -97,5 +97,6 @@ def test_global_counts_are_those_of_all_clients():
 def test_advice_is_given_where_something_is_masked_or_unbounded():
     few = Setting(3, 2, 5, 1, 1, 4, False, one_class_clients=2)
     assert len(FedLC().configure(few, None)[1]) == 1
-    assert FedLC(tau=0.0).configure(few, None)[1] == FedLC(missing="constant").configure(few, None)[1] == []
+    assert FedLC(tau=0.0).configure(few, None)[1] == FedLC(tau=0.1, missing="constant").configure(few, None)[1] == []
+    assert "does nothing" in FedLC(missing="constant").configure(few, None)[1][0]
     assert "unstable" in FedLC(form="pairwise", missing="constant").configure(few, None)[1][0]
