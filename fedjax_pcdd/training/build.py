@@ -299,7 +299,9 @@ class Setup:
         calibration = check_calibration(self.simulation, e) if config.calibrate == "ccvr" else []
         one = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
         norms = about_norms(config.bn, one.program.model, one.image_shape)
-        return unused(config) + norms + misspelt(method, Method) + self.simulation.advice[e] + calibration
+        return (
+            unused(config, method.traits()) + norms + misspelt(method, Method) + self.simulation.advice[e] + calibration
+        )
 
     def start(self) -> State:
         """The state before the first round, from the weights of a file where the options name one.

@@ -17,7 +17,7 @@ from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert, convert_all, listed, load_mapping, options_of, run_option
 
 if TYPE_CHECKING:  # methods load JAX, which options alone do not need
-    from fedjax_pcdd.methods import Method
+    from fedjax_pcdd.methods import Method, Traits
 
 GROUPS = {
     "data": "The data set and how it is spread over the clients.",
@@ -357,19 +357,30 @@ def partition_tag(config: RunConfig) -> str:
     return short_name(config.partition)
 
 
-def unused(config: RunConfig) -> list[str]:
+def unused(config: RunConfig, traits: "Traits") -> list[str]:
     """A sentence for each option that does nothing, as only another value of another option looks at it."""
     both, partition = "extended_dirichlet", "partition"
+    public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
+    exchanged = (config.method,) if traits.exchange != "never" or config.task else ()
+    before = config.pretrain_epochs or traits.transfer_epochs or config.task  # which has epochs of its own
+
+    def where_given(name: str) -> tuple[str, tuple[Any, ...]]:
+        return name, (value,) if (value := getattr(config, name)) else ()
+
     readers = {  # the option that it depends on, and values of that which look at it
         "beta": (partition, ("dirichlet", both, "quantity")), "classes_per_client": (partition, ("pcdd", both)),
         "doubled": (partition, ("pcdd",)), "retry": (partition, ("dirichlet",)),
         "min_samples": (partition, ("dirichlet", "quantity")), "data_memory": ("data", ("auto", "stream")),
         "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
-        "lr_decay": ("lr_steps", (config.lr_steps or None,)),
+        "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
+        "track_every": where_given("track"), "track_local": where_given("track"),
+        "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
+        "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if before else ()),
     }  # fmt: skip
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
-        f"`{name}={value:g}` has no effect " + (f"with `{other}={used}`." if used else f"without `{other}`.")
+        f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
+        + (f"with `{other}={used}`." if used else f"without `{other}`.")
         for name, value in changed.items()
         for other, values in [readers[name]]
         if (used := getattr(config, other)) not in values and not (other == partition and config.task)

@@ -96,10 +96,30 @@ def test_an_option_of_another_partition_is_said_to_have_no_effect(tmp_path, caps
         ({"focal_gamma": 3.0}, "--focal-gamma=3 has no effect with --loss=ce."),
         ({"lr_decay": 0.5}, "--lr-decay=0.5 has no effect without --lr-steps."),
         ({"data": "device", "data_memory": 100}, "--data-memory=100 has no effect with --data=device."),
+        ({"task_split": "code"}, "--task-split=code has no effect without --task."),
+        ({"track_every": 2}, "--track-every=2 has no effect without --track."),
+        ({"track_local": False}, "--track-local=0 has no effect without --track."),
+        ({"pretrain_batch_size": 64}, "--pretrain-batch-size=64 has no effect without --pretrain-epochs."),
+        ({"public": "digits_public"}, "--public=digits_public has no effect with --method=fedavg."),
+        ({"public_samples": 64}, "--public-samples=64 has no effect with --method=fedavg."),
+        ({"method": "feddf", "public_batch": 64}, "--public-batch=64 has no effect with --method=feddf."),
     ],
 )
-def test_an_option_of_another_optimiser_or_loss_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):
+def test_an_option_of_another_option_is_said_to_have_no_effect(tmp_path, capsys, options, sentence):
     assert sentence in said(tmp_path, capsys, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "feddf", "public_samples": 64},
+        {"method": "fedmd", "public_samples": 64, "public_batch": 32, "transfer_epochs": 1, "pretrain_batch_size": 64},
+        {"method": "fccl", "public_samples": 64, "pretrain_epochs": 1, "pretrain_batch_size": 64},
+        {"track": "angles", "track_every": 2, "track_local": False},
+    ],
+)
+def test_an_option_that_is_looked_at_is_not(tmp_path, capsys, options):
+    assert "no effect" not in said(tmp_path, capsys, **options)
 
 
 @pytest.mark.parametrize("bn", ["local", "local-layers", "group"])
