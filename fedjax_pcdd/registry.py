@@ -11,6 +11,7 @@ which a run writes down, so that it is not continued with another content.
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections import UserDict
@@ -206,6 +207,25 @@ def _module_of_file(file: Path) -> ModuleType:
     finally:
         sys.path.remove(str(file.parent))
     return module
+
+
+def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
+    """What a function from outside gives.
+
+    Args:
+      part: what a sentence calls it.
+      of: what it is given, in words.
+
+    Raises:
+      UserError: it is no function, or takes other arguments.
+    """
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError:
+        raise UserError(f"{part} must be a function {f'of {of}' if of else 'without arguments'}.") from None
+    except ValueError:  # a function of C does not tell what it takes
+        pass
+    return function(*given)
 
 
 def origin_of(part: Any, path: str = "") -> Origin | None:

@@ -252,6 +252,11 @@ def test_the_partition_of_any_run_is_a_partition(folder):
         ({"train_0": np.arange(3), "train_2": np.arange(3)}, "holds no partition: it needs train_0, train_1"),
         ({"train_0": np.array([0, 99])}, "the training list of client 0 names samples outside of .0, 20."),
         ({"train_0": np.array([0.5])}, "must be integers .n., not float64 .1."),
+        ({"train_0": np.array(0), "train_1": np.array(1)}, "list of client 0 must be integers .n., not int64 .."),
+        (
+            {"train": np.arange(0), "train_size": [], "test": np.arange(0), "test_size": []},
+            "must give a list of samples",
+        ),
         ({"train_0": np.arange(3), "train_1": np.arange(3), "test_0": np.arange(3)}, "as many test lists or none"),
     ],
 )
@@ -267,6 +272,43 @@ def test_a_partition_function_gets_what_it_asks_for_and_no_more(folder):
     refused(
         "asks asks for wards, which there is not", lambda: partition.partition("parts.py:asks", LABELS, LABELS, **known)
     )
+
+
+@pytest.mark.parametrize(
+    "made", [None, 3, [], (), iter([LABELS]), ([np.arange(3), np.arange(2)], None), [[[0, 1], [2]], [[0], [1, 2]]]]
+)
+def test_a_partition_function_that_gives_no_lists_is_refused(made, monkeypatch):
+    monkeypatch.setitem(partition.PARTITIONS.data, "odd", lambda y_train: made)
+    refused(
+        "odd(: the training list|.*must give a list of samples)", lambda: partition.partition("odd", LABELS, LABELS)
+    )
+
+
+def test_a_partition_function_may_do_with_its_labels_what_it_likes(monkeypatch):
+    monkeypatch.setitem(partition.PARTITIONS.data, "sorts", lambda y_train: y_train.sort() or [y_train])
+    labels = LABELS[::-1].copy()
+    partition.partition("sorts", labels, LABELS)
+    np.testing.assert_array_equal(labels, LABELS[::-1])
+
+
+def test_a_partition_function_that_is_told_how_many_clients_makes_as_many(monkeypatch):
+    monkeypatch.setitem(partition.PARTITIONS.data, "three", lambda y_train, clients: np.array_split(y_train, 3))
+    assert len(partition.partition("three", LABELS, LABELS, clients=3).train) == 3
+    refused(
+        "three gives 3 lists where `?clients`? is 4", lambda: partition.partition("three", LABELS, LABELS, clients=4)
+    )
+
+
+def test_a_hyperparameter_may_not_be_called_as_an_option(tmp_path):
+    (tmp_path / "clash.py").write_text(
+        "import fedjax_pcdd as fp\nfrom flax import struct\n\n@struct.dataclass\nclass Clash(fp.Method):\n"
+        "    lr: float = fp.hyperparameter(0.5, help='x')\n"
+    )
+    name = f"{tmp_path}/clash.py:Clash"
+    sentence = "Clash has a hyper-parameter lr, as an option of every run: rename it"
+    federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
+    refused(sentence, lambda: fp.simulate(federation, methods.get(name)(), rounds=1))
+    assert main([f"--method={name}", "--lr=0.02", f"--run-dir={tmp_path / 'run'}"]) == 2
 
 
 def test_lists_have_their_own_number_of_clients(folder):
@@ -289,6 +331,27 @@ def test_an_augmentation_of_ones_own_is_applied_to_training_images_alone(folder)
     images = jnp.full((2, 8, 8, 1), 255, jnp.uint8)
     trained, tested = (prepare(own, images, jax.random.key(0), train=train) for train in (True, False))
     assert (float(trained.mean()), float(tested.mean())) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (lambda image, key: image / 255.0, r"must return an image of uint8 \[8, 8, 1\], not float32 \[8, 8, 1\]"),
+        (lambda image, key: image[:4], r"must return an image of uint8 \[8, 8, 1\], not uint8 \[4, 8, 1\]"),
+        (lambda image, key: None, "must return an image of uint8 .*, not NoneType"),
+        (lambda image: image, "fails on an image of uint8 .* and a key: TypeError"),
+        (
+            lambda image, key: np.flip(np.asarray(image)),
+            "fails on an image of uint8 .* and a key: TracerArrayConversion",
+        ),
+    ],
+)
+def test_an_augmentation_that_gives_no_such_image_is_refused(own, sentence):
+    images = np.zeros((20, 8, 8, 1), np.uint8)
+    federation = fp.partition(fp.from_arrays(images, LABELS, images, LABELS), "iid", clients=2)
+    refused(
+        f"augmentation <lambda> {sentence}", lambda: fp.simulate(federation, pipeline=fp.Pipeline(own=own), rounds=1)
+    )
 
 
 def test_a_server_optimiser_of_ones_own_goes_around_any_method_that_averages(monkeypatch):

@@ -87,11 +87,15 @@ def from_arrays(
         num_classes = 1 + max(int(y.max(initial=0)) for y in (y_train, y_test))
         if num_classes > MOST_CLASSES:
             raise UserError(f"a label is {num_classes - 1}: number the classes from 0, or give `num_classes`.")
-    names = None if class_names is None else tuple(class_names)
+    if not isinstance(num_classes, int | np.integer) or num_classes < 1:
+        raise UserError(f"must be an integer from 1, not {shortened(num_classes)}.", field="num_classes")
+    if not isinstance(class_names, Sequence | np.ndarray | None) or isinstance(class_names, str):
+        raise UserError(f"must be a list of names, not {shortened(class_names)}.", field="class_names")
+    names = None if class_names is None else tuple(map(str, class_names))
     images = as_images(x_train, "x_train"), as_images(x_test, "x_test")
     if not len(images[0]):
         raise UserError("x_train holds no samples: give at least one.")
-    if groups is not None and len(groups) != 2:
+    if groups is not None and not (isinstance(groups, tuple | list) and len(groups) == 2):
         raise UserError("groups must be a pair: those of the training and those of the test samples.")
     train, test = (None, None) if groups is None else map(np.asarray, groups)
     return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)

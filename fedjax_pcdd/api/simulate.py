@@ -21,8 +21,8 @@ from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import Given
 from fedjax_pcdd.training.callbacks import Function, Metrics, as_callbacks
-from fedjax_pcdd.training.config import RUN, RunConfig
-from fedjax_pcdd.training.fields import Option, check, convert, options_of
+from fedjax_pcdd.training.config import RUN, RunConfig, check_names
+from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY
 from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.progress import RunBar
@@ -108,8 +108,8 @@ def simulate(
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
     _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume)
-    chosen = methods.get(method)() if isinstance(method, str) else method
-    config = _config(federation, chosen, named | {"method": _name(method)} | dict(_known(options, chosen)))
+    chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
+    config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
     if callback is not None:
@@ -187,15 +187,24 @@ def _name(method: Method | str) -> str:
     return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 
 
-def _config(federation: Federation, method: Method, given: Mapping[str, Any]) -> RunConfig:
+def _as_read(method: Method) -> Method:
+    """The method, its hyper-parameters read as the command line reads them.
+
+    Fields of other types than options have, as arrays, may hold anything.
+
+    Raises:
+      UserError: a value that does not fit.
+    """
+    check_names(type(method))
+    given = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
+    plain = {name: _read(*pair) for name, pair in given.items() if is_plain(pair[0].kind)}
+    for name in given.keys() - plain.keys():
+        check(*given[name])
+    return replace(method, **plain)
+
+
+def _config(federation: Federation, given: Mapping[str, Any]) -> RunConfig:
     """The options of a run, read as the command line reads them; UserError for a value that does not fit."""
-    registered = type(method) in methods.METHODS.values()
-    for option in options_of(type(method)).values():
-        value = getattr(method, option.name)
-        if registered:
-            _read(option, value)
-        else:
-            check(option, value)
     read = {name: _read(RUN[name], value) for name, value in given.items()}
     return RunConfig(dataset=federation.dataset.name, clients=federation.num_clients, **read)
 

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
-from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.errors import UserError, in_one_line, shortened
 from fedjax_pcdd.registry import Registry
 
 
@@ -127,6 +127,8 @@ def pipeline(
       own: an augmentation from outside in place of what is customary, by its name or import path.
       seed: of what is drawn once for the whole data set.
     """
+    if text and own is not None:
+        raise UserError("the codes of a text are not augmented: drop `augmentation`.")
     if text:
         return Pipeline(codes=True)
     customary = _CUSTOMARY.get(stem(dataset_name), Pipeline())
@@ -156,6 +158,23 @@ def public_pipeline(name: str, side: int = 32) -> Pipeline:
     return replace(_CIFAR100, mean=constants.mean, std=constants.std, padding=side // 8)
 
 
+def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
+    """UserError unless the pipeline's own function, if it has one, makes an image of one [H, W, channels]."""
+    if pipeline.own is None:
+        return
+    name, wanted = getattr(pipeline.own, "__name__", "of your own"), (pipeline.shape(shape), jnp.dtype(dtype))
+    try:
+        made = jax.eval_shape(pipeline.own, jax.ShapeDtypeStruct(shape, dtype), jax.random.key(0))
+    except Exception as error:  # whatever a user's function does
+        raise UserError(
+            f"augmentation {name} fails on an image of {dtype} {list(shape)} and a key: {type(error).__name__}: "
+            f"{in_one_line(error)}."
+        ) from error
+    given = f"{made.dtype} {list(made.shape)}" if isinstance(made, jax.ShapeDtypeStruct) else type(made).__name__
+    if given != f"{wanted[1]} {list(wanted[0])}":
+        raise UserError(f"augmentation {name} must return an image of {wanted[1]} {list(wanted[0])}, not {given}.")
+
+
 def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
     """Turn stored images into a model's input; each image draws its own crop, flip and angle.
 
@@ -174,7 +193,7 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
         images = jax.vmap(lambda image, own: transform(pipeline, image, own))(images, chosen)
     if train and pipeline.own is not None:
         keys = jax.random.split(jax.random.fold_in(key, len(images)), len(images))
-        images = jax.vmap(pipeline.own)(images, keys).astype(images.dtype)
+        images = jax.vmap(pipeline.own)(images, keys)
     elif pipeline.window:
         top, left = ((side - pipeline.window) // 2 for side in images.shape[1:3])
         images = images[:, top : top + pipeline.window, left : left + pipeline.window]

@@ -81,8 +81,9 @@ class Dataset:
             self._reject(
                 f"y_{part} must have a label for each of the {len(x)} entries of x_{part}, not {list(y.shape)}"
             )
-        if groups is not None and len(groups) != len(x):
-            self._reject(f"groups_{part} must have an entry for each of the {len(x)} of x_{part}, not {len(groups)}")
+        if groups is not None and (np.shape(groups) != (len(x),) or np.asarray(groups).dtype.kind not in "iuUS"):
+            given = f"{np.asarray(groups).dtype} {list(np.shape(groups))}"
+            self._reject(f"groups_{part} must be a number or name for each of the {len(x)} of x_{part}, not {given}")
         if y.size and not (y.dtype.kind in "iu" and y.min() >= 0 and y.max() < self.num_classes):
             self._reject(f"y_{part} must hold integers in [0, {self.num_classes})")
         object.__setattr__(self, f"y_{part}", y.astype(np.int32))
@@ -136,6 +137,11 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     return x if x.ndim == 4 else x[..., None]
 
 
+def as_groups(numbers: np.ndarray) -> np.ndarray:
+    """Numbers [n] of groups, int32 where all fit."""
+    return numbers.astype(np.int32 if np.array_equal(numbers.astype(np.int32), numbers) else np.int64)
+
+
 def largest_groups(dataset: Dataset, count: int) -> Dataset:
     """The data set cut down to the groups (writers, speakers, domains) with the most training samples.
 
@@ -152,8 +158,10 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
         )
     values, sizes = np.unique(dataset.groups_train, return_counts=True)
     if count > len(values):
-        raise UserError(f"'{dataset.name}' has {len(values)} groups, not `clients={count}`: lower it or leave it out.")
-    if count == len(values):
+        raise UserError(
+            f"'{dataset.name}' has {len(values)} groups with training samples, not `clients={count}`: lower that."
+        )
+    if count == len(values) and np.isin(dataset.groups_test, values).all():
         return dataset
     kept = values[np.argsort(-sizes, kind="stable")[:count]]
     return dataset.take(train=np.isin(dataset.groups_train, kept), test=np.isin(dataset.groups_test, kept))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
-from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, whole_numbers
+from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, several, whole_numbers
 from fedjax_pcdd.errors import UserError, shortened
 
 MOST_LABELLED_CELLS = 300
@@ -42,7 +42,7 @@ class Federation:
             raise UserError(f"fp.Federation takes a data set first, not {shortened(self.dataset)}.")
         if not isinstance(self.partition, Partition):
             raise UserError(f"fp.Federation takes an fp.Partition second, not {shortened(self.partition)}.")
-        if not 1 <= len(self.partition.train) == len(self.partition.test):
+        if not all(map(several, self.partition)) or not 1 <= len(self.partition.train) == len(self.partition.test):
             raise UserError("a partition needs as many test lists as training lists, and at least one.")
         for part, lists in zip(("training", "test"), self.partition, strict=True):
             whole_numbers(lists, "the partition", part)
@@ -129,7 +129,7 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
       share: in (0, 1).
 
     Raises:
-      UserError: a client would have no training sample left, or samples are dealt twice.
+      UserError: a client would have no training sample left, none has any for validation, or samples are dealt twice.
     """
     lists, y = Lists.of(federation.partition.train), federation.dataset.y_train
     if len(np.unique(lists.flat)) < len(lists.flat):
@@ -144,6 +144,8 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     emptied = np.flatnonzero((train.sizes == 0) & (lists.sizes > 0))
     if len(emptied):
         raise UserError(f"`validation={share:g}` leaves client {emptied[0]} without a training sample: lower it.")
+    if not validation.flat.size:
+        raise UserError(f"`validation={share:g}` keeps no sample of any client: raise it.")
     return replace(federation, partition=Partition(train, federation.partition.test), validation=validation)
 
 

@@ -143,27 +143,46 @@ def _numbered(arrays: dict[str, np.ndarray], part: str) -> tuple[np.ndarray, ...
 
 
 def checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> Partition:
-    """The partition of training lists alone, or of both; UserError where one does not fit the labels."""
+    """The partition of training lists alone, or of both; UserError where one does not fit the labels.
+
+    Args:
+      lists: K of training samples, a tuple of two such, or a `Partition`, whose test lists may be ().
+      source: for sentences.
+    """
     both = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
-    train = _integers(lists[0] if both else lists, len(np.asarray(y_train)), source, "training")
-    test = _integers(lists[1], len(np.asarray(y_test)), source, "test") if both and len(lists[1]) else None
-    test = following(train, y_train, y_test) if test is None else test
-    if not train or len(train) != len(test):
+    train, test = lists if isinstance(lists, Partition) or both else (lists, ())
+    if not (several(train) and len(train) and several(test)):
+        raise UserError(f"{source} must give a list of samples for each client, or (training lists, test lists).")
+    train = _integers(train, len(np.asarray(y_train)), source, "training")
+    test = _integers(test, len(np.asarray(y_test)), source, "test") if len(test) else following(train, y_train, y_test)
+    if len(train) != len(test):
         raise UserError(f"{source} gives {len(train)} training lists and {len(test)} test lists: give as many of each.")
     return Partition(train, test)
 
 
+def several(lists: Any) -> bool:
+    """Whether something is a sequence that can hold the lists of clients."""
+    return isinstance(lists, list | tuple | Lists) or (isinstance(lists, np.ndarray) and lists.ndim > 0)
+
+
 def _nested(lists: Any) -> bool:
     """Whether something is a sequence of lists, not one list."""
-    return isinstance(lists, list | tuple | Lists) and (not len(lists) or np.ndim(lists[0]) == 1)
+    return isinstance(lists, list | tuple | Lists) and (not len(lists) or several(lists[0]))
 
 
 def whole_numbers(given: Any, source: str, part: str) -> None:
     """UserError where the list of a client holds anything but whole numbers."""
-    for k, one in enumerate(() if isinstance(given, Lists) else map(np.asarray, given)):
+    for k, one in enumerate(() if isinstance(given, Lists) else map(_array, given)):
         if one.ndim != 1 or (one.size and one.dtype.kind not in "iu"):
             kind = f"{one.dtype} {list(one.shape)}"
             raise UserError(f"{source}: the {part} list of client {k} must be integers [n], not {kind}.")
+
+
+def _array(one: Any) -> np.ndarray:
+    try:
+        return np.asarray(one)
+    except ValueError:  # lists of several lengths
+        return np.asarray(one, object)
 
 
 def _integers(given: Any, samples: int, source: str, part: str) -> Lists:

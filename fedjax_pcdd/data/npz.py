@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 
 from fedjax_pcdd.data import text
-from fedjax_pcdd.data.dataset import Dataset, Keep, as_images, keep_all
+from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, keep_all
 from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
@@ -224,7 +224,7 @@ def _labels(archive: Archive, part: str) -> np.ndarray:
 
 
 def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:
-    """Groups of training and test rows, [n_train] and [n_test] int32, if there are any."""
+    """Groups of training and test rows, [n_train] and [n_test], if there are any."""
     for key in _GROUPS:
         both = [archive.read(f"{key}_{part}") for part in ("train", "test") if f"{key}_{part}" in archive.names]
         if not both and key not in archive.names:
@@ -235,7 +235,7 @@ def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:
         fits = [group.shape for group in both] == [(n_train,), (n_test,)]
         if not fits or any(group.dtype.kind not in "iu" for group in both):
             raise UserError(f"{key}_train, {key}_test (or {key}) must give one integer an image.")
-        return {part: group.astype(np.int32) for part, group in zip(("train", "test"), both, strict=True)}
+        return {part: as_groups(group) for part, group in zip(("train", "test"), both, strict=True)}
     return None
 
 

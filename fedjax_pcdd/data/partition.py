@@ -8,6 +8,7 @@ index by index and nothing global is touched.
 import inspect
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,17 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     """
     check_name(name)
     if is_file(name):
-        return checked(tuple(load_partition(located(name))), y_train, y_test, name)
+        return checked(load_partition(located(name)), y_train, y_test, name)
     function = PARTITIONS.find(name)
     known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
-    lists = function(**_taken(function, known))
-    return lists if isinstance(lists, Partition) else checked(lists, y_train, y_test, name)
+    taken = _taken(function, known)
+    if function in _OWN:
+        return function(**taken)
+    lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
+    parts = checked(lists, y_train, y_test, name)
+    if len(parts.train) != taken.get("clients", len(parts.train)):
+        raise UserError(f"{name} gives {len(parts.train)} lists where `clients` is {taken['clients']}: give as many.")
+    return parts
 
 
 def _taken(function: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fedjax_pcdd.data.natural import is_federation, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
 from fedjax_pcdd.errors import UserError, nearest
-from fedjax_pcdd.registry import Registry, is_import_path, located, nearest_part
+from fedjax_pcdd.registry import Registry, called, is_import_path, located, nearest_part
 
 DATASETS = {
     "digits": "scikit-learn's digits, built in: 1442 + 355 grey 8x8 images, 10 classes",
@@ -81,7 +81,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
-        made = LOADERS.find(name)()
+        made = called(f"data set {name}", LOADERS.find(name))
         if not isinstance(made, Dataset):
             raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(made).__name__}.")
         return made

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.dataset import Dataset, as_groups
 from fedjax_pcdd.errors import UserError
 
 KEYS = ("text", "speech_start", "speech_end", "speech_speaker")
@@ -81,7 +81,7 @@ def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray,
     """Windows [n, T, 1, 1], labels [n] and speakers [n] of all speakers."""
     sizes = [len(windows) for windows, _ in parts]
     joined = np.concatenate([windows for windows, _ in parts])
-    speakers = np.repeat([speaker for _, speaker in parts], sizes).astype(np.int32)
+    speakers = as_groups(np.repeat([speaker for _, speaker in parts], sizes))
     return np.ascontiguousarray(joined[:, :-1])[..., None, None], joined[:, -1], speakers
 
 

@@ -29,6 +29,7 @@ from fedjax_pcdd.engine.program import (
 )
 from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
+from fedjax_pcdd.methods.checks import shaped
 from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.trees import select
 
@@ -64,7 +65,12 @@ def personal_logits(program: Program, methods, state: State, data: Data, entry: 
     row, client, statistics = entry
     method, server = of_experiment((methods, state.servers), program, row // program.setting.num_clients)
     variables, facts = with_own(method.personal_variables(server, client), statistics), facts_of(program, data, row)
-    return lambda images: method.logits(program.model, variables, images, server, client, facts, scope=scope)
+
+    def predict(images):
+        own = method.logits(program.model, variables, images, server, client, facts, scope=scope)
+        return shaped(method, "logits", own, len(images), program.setting.num_classes)
+
+    return predict
 
 
 def counted(predict: Callable, program: Program, samples: Samples, count: Callable = correct_per_class) -> Callable:
@@ -164,7 +170,8 @@ def generic_correct(
         def one(method, server, layers):
             def correct(variables):
                 def predict(images):
-                    return method.logits(program.model, variables, images, server)
+                    made = method.logits(program.model, variables, images, server)
+                    return shaped(method, "logits", made, len(images), program.setting.num_classes)
 
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 

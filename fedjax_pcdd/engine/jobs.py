@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.program import (
     with_own,
 )
 from fedjax_pcdd.engine.schedule import Jobs
-from fedjax_pcdd.methods.checks import alike, scalar
+from fedjax_pcdd.methods.checks import alike, like, of_kind, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
 from fedjax_pcdd.trees import select
 
@@ -143,7 +143,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
     context = context_of(program, inputs, lane, step - lane.start)
     batch = train_batch(program, inputs.data, index, context.keys.augment)
     variables, params = lane.variables, lane.variables["params"]
-    moving = method.trainable(params, context)
+    moving = like(method, "trainable", method.trainable(params, context), params)
 
     def evaluate(variables):
         def objective(params):
@@ -162,7 +162,8 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
             after["unclipped"] = only(moving, unclipped)
         return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **after))
 
-    value, state, (updates, optimiser) = method.local_update(evaluate, step_on, variables, batch, context)
+    made = method.local_update(evaluate, step_on, variables, batch, context)
+    value, state, (updates, optimiser) = of_kind(method, "local_update", made, object, object, tuple)
     alike(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
     alike(method, "local_update", "variables", after, variables, "download gave them")

@@ -38,7 +38,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import alike, of_kind
+from fedjax_pcdd.methods.checks import alike, of_kind, shaped
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import select, where
 
@@ -107,7 +107,8 @@ def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Ar
 
     def predict(images):
         facts = facts_of(program, inputs.data, row)
-        return method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
+        own = method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
+        return shaped(method, "logits", own, len(images), program.setting.num_classes)
 
     return client_batches(counted(predict, program, tests), tests, row, program.test_pass)
 

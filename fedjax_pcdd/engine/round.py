@@ -48,7 +48,8 @@ from fedjax_pcdd.engine.program import (
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Streamed
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Local, Server, Setting
+from fedjax_pcdd.methods.checks import numbers, of_kind, scalar
+from fedjax_pcdd.methods.method import Local, Method, Server, Setting
 from fedjax_pcdd.methods.own_layers import with_own_layers
 from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
@@ -234,7 +235,8 @@ class Simulation(Planner):
         """What rounds read, on the devices: methods and local training [E], data, and keys [E]."""
         local = [_traced(e.local) for e in self.experiments]
         configured = [
-            e.method.configure(self.program.setting, one) for e, one in zip(self.experiments, local, strict=True)
+            of_kind(e.method, "configure", e.method.configure(self.program.setting, one), Method, object)
+            for e, one in zip(self.experiments, local, strict=True)
         ]
         self.advice = [advice for _, advice in configured]  # of each experiment
         if stream is not None:
@@ -267,9 +269,15 @@ class Simulation(Planner):
 
         def weight(row):
             method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
-            return method.weight(facts_of(self.program, data, row))
+            return scalar(method, "weight", method.weight(facts_of(self.program, data, row)))
 
-        return np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
+        given = np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
+        for e, row in enumerate(given):
+            wrong = np.flatnonzero(~(np.isfinite(row) & (row >= 0)))
+            if len(wrong):
+                name, value = type(self.experiments[e].method).__name__, row[wrong[0]]
+                raise UserError(f"{name}.weight must be finite and at least 0, not {value} as for client {wrong[0]}.")
+        return given
 
     def start(self, variables: Tree = None) -> State:
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
@@ -294,11 +302,13 @@ class Simulation(Planner):
         server_key, client_key = (jax.random.fold_in(jax.random.key(self.experiments[e].seed), i) for i in (2, 3))
         rows = np.arange(setting.num_clients) + e * setting.num_clients
         server = method.init_server(setting, variables, data.class_counts[rows], server_key)
+        numbers(method, "init_server", server)
         known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
 
         def init_client(row):
             facts = facts_of(self.program, data, row)
-            return method.init_client(setting, known, facts, jax.random.fold_in(client_key, facts.client))
+            own = method.init_client(setting, known, facts, jax.random.fold_in(client_key, facts.client))
+            return numbers(method, "init_client", own)
 
         return server, init_client
 

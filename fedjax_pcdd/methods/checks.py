@@ -11,14 +11,29 @@ from fedjax_pcdd.errors import UserError
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
-    """The value of a hook; UserError where it is no scalar."""
-    try:
-        chex.assert_rank(value, 0)
-    except (AssertionError, ValueError, TypeError):
-        shape = getattr(value, "shape", None)
-        given = f"an array of shape {list(shape)}" if shape is not None else f"{type(value).__name__}"
-        raise UserError(f"{_name(method)}.{hook} must return a scalar, not {given}: sum or average it.") from None
+    """The value of a hook; UserError where it is no real scalar."""
+    real = isinstance(value, int | float) or jnp.issubdtype(getattr(value, "dtype", object), jnp.number)
+    if real and jnp.ndim(value) == 0 and not jnp.iscomplexobj(value):
+        return value
+    shape = getattr(value, "shape", None)
+    given = f"an array of shape {list(shape)}" if shape else str(getattr(value, "dtype", type(value).__name__))
+    raise UserError(f"{_name(method)}.{hook} must return a scalar, not {given}: sum or average it.")
+
+
+def shaped(method: Any, hook: str, value: Any, *shape: int) -> Any:
+    """The array of a hook; UserError where it has another shape."""
+    if getattr(value, "shape", None) != shape:
+        given = list(value.shape) if hasattr(value, "shape") else type(value).__name__
+        raise UserError(f"{_name(method)}.{hook} must return an array of shape {list(shape)}, not {given}.")
     return value
+
+
+def numbers(method: Any, hook: str, tree: Any) -> Any:
+    """What a hook returns; UserError where a leaf of it is neither an array nor a number."""
+    for leaf in jax.tree.leaves(tree):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
+            raise UserError(f"{_name(method)}.{hook} must return arrays, not {type(leaf).__name__}.")
+    return tree
 
 
 def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str) -> Any:
@@ -34,6 +49,13 @@ def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str
     except (AssertionError, ValueError, TypeError):
         sentence = f"{_name(method)}.{hook} must return the {what} as {source}; {_difference(tree, wanted)}."
         raise UserError(sentence) from None
+    return tree
+
+
+def like(method: Any, hook: str, tree: Any, params: Any) -> Any:
+    """What a hook says of each array of the parameters, or None; UserError where its structure is another one."""
+    if tree is not None and jax.tree.structure(tree) != jax.tree.structure(params):
+        raise UserError(f"{_name(method)}.{hook} must say something of each array of the parameters, or return None.")
     return tree
 
 

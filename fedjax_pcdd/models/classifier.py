@@ -146,7 +146,8 @@ def forward(
     Returns:
       The outputs, and new values of all collections but the parameters, as {"batch_stats": ...}; {} without training.
     """
-    rngs = None if key is None else {"dropout": key}
+    # Flax draws from "params" where a layer of a user's own asks for a stream of another name.
+    rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
     changing = [*mutable, *(name for name in variables if train and name != "params")]
     if changing:
         return model.apply(variables, x, train=train, mask=mask, rngs=rngs, mutable=changing)  # pyright: ignore[reportReturnType]

@@ -4,7 +4,8 @@ What modules of this package do by themselves is done for them: convolutions tak
 samples stay out of the statistics of Flax's batch norms, and there is no dropout without a key. They are called with
 those of `train`, `training`, `is_training`, `deterministic`, `use_running_average` and `mask` that they take; an NNX
 module is also put into its training or evaluation mode. A module whose output is that of a dense layer with C outputs
-is a whole classifier: that layer becomes the model's head, with its own initialisation, and the rest the backbone.
+that is called once is a whole classifier: this layer becomes the model's head, with its own initialisation, and the
+rest the backbone.
 
 Letters: B batch, C classes.
 """
@@ -13,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -44,7 +45,8 @@ def spelled(call: Callable, train: bool, mask: Any) -> dict[str, Any]:
     taken = inspect.signature(call).parameters
     known = {"train": train, "mask": mask, "training": train, "is_training": train}
     known |= {"deterministic": not train, "use_running_average": not train}
-    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    first = (nn.Sequential.__call__, nnx.Sequential.__call__)  # who hand them on to their first layer, whatever it is
+    every = call not in first and any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     return {name: value for name, value in known.items() if name in taken or (every and name in ("train", "mask"))}
 
 
@@ -55,7 +57,8 @@ def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
         layer = context.module
         if context.method_name != "__call__":
             return call(*args, **kwargs)
-        if (cut and layer.path == cut) or (isinstance(layer, nn.Dropout) and not layer.has_rng(layer.rng_collection)):
+        drops = isinstance(layer, nn.Dropout) and (layer.has_rng(layer.rng_collection) or layer.has_rng("params"))
+        if (cut and layer.path == cut) or (isinstance(layer, nn.Dropout) and not drops):
             return args[0] if args else kwargs["inputs"]
         if isinstance(layer, nn.Conv) and layer.conv_general_dilated is layer.conv_general_dilated_cls is None:
             object.__setattr__(layer, "conv_general_dilated", client_conv)  # of this call's copy of a frozen module
@@ -251,7 +254,12 @@ def adapted(
     Raises:
       UserError: it is none of that, lacks arguments, cannot read such images, or gives no [B, features].
     """
-    module = _module(part, name, known)
+    try:
+        module = _module(part, name, known)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's own class or function does
+        raise UserError(f"model {name} cannot be made: {type(error).__name__}: {in_one_line(error)}.") from error
     head: Any = _nnx_head if isinstance(module, NnxBackbone) else _linen_head
     image, given = jnp.zeros((1, *image_shape)), []
     try:
@@ -272,7 +280,7 @@ def adapted(
 
 def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     if isinstance(part, nn.Module):
-        return part
+        return _hashed(part, name)
     if isinstance(part, nnx.Module):
         return NnxBackbone(Maker(part))
     if not callable(part):
@@ -302,6 +310,28 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     return _module(module, name, known)
 
 
+def _hashed(module: nn.Module, name: str) -> nn.Module:
+    """The module, static in compiled code, with tuples where its fields are lists; UserError for other such things."""
+    try:
+        hash(module)
+    except TypeError:
+        module = _with_tuples(module)
+    try:
+        hash(module)
+    except TypeError as error:
+        raise UserError(f"model {name} has a field that cannot be hashed: give numbers, texts or tuples.") from error
+    return module
+
+
+def _with_tuples(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return tuple(map(_with_tuples, value))
+    if not isinstance(value, nn.Module):
+        return value
+    own = [field.name for field in fields(value) if field.init and field.name not in ("name", "parent")]
+    return value.clone(**{name: _with_tuples(getattr(value, name)) for name in own})
+
+
 def _linen_head(module: nn.Module, image: jax.Array, given: list[OwnHead]) -> Any:
     """The module's output; the dense layer whose output that is becomes known."""
     layers = []
@@ -314,8 +344,8 @@ def _linen_head(module: nn.Module, image: jax.Array, given: list[OwnHead]) -> An
     with nn.intercept_methods(note), in_this_engine(None):
         arguments = spelled(type(module).__call__, False, None)
         out, _ = module.init_with_output(jax.random.key(0), image, **arguments)
-    own = [OwnHead(one.path, one.use_bias, one.kernel_init, one.bias_init) for one, result in layers if result is out]
-    given.extend(own)
+    once = [one for one, result in layers if result is out and sum(one.path == other.path for other, _ in layers) == 1]
+    given.extend(OwnHead(one.path, one.use_bias, one.kernel_init, one.bias_init) for one in once)
     return out
 
 
@@ -330,7 +360,7 @@ def _nnx_head(module: NnxBackbone, image: jax.Array, given: list[OwnHead]) -> An
         _given.reset(token)
     modules: list[tuple[Path, Any]] = list(nnx.iter_modules(made))
     for path, layer in modules:
-        if any(layer is one and result is out for one, result in layers):
+        if [result is out for one, result in layers if layer is one] == [True]:
             inits = [_FromMaker(module.make, path, name) for name in ("kernel", "bias")]
             given.append(OwnHead(path, layer.bias is not None, *inits))
     return out

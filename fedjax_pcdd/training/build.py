@@ -240,6 +240,8 @@ class Setup:
             for (c, m), own in zip(self.pairs, self.federations, strict=True)
         ]
         model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
+        if isinstance(model, list | tuple):
+            raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
             method.build(self.in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
@@ -264,6 +266,7 @@ class Setup:
         own = self.given.pipeline
         more = {"text": text, "own": config.augmentation, "seed": config.seed}
         own = own or augment.pipeline(dataset, config.augment, shape, **more)
+        augment.check_own(own, shape, federation.dataset.x_train.dtype)
         return own, augment.pipeline(dataset, False, shape, text=text)
 
     def in_form(self, model: Classifier) -> Classifier:

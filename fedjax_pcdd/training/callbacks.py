@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.registry import called
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
@@ -100,10 +101,11 @@ class Metrics(Callback):
         row = run.history.rows[-1]
         if taken := self.functions.keys() & row.keys():
             raise UserError(f"names '{min(taken)}', which every row has: choose another name.", field="metrics")
-        row |= {name: None if row["ga"] is None else _number(name, of(run)) for name, of in self.functions.items()}
+        row |= {name: None if row["ga"] is None else _number(name, of, run) for name, of in self.functions.items()}
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, of: Callable[[Run], Any], run: Run) -> float:
+    value = called(f"metric '{name}'", of, run, of="the run")
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -282,6 +282,13 @@ def check_written(given: Mapping[str, str]) -> None:
     rounds_of(values.get("lr_steps") or "")
 
 
+def check_names(method: type["Method"]) -> None:
+    """UserError where a hyper-parameter is called as a run option is, so that neither could be told."""
+    taken = [name for name in options_of(method) if name in RUN or name in RESERVED]
+    if taken:
+        raise UserError(f"{method.__name__} has a hyper-parameter {taken[0]}, as an option of every run: rename it.")
+
+
 def values(config: RunConfig, method: "Method") -> dict[str, Any]:
     """Run options, then hyper-parameters, by field name."""
     run = {name: getattr(config, name) for name in RUN}
@@ -300,6 +307,7 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
         given = dict[str, Any](local_epochs=None) | dict(given)
     config = RunConfig(**{name: value for name, value in given.items() if name in RUN})
     cls = methods.get(config.method)
+    check_names(cls)
     method = cls(**{name: value for name, value in given.items() if name not in RUN})
     for option in options_of(cls).values():
         check(option, getattr(method, option.name))

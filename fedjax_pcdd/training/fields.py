@@ -67,6 +67,11 @@ def members(kind: Any) -> tuple:
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
+def is_plain(kind: Any) -> bool:
+    """Whether values of a type are numbers, texts, paths or choices, so that they can be read from text."""
+    return all(part in _WORDS or typing.get_origin(part) is Literal for part in members(kind))
+
+
 def choices(kind: Any) -> list:
     """The values that a type lists, none where it lists none."""
     return [choice for part in members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.registry import Registry
+from fedjax_pcdd.registry import Registry, called
 from fedjax_pcdd.training.fields import listed
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
@@ -102,7 +102,14 @@ def made(config: Any, folder: Path) -> list[Callback]:
     loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
     loggers += [WandB(folder, options)] if config.wandb else []
     loggers += [MLflow(folder, options)] if config.mlflow else []
-    return loggers + [LOGGERS.find(name)(folder, options) for name in listed(config.loggers)]
+    return loggers + [_logger(name, folder, options) for name in listed(config.loggers)]
+
+
+def _logger(name: str, folder: Path, options: dict[str, Any]) -> Callback:
+    logger = called(f"logger {name}", LOGGERS.find(name), folder, options, of="the run's folder and its options")
+    if not isinstance(logger, Callback):
+        raise UserError(f"logger {name} must give an fp.Callback, not {type(logger).__name__}.")
+    return logger
 
 
 def load(name: str) -> ModuleType:

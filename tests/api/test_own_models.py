@@ -76,7 +76,7 @@ def test_participants_have_models_of_their_own(federation):
     models = [Backbone(), NNX, "mlp"]
     history = fp.simulate(federation, "solo", model=models, pretrain_epochs=1, **SMALL)
     assert np.isfinite(history.pa).all()
-    with pytest.raises(fp.UserError, match="model a list must be a Flax module"):
+    with pytest.raises(fp.UserError, match="fedavg trains one model: give that, not several"):
         fp.simulate(federation, "fedavg", model=models, **SMALL)
 
 

@@ -260,7 +260,7 @@ def test_natural_federation_runs_on_the_command_line(tmp_path, method):
     ("options", "sentence"),
     [
         (["--model=simple_cnn"], "Model 'simple_cnn' reads images, not text: take lstm.\n"),
-        (["--clients=4"], "'play' has 3 groups, not --clients=4: lower it or leave it out.\n"),
+        (["--clients=4"], "'play' has 3 groups with training samples, not --clients=4: lower that.\n"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, options, sentence):

@@ -74,9 +74,30 @@ class Swapped(Method):
         return Message(mean=variables), ()
 
 
+@struct.dataclass
+class Nothing(Method):
+    def penalty(self, variables, outputs, batch, context):
+        """Gives none."""
+
+
+@struct.dataclass
+class Unfinished(Method):
+    def local_update(self, evaluate, step, variables, batch, context):
+        return super().local_update(evaluate, step, variables, batch, context)[:2]
+
+
+@struct.dataclass
+class Halved(Method):
+    def trainable(self, params, context):
+        return {"head": True}
+
+
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
+        (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
+        (Unfinished, r"Unfinished\.local_update must return anything, anything, a tuple, not tuple\."),
+        (Halved, r"Halved\.trainable must say something of each array of the parameters, or return None\."),
         (Silent, r"Silent\.upload must return anything, a Message, not NoneType\."),
         (Swapped, r"Swapped\.upload must return anything, a Message, not tuple\."),
         (Long, r"Long\.penalty must return a scalar, not an array of shape \[8\]: sum or average it\."),
@@ -94,6 +115,65 @@ def test_a_hook_of_the_wrong_shape_is_named(method, sentence):
     with pytest.raises(UserError, match=sentence) as caught:
         simulated.round.lower(*arguments(simulated))
     assert "\n" not in str(caught.value)
+
+
+@struct.dataclass
+class Weighing(Method):
+    given: float = 1.0
+
+    def weight(self, facts):
+        return jnp.where(facts.client == 1, self.given, 1.0)
+
+
+@struct.dataclass
+class WeighingClasses(Method):
+    def weight(self, facts):
+        return facts.class_counts
+
+
+@struct.dataclass
+class Advised(Method):
+    def configure(self, setting, hyper):
+        """Gives nothing."""
+
+
+@struct.dataclass
+class Worded(Method):
+    def init_client(self, setting, server, facts, key):
+        return {"name": "a"}
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (Weighing(jnp.nan), "Weighing.weight must be finite and at least 0, not nan as for client 1."),
+        (Weighing(-1.0), "Weighing.weight must be finite and at least 0, not -1.0 as for client 1."),
+        (
+            WeighingClasses(),
+            "WeighingClasses.weight must return a scalar, not an array of shape [4]: sum or average it.",
+        ),
+        (Advised(), "Advised.configure must return a Method, anything, not NoneType."),
+        (Worded(), "Worded.init_client must return arrays, not str."),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_hook_that_is_called_before_training_is_looked_at_too(method, sentence):
+    with pytest.raises(UserError) as caught:
+        toy.simulation(method=method).start()
+    assert str(caught.value) == sentence
+
+
+@struct.dataclass
+class Wider(Method):
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        made = super().logits(model, variables, images, server, client, facts, scope=scope)
+        return jnp.concatenate([made, made], 1)
+
+
+def test_logits_of_other_classes_are_refused():
+    simulated = toy.simulation(method=Wider())
+    with pytest.raises(UserError, match=r"Wider\.logits must return an array of shape \[\d+, 4\], not \[\d+, 8\]\."):
+        simulated.general(simulated.start())
 
 
 def arguments(simulated):

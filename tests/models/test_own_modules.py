@@ -168,6 +168,70 @@ def test_dropout_is_on_with_a_key_and_a_function_of_it(part):
     assert np.count_nonzero(np.asarray(one) == 0) > np.count_nonzero(np.asarray(without) == 0)
 
 
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dropout(0.5, rng_collection="noise", deterministic=not train)(x.reshape(len(x), -1))
+
+
+def test_dropout_from_a_stream_of_another_name_drops_with_a_key_alone():
+    model = built(Noisy)
+    variables = initialise(model, jax.random.key(1), SHAPE)
+    features = trained(model, variables, key=jax.random.key(0))[0].features
+    assert 0.3 < np.mean(np.asarray(features) == 0) < 0.7
+    assert (np.asarray(trained(model, variables)[0].features) != 0).all()
+
+
+class Twice(nn.Module):
+    num_classes: int
+
+    def setup(self):
+        self.first, self.layer = nn.Dense(self.num_classes), nn.Dense(self.num_classes)
+
+    def __call__(self, x):
+        return self.layer(nn.relu(self.layer(self.first(x.reshape(len(x), -1)))))
+
+
+class NnxTwice(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.layer = nnx.Linear(64, 3, rngs=rngs), nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(nnx.relu(self.layer(self.first(x.reshape(len(x), -1)))))
+
+
+@pytest.mark.parametrize("part", [Twice, NnxTwice], ids=["linen", "nnx"])
+def test_a_dense_layer_that_is_called_twice_is_no_head(part):
+    params = initialise(built(part), jax.random.key(0), SHAPE)["params"]
+    assert params["backbone"]["layer"]["kernel"].shape == params["head"]["kernel"].shape == (3, 3)
+
+
+def test_a_sequence_of_layers_is_a_model():
+    linen = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(6), nn.relu, nn.Dense(3)])
+    layers = nnx.Linear(64, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(6, 3, rngs=nnx.Rngs(1))
+    for part in (linen, nnx.Sequential(lambda x: x.reshape(len(x), -1), *layers)):
+        model = built(part)
+        variables = initialise(model, jax.random.key(0), SHAPE)
+        assert forward(model, variables, IMAGES, train=False)[0].logits.shape == (6, 3)
+        assert variables["params"]["head"]["kernel"].shape == (6, 3)
+
+
+class Listed(nn.Module):
+    widths: list[int] | jax.Array
+
+    @nn.compact
+    def __call__(self, x):
+        for width in self.widths:
+            x = nn.Dense(width)(x.reshape(len(x), -1))
+        return x
+
+
+def test_fields_of_a_module_may_be_lists():
+    assert trained(model := built(Listed([5, 4])), initialise(model, jax.random.key(0), SHAPE))[0].features.shape == (6, 4)
+    with pytest.raises(UserError, match="model Listed has a field that cannot be hashed: give numbers, texts or tuples"):
+        built(Listed(jnp.array([5, 4])))
+
+
 def test_other_collections_are_state_too():
     model = built(Masked)
     variables = initialise(model, jax.random.key(1), SHAPE)
@@ -253,6 +317,7 @@ class Broken(nn.Module):
         (Wide, "model Wide needs 'width': pass a Flax module"),
         (Picture, r"model Picture gives \[1, 8, 8, 4\] for one image"),
         (Broken, "model Broken fails on images of 8x8x1: TypeError"),
+        (lambda: 1 / 0, "model <lambda> cannot be made: ZeroDivisionError: division by zero."),
         (nn.Dense, "model Dense needs 'features'"),
     ],
 )
