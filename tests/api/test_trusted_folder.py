@@ -232,14 +232,19 @@ class Disagreeing(FedMD):
 
 DIVERGING = {
     "kept by a client": ("fedrep", {}, Spoilt(), r"client [012]'s .* is not finite in round 2.*round 1 is good"),
-    "distillation": ("feddf", {"server_lr": 1e38, "server_steps": 3}, None, r"the server's .* round 1.*no checkpoint"),
+    "distillation": (
+        "feddf",
+        {"server_lr": 1e38, "server_steps": 3, "public_samples": 32},
+        None,
+        r"the server's .* round 1.*no checkpoint",
+    ),
     "generator": ("fedgen", {"generator_lr": 1e38, "generator_steps": 3}, None, r"the server's .* round 1.*no checkp"),
 }
 
 
 @pytest.mark.parametrize(("name", "own", "method", "sentence"), DIVERGING.values(), ids=DIVERGING.keys())
 def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path, name, own, method, sentence):
-    config, chosen = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run", "public_samples": 32} | own)
+    config, chosen = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run"} | own)
     with pytest.raises(UserError, match=sentence):
         run(config, method or chosen)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in sentence)

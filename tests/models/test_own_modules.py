@@ -227,8 +227,13 @@ class Listed(nn.Module):
 
 
 def test_fields_of_a_module_may_be_lists():
-    assert trained(model := built(Listed([5, 4])), initialise(model, jax.random.key(0), SHAPE))[0].features.shape == (6, 4)
-    with pytest.raises(UserError, match="model Listed has a field that cannot be hashed: give numbers, texts or tuples"):
+    assert trained(model := built(Listed([5, 4])), initialise(model, jax.random.key(0), SHAPE))[0].features.shape == (
+        6,
+        4,
+    )
+    with pytest.raises(
+        UserError, match="model Listed has a field that cannot be hashed: give numbers, texts or tuples"
+    ):
         built(Listed(jnp.array([5, 4])))
 
 
