@@ -86,6 +86,15 @@ def test_rounds_are_counted_to_the_accuracy_of_fedavg(tmp_path, capsys):
     assert found["b"][:2] == ["7", "1.429"]  # 0.8 * 7 / 10 is the first above 0.5
 
 
+def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys):
+    write_run(tmp_path / "a", ga=0.1, rounds=10, lr=0.01)
+    write_run(tmp_path / "b", ga=0.5, rounds=10, lr=0.05)
+    write_run(tmp_path / "c", ga=0.8, rounds=10, lr=0.05, method="fedprox")
+    write_run(tmp_path / "d", ga=0.8, rounds=10, lr=0.1, method="fedprox")
+    found = cells(said(capsys, "rounds", tmp_path))
+    assert (found["c"][0], found["d"][0]) == ("7", "-")
+
+
 def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
     for i, ew in enumerate((1.0, 100.0)):
         write_run(tmp_path / str(i), 0.25 * (i + 1), method="fedgela", origin={"hyperparameters": {"ew": ew}})

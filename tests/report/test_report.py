@@ -258,6 +258,17 @@ def test_the_fewest_rounds_are_the_best(tmp_path, cells):
     assert row(own_table(one), "moon")["rounds to target"].rank == 1
 
 
+def test_the_target_is_that_of_the_fedavg_with_the_same_options_of_the_run(tmp_path, cells):
+    for lr, ga in ((0.01, 0.1), (0.05, 0.5)):
+        write_run(tmp_path / f"runs/a{lr}", ga, lr=lr)
+        write_run(tmp_path / f"runs/b{lr}", 0.6, method="fedprox", mu=lr, lr=0.05)
+    write_run(tmp_path / "runs/c", 0.6, method="moon", lr=0.1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    rounds = {line.label.split()[0]: line.cells for line in own_table(one).rows}
+    at = own_table(one).headings.index("rounds to target") - 1
+    assert (shown(rounds["fedprox"][at]), shown(rounds["moon"][at])) == ("3.00", "–")
+
+
 @pytest.mark.parametrize(("rule", "rounds"), [(BEST, 2), (LAST, 3)])
 def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, rule, rounds):
     accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.6)
