@@ -115,6 +115,15 @@ def test_bilateral_curves_are_means_over_seeds(tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_bilateral_curves_of_other_settings_of_the_method_stay_apart_and_a_copied_run_counts_once(tmp_path, capsys):
+    for name, phi, ga in (("a", "identity", 0.5), ("b", "none", 0.25), ("copy", "identity", 0.5)):
+        origin = {"hyperparameters": {"ew": 1.0, "phi": phi}}
+        write_run(tmp_path / name, ga, method="fedgela", ew=1.0, phi=phi, origin=origin)
+    rows = [line.split("|") for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
+    found = {row[1].partition("(")[2].strip(): (row[3].strip(), row[5].strip()) for row in rows}
+    assert found == {"phi=identity)": ("50.00", "1"), "phi=none)": ("25.00", "1")}
+
+
 def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):
     moments = {"fedgela": "during training", "fedavg": "global model fine-tuned for 10 epochs"}
     for method, protocol in moments.items():
@@ -181,6 +190,12 @@ def test_a_search_compares_runs_that_differ_in_the_searched_option_alone(tmp_pat
         write_run(tmp_path / str(i), ga, method="fedprox", mu=mu, lr=lr, origin={"hyperparameters": {"mu": mu}})
     line = said(capsys, "grid", tmp_path).splitlines()[2]
     assert [cell.strip() for cell in line.split("|")[3:7]] == ["mu", "0.1", "test", "90.00"]
+
+
+def test_a_copied_run_counts_once_in_a_search(tmp_path, capsys):
+    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("copy", 0.1, 0.9, 1), ("c", 1.0, 0.2, 0)):
+        write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
+    assert "| 70.00 " in said(capsys, "grid", tmp_path)
 
 
 def test_words_can_be_searched_too(tmp_path, capsys):
