@@ -41,6 +41,18 @@ def test_a_sweep_takes_several_server_optimizers_as_pairs_with_its_methods(tmp_p
     assert all(name in shown for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
 
 
+def test_experiments_that_would_share_a_folder_are_refused():
+    with pytest.raises(UserError, match=r"dataset=a/x.npz and dataset=a_x.npz would share the folder fedavg-dataset="):
+        expand({"method": "fedavg", "dataset": "a/x.npz,a_x.npz", "seed": "0"})
+
+
+def test_a_value_that_is_written_twice_counts_once():
+    found = expand(
+        {"method": "fedprox", "seed": "1,01,+1", "lr": "0.1,0.10,1e-1", "mu": "1,1.0", "partition": "dir,lda"}
+    )
+    assert [one.name for one in found] == ["fedprox-s1"]
+
+
 def test_commas_belong_to_one_value_of_some_hyper_parameters():
     ditto = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
     assert {one.given["lambda_candidates"] for one in ditto} == {"0.1,1,2"}
