@@ -13,6 +13,7 @@ import numpy as np
 
 ALPHA = 0.05
 LEAST_RANKED = 3  # methods that an order is about
+DIGITS = 9  # beyond which equal numbers differ by the rounding of floats
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 
 
@@ -87,17 +88,17 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
     """The paired difference of two experiments' values by seed; None where they share no seed.
 
     Args:
-      higher, lower: value by seed; the difference is the first less the second.
+      higher, lower: value by seed; the difference is the first less the second, and what is not finite is left out.
       confidence: of the interval, in (0, 1).
 
     >>> one = paired({0: 3.0, 1: 5.0}, {0: 2.0, 1: 2.0, 2: 9.0})
     >>> one.mean, one.error, one.seeds
     (2.0, 1.0, (0, 1))
     """
-    seeds = tuple(sorted(higher.keys() & lower.keys()))
+    seeds = tuple(seed for seed in sorted(higher.keys() & lower.keys()) if np.isfinite(higher[seed] - lower[seed]))
     if not seeds:
         return None
-    values = np.array([higher[seed] - lower[seed] for seed in seeds], float)
+    values = np.round([higher[seed] - lower[seed] for seed in seeds], DIGITS)
     centre, n = float(values.mean()), len(values)
     if n == 1:
         return Difference(centre, None, seeds)

@@ -15,7 +15,7 @@ from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
-from fedjax_pcdd.report.tables import Cell, aside, shown
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, ranked, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 
@@ -109,6 +109,12 @@ def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
     (one,) = group(collect([tmp_path / "runs"]), cells)
     ranks = {entry.label: entry.cells[0].rank for entry in own_table(one).rows}
     assert ranks == {"fedavg": 0, "fedprox": 1, "fedrs": 2, "fedlc": 2}
+
+
+def test_means_that_differ_by_the_rounding_of_floats_share_a_rank():
+    cells = [Cell(100 * 0.57), Cell(57.0), Cell(50.0)]
+    table = ranked(Table("", (Column("GA", best=1),), tuple(Row(str(cell.mean), (cell,)) for cell in cells)))
+    assert [row.cells[0].rank for row in table.rows] == [1, 1, 2]
 
 
 def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
