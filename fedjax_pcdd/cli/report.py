@@ -73,7 +73,11 @@ def compare_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: CompareOptions) -> None:
-    comparisons, notes = compare(_runs(options.runs), options.confidence)
+    runs = _runs(options.runs)
+    first = next(path for path in options.runs if path.is_dir())
+    if not runs[0].path.is_relative_to(first):
+        raise UserError(f"{first} cannot be read, with which the others are compared: name another run first.")
+    comparisons, notes = compare(runs, options.confidence)
     tables = comparison_tables(comparisons, options.confidence)
     print("\n".join([*map(markdown, tables), *notes]))
 
