@@ -286,6 +286,8 @@ def grid(records: list[RunRecord], given: Options) -> str:
         cells.setdefault((record.resolved.get("split") or _partition_of(record), record.method), []).append(record)
     lines = []
     for (split, method), own in cells.items():
+        if unknown := [one for one in own if "hyperparameters" not in one.resolved]:
+            raise UserError(f"{unknown[0].path / 'resolved.json'} has no hyper-parameters: leave the run out.")
         hyper = [one.resolved["hyperparameters"] for one in own]
         for name in [n for n in hyper[0] if len({str(h[n]) for h in hyper}) > 1]:
             searched = _searched(own, name)

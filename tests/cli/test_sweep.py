@@ -230,10 +230,10 @@ def swept_again(swept, folder, damaged):
     return sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"])
 
 
-@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
-def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name):
+@pytest.mark.parametrize(("name", "text"), [("summary.json", "{\n"), ("summary.json", "{}"), ("config.yaml", "{\n")])
+def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name, text):
     capsys.readouterr()
-    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text("{\n")) == 2
+    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text(text)) == 2
     err = capsys.readouterr().err
     assert str(tmp_path / "sweep" / "fedavg" / name) in err
     assert err.count("\n") == 1
