@@ -216,10 +216,13 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
     assert "lr=0.01" in rows[1]
 
 
-def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys):
-    write_run(tmp_path / "task", task="digits_domains")
-    write_run(tmp_path / "plain")
-    assert "domains of a task" in refused(capsys, "tasks", tmp_path / "task", tmp_path / "plain")
+@pytest.mark.parametrize("analysis", ["tasks", "ablation", "embedding"])
+def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analysis):
+    task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
+    summary = json.loads((task / "summary.json").read_text())
+    (task / "summary.json").write_text(json.dumps(summary | {"domains": ["mnist", "usps"]}))
+    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, task, plain)
+    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, plain)
 
 
 def test_counts_of_a_repeated_class_add_up_and_a_file_without_rows_is_refused(tmp_path, capsys):
