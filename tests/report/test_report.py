@@ -1,6 +1,7 @@
 """Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -456,6 +457,14 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, c
     (tmp_path / "file").write_text("")
     assert report_main([str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"], experiments) == 2
     assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments):
+    for name, finished in ((b"bad\xff", True), (b"other\xff", False)):
+        write_run(tmp_path / "runs" / os.fsdecode(name), seed=int(finished), finished=finished)
+    assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"], experiments) == 0
+    assert b"bad\xff" in (tmp_path / "out/report.md").read_bytes()
+    assert not list((tmp_path / "out").glob("*.part"))
 
 
 def test_a_value_that_does_not_fit_is_one_sentence(capsys):
