@@ -1,8 +1,10 @@
 """Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
 
+import io
 import json
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -459,7 +461,8 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, c
     assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
 
 
-def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments):
+def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
     for name, finished in ((b"bad\xff", True), (b"other\xff", False)):
         write_run(tmp_path / "runs" / os.fsdecode(name), seed=int(finished), finished=finished)
     assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"], experiments) == 0
