@@ -1,6 +1,7 @@
 """Grids: every combination of the values that options list, and the means of their results over seeds."""
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from fedjax_pcdd.training.presets import listed_as, read_preset
 
 # Their commas belong to the value.
 WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
+LONGEST = 230  # bytes of a folder's name: of a lock beside it few file systems take more than 255
 SEARCH = {  # what a search takes beside its space
     "trials": Option("trials", int, False, 20, low=1),
     "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
@@ -100,9 +102,14 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
 
 
 def _check_names(experiments: Sequence[Experiment]) -> None:
-    """UserError where two have one folder."""
+    """UserError where two have one folder, or the name of one is too long."""
     known: dict[str, Experiment] = {}
     for one in experiments:
+        if len(os.fsencode(one.name)) > LONGEST:
+            advice = "vary fewer options at once, or give shorter values"
+            raise UserError(
+                f"the folder {one.name[:40]}... would have more than {LONGEST} bytes in its name: {advice}."
+            )
         if (other := known.setdefault(one.name, one)) is not one:
             pairs = (f"`{n}={x}` and `{n}={one.given[n]}`" for n, x in other.given.items() if x != one.given[n])
             raise UserError(f"{', '.join(pairs)} would share the folder {one.name}: give them in two sweeps.")

@@ -137,7 +137,13 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
 
 
 def _folders(path: Path) -> Iterable[Path]:
-    for folder, below, files in os.walk(path):
+    seen = set()  # links may lead in a circle
+    for folder, below, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
         if CONFIG in files:
             below.clear()
             yield Path(folder)

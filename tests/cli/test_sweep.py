@@ -53,6 +53,11 @@ def test_a_value_that_is_written_twice_counts_once():
     assert [one.name for one in found] == ["fedprox-s1"]
 
 
+def test_an_experiment_whose_folder_would_have_too_long_a_name_is_refused():
+    with pytest.raises(UserError, match="vary fewer options at once, or give shorter values"):
+        expand({"method": "fedavg", "dataset": f"{'a' * 230}.npz,digits"})
+
+
 def test_commas_belong_to_one_value_of_some_hyper_parameters():
     ditto = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
     assert {one.given["lambda_candidates"] for one in ditto} == {"0.1,1,2"}

@@ -49,6 +49,13 @@ def test_runs_below_a_folder_are_found_once(tmp_path):
     assert [run.path.name for run in collect([tmp_path / "runs/b", tmp_path / "runs"])] == ["b", "a"]
 
 
+def test_runs_that_are_links_are_found_and_circles_end(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/link").symlink_to(write_run(tmp_path / "elsewhere"))
+    (tmp_path / "runs/round").symlink_to(tmp_path / "runs")
+    assert [run.path.name for run in collect([tmp_path / "runs"])] == ["link"]
+
+
 def test_a_folder_without_a_run_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match=r"holds no run .*: name the folder of a run\.$"):
@@ -443,6 +450,7 @@ def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
         ([], "name at least one folder of runs, as runs/."),
         (["x", "--outptu=y"], "there is no option --outptu: did you mean '--output'?"),
         (["nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
+        (["RUNS", "--metric=ga_last"], "--metric needs --rows, as --rows=method."),
         (["RUNS", "--preset=toy/table2"], "there is no preset 'toy/table2': did you mean 'toy/table1'?"),
         (["RUNS", "--preset=toy/table1"], "none of the 1 runs is a finished one of toy/table1: leave --preset out"),
     ],
