@@ -164,7 +164,8 @@ def burden(records: list[RunRecord], given: Options) -> str:
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
         base = (reference and reference.summary) or {}
-        ratio = seconds / (base.get("seconds_local") or base["seconds_per_round"]) if base else None
+        reference_seconds = base.get("seconds_local") or base.get("seconds_per_round")
+        ratio = seconds / reference_seconds if seconds and reference_seconds else None
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
         cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
         paper = [_paper(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
