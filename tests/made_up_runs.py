@@ -52,8 +52,9 @@ def write_run(folder, ga=0.5, pa=0.8, *, finished=True, shift=0, origin=None, ro
     figure.add_subplot().plot([shift, 1])
     figure.savefig(folder / "partition.png")
     if finished:
-        summary = {"ga_best": ga, "ga_last": ga, "ga_mean_last10": ga / 2, "pa_best": pa, "pa_last": pa}
-        (folder / "summary.json").write_text(json.dumps(summary | {"seconds_per_round": 0.5}))
+        summary = {"method": options["method"], "rounds": rounds, "seconds_per_round": 0.5}
+        summary |= {"ga_best": ga, "ga_last": ga, "ga_mean_last10": ga / 2, "pa_best": pa, "pa_last": pa}
+        (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 

@@ -1,6 +1,7 @@
 """Grids: every combination of the values that options list, and the means of their results over seeds."""
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -9,13 +10,15 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
+from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import Option, options_of
 from fedjax_pcdd.training.metrics import MEASURES
-from fedjax_pcdd.training.options import configure, in_any_case, method_of
+from fedjax_pcdd.training.options import configure, in_any_case, method_of, own_values
 from fedjax_pcdd.training.presets import listed_as, read_preset
 
 # Their commas belong to the value.
 WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
+LONGEST = 230  # bytes of a folder's name: of a lock beside it few file systems take more than 255
 SEARCH = {  # what a search takes beside its space
     "trials": Option("trials", int, False, 20, low=1),
     "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
@@ -39,7 +42,7 @@ def values_of(name: str, text: str, method: str = "") -> list[str]:
     ['0', '1', '2']
     >>> values_of("seed", "0:3,2")
     ['0', '1', '2']
-    >>> values_of("beta", "0.1,0.5")
+    >>> values_of("beta", "0.1,0.5,0.10")
     ['0.1', '0.5']
     >>> values_of("models", "mlp,simple_cnn")
     ['mlp,simple_cnn']
@@ -57,11 +60,26 @@ def values_of(name: str, text: str, method: str = "") -> list[str]:
             values.append(part.strip())
     if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
-    return list(dict.fromkeys(values))
+    distinct: dict[Any, str] = {}
+    for one in values:
+        distinct.setdefault(_meant(name, one, method), one)
+    return list(distinct.values())
+
+
+def _meant(name: str, text: str, method: str) -> Any:
+    """The value that a text stands for, however it is spelled; what is wrong, of which `configure` tells, as it is."""
+    try:
+        return own_values({name: text}, method or RUN["method"].default).get(name, text)
+    except UserError:
+        return text
 
 
 def expand(given: Mapping[str, str]) -> list[Experiment]:
-    """All points of the grid, methods first; UserError for an option that no method has, which `configure` refuses."""
+    """All points of the grid, methods first; an option that no method has is in all, and `configure` refuses it.
+
+    Raises:
+      UserError: two of them would have one folder.
+    """
     named = values_of("method", given["method"]) if "method" in given else None
     texts = {name: text for name, text in given.items() if name != "method"}
     names = [method_of(given)] if named is None else list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
@@ -79,7 +97,22 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
             group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
             experiments.append(Experiment(name, group, {"method": method, **options}))
+    _check_names(experiments)
     return experiments
+
+
+def _check_names(experiments: Sequence[Experiment]) -> None:
+    """UserError where two have one folder, or the name of one is too long."""
+    known: dict[str, Experiment] = {}
+    for one in experiments:
+        if len(os.fsencode(one.name)) > LONGEST:
+            advice = "vary fewer options at once, or give shorter values"
+            raise UserError(
+                f"the folder {one.name[:40]}... would have more than {LONGEST} bytes in its name: {advice}."
+            )
+        if (other := known.setdefault(one.name, one)) is not one:
+            pairs = (f"`{n}={x}` and `{n}={one.given[n]}`" for n, x in other.given.items() if x != one.given[n])
+            raise UserError(f"{', '.join(pairs)} would share the folder {one.name}: give them in two sweeps.")
 
 
 def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[list[Experiment]]:

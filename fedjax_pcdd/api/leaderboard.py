@@ -36,7 +36,11 @@ PLAN = PAPERS / "leaderboard.yaml"
 GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10"}
 PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
 MEASURES = (*GA, *PA)
-KEYS = {"network", "split", "method", "trials", "chosen", "seeds", "floats"}  # of every result
+SECONDS = "seconds_per_round"
+KEYS = {  # of every result
+    **dict.fromkeys(("network", "split", "method"), str), **dict.fromkeys(("trials", "seeds"), list),
+    "chosen": dict | None, "floats": int | float,
+}  # fmt: skip
 OWN = ("run", "splits", "networks")  # sections that every plan has; the others are the packaged plan's if not given
 SECTIONS = (*OWN, "seeds", "trials", "scores", "public")
 LOCAL = "*"  # behind the name of a method without a global model
@@ -73,7 +77,8 @@ class Cell(NamedTuple):
 
     def path(self, results: Path) -> Path:
         """Of its result."""
-        return results / self.network / self.split / f"{short_name(self.method).replace('/', '_')}.json"
+        network, split, method = (n.replace("/", "_") for n in (self.network, self.split, short_name(self.method)))
+        return results / network / split / f"{method}.json"
 
 
 def read_plan(path: Path = PLAN) -> Plan:
@@ -117,6 +122,11 @@ def _check_kinds(plan: Plan, path: Path) -> None:
     for method, listed in plan.scores.items():
         if not (isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed)):
             raise UserError(f"the scores of '{method}' in {path} must be a list of entries of a run's summary.")
+    listed = [*plan.splits.values(), *plan.public.values(), *(one for own in plan.trials.values() for one in own)]
+    names = [*plan.run, *plan.splits, *(name for one in listed for name in one)]
+    names += plan.networks if isinstance(plan.networks, list) else []
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise UserError(f"{path} has '{wrong[0]}' in place of a name: put it in quotes.")
     if not (isinstance(plan.networks, list) and plan.networks and plan.splits):
         raise UserError(f"{path} must list at least one network and one split.")
     if type(plan.seeds) is not int or plan.seeds < 1:
@@ -125,11 +135,21 @@ def _check_kinds(plan: Plan, path: Path) -> None:
 
 def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: Mapping[str, str]) -> dict[str, str]:
     """The options of one run, as a command writes them."""
-    split = plan.splits[cell.split]
     needed = methods.get(cell.method)().traits().needs_public
-    public = plan.public.get(str(split.get("dataset")), {}) if needed else {}
-    settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **public, **trial, "seed": seed}
-    return {name: str(value) for name, value in settings.items()} | dict(more)
+    return _settings(plan, cell, trial, public=needed) | {"seed": str(seed)} | dict(more)
+
+
+def _settings(plan: Plan, cell: Cell, trial: Mapping[str, Any], *, public: bool) -> dict[str, str]:
+    """The options but for the seed; `public`: with those of a method that needs public images."""
+    split = plan.splits[cell.split]
+    images = plan.public.get(str(split.get("dataset")), {}) if public else {}
+    settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **images, **trial}
+    return {name: str(value) for name, value in settings.items()}
+
+
+def _command(settings: Mapping[str, str]) -> str:
+    words = [f"--{name.replace('_', '-')}={text}" for name, text in settings.items()]
+    return shlex.join(["fedjax-pcdd", "sweep", *words])
 
 
 @compiled_once()
@@ -150,8 +170,6 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
     finished = isinstance(tried[best], dict)
     others = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
     seeds = [tried[best], *_run(plan, cell, others, folder, more, console)] if finished else []
-    command = options(plan, cell, trials[best], 0, {}) | {"seed": f"0:{plan.seeds}"}
-    words = [f"--{name.replace('_', '-')}={text}" for name, text in command.items()]
     return {
         **cell._asdict(),
         "trials": [
@@ -162,12 +180,12 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
         "global_model": methods.get(cell.method)().traits().global_model,
         "chosen": trials[best] if finished else None,
         "seeds": [
-            {"seed": seed, **{name: one.get(name) for name in (*MEASURES, "seconds_per_round")}}
+            {"seed": seed, **{name: one.get(name) for name in (*MEASURES, SECONDS)}}
             if isinstance(one, dict) else {"seed": seed, "failed": _told(one, folder)} for seed, one in enumerate(seeds)
         ],
         "pa": next((pa_name(one) for one in seeds if isinstance(one, dict)), None),
         "floats": sent(plan, cell, trials[best], more),
-        "command": shlex.join(["fedjax-pcdd", "sweep", *words]),
+        "command": _command(options(plan, cell, trials[best], 0, {}) | {"seed": f"0:{plan.seeds}"}),
         "version": __version__,
         "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
     }  # fmt: skip
@@ -221,9 +239,18 @@ def _read_result(path: Path) -> dict[str, Any]:
         result = json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path} is damaged: remove it, and its cell is run again.") from error
-    if not isinstance(result, dict) or not set(result) >= KEYS:
+    if not isinstance(result, dict) or not _is_result(result):
         raise UserError(f"{path} is no result of the leaderboard: remove it, or choose another `results`.")
     return result
+
+
+def _is_result(result: Mapping[str, Any]) -> bool:
+    if not all(name in result and isinstance(result[name], kind) for name, kind in KEYS.items()):
+        return False
+    seeds = result["seeds"]
+    if not all(isinstance(one, dict) for one in (*result["trials"], *seeds)):
+        return False
+    return all(isinstance(one.get(name), int | float | None) for one in seeds for name in (*MEASURES, SECONDS))
 
 
 def brief(whole: Table) -> Table:
@@ -246,7 +273,7 @@ def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Tab
         cells = [_accuracy(one, *measure) for measure in measures]
         if not one.get("global_model", True):
             cells[0] = Entry()
-        seconds = over_seeds(seed.get("seconds_per_round") for seed in one["seeds"])
+        seconds = over_seeds(seed.get(SECONDS) for seed in one["seeds"])
         chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
         failed = any("failed" in seed for seed in one["seeds"]) or not one["seeds"]
         rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(label(one), (
@@ -310,14 +337,38 @@ def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
     return values or [-np.inf] * seeds
 
 
-def has_result(cell: Cell, results: Path) -> bool:
-    """Whether a cell has one; UserError where another method's lies in its place."""
+def has_result(plan: Plan, cell: Cell, results: Path) -> bool:
+    """Whether a cell has one; UserError where that of another cell or plan lies in its place."""
     path = cell.path(results)
     if not path.is_file():
         return False
-    if (other := _read_result(path)["method"]) != cell.method:
+    result = _read_result(path)
+    if (other := result["method"]) != cell.method:
         raise UserError(f"{path} is of `method={other}`: rename one of the classes, or choose another `results`.")
+    if cell_of(result) != cell:
+        raise UserError(f"{path} is of another network or split: rename one, or choose another `results`.")
+    check_plan(plan, result, path)
     return True
+
+
+def cell_of(result: Mapping[str, Any]) -> Cell:
+    """The cell that a result is of."""
+    return Cell(*(result[name] for name in Cell._fields))
+
+
+def check_plan(plan: Plan, result: Mapping[str, Any], path: Path) -> None:
+    """UserError where a result, whose network and split the plan has, tried or ran something else than the plan does.
+
+    The method need not be at hand, so whether it needs public images is not known.
+    """
+    cell = cell_of(result)
+    trials = plan.trials_of(cell.method, cell.network)
+    tried = [one.get("options") for one in result["trials"]]
+    chosen = trials[0] if result["chosen"] is None else result["chosen"]
+    seeds = {"seed": f"0:{plan.seeds}"}
+    wanted = [_command(_settings(plan, cell, chosen, public=public) | seeds) for public in (False, True)]
+    if tried != trials or result.get("command") not in wanted:
+        raise UserError(f"{path} was made with another plan: choose another `results`, or remove it.")
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
@@ -339,6 +390,6 @@ def complete(
       done: told of each.
     """
     for cell in cells:
-        if not has_result(cell, results) and goes_on():
+        if not has_result(plan, cell, results) and goes_on():
             write_result(run_cell(plan, cell, runs, more, console), cell.path(results))
             done(cell)

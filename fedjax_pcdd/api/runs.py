@@ -28,7 +28,7 @@ from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
 from fedjax_pcdd.training.device_choices import Say, fewer_lanes
-from fedjax_pcdd.training.folder import CLIENTS, SUMMARY, RunFolder
+from fedjax_pcdd.training.folder import CLIENTS, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
 from fedjax_pcdd.training.metrics import result
@@ -277,9 +277,9 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     resolved = restored.history.get("resolved", {})
     check_given(resolved.get("given", ()), one.given, files.path)
     check_inputs(resolved.get("inputs"), parts.inputs(0, config, one.method), files.path, warn)
-    rows = with_clients([row for row in files.rows() if row["round"] <= restored.round], files)
+    rows = with_clients(files.rows(rounds=restored.round)[: restored.round], files)
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
-    summary = files.read_json(SUMMARY) or {}
+    summary = files.summary() or {}
     return History(
         short_name(config.method), parts.methods[0], parts.federations[0], config, rows, state, summary,
         parts.simulation, one.given,

@@ -31,7 +31,7 @@ from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert
-from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
+from fedjax_pcdd.training.folder import CONFIG, RunFolder
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.named_arrays import size
 from fedjax_pcdd.training.options import configure
@@ -108,7 +108,8 @@ class Sweep:
 
     def _standing(self, name: str, rounds: int) -> Standing:
         rows = RunFolder(self.folder / name).rows()
-        by, seconds = owner(self.folder / CLAIMS / f"{name}.lock"), sorted(row["seconds"] for row in rows)
+        seconds = sorted(row["seconds"] for row in rows if row.get("seconds") is not None)
+        by = owner(self.folder / CLAIMS / f"{name}.lock")
         done = rows[-1]["round"] if rows else 0
         if isinstance(self.results.get(name), dict):
             return Standing(name, "done", done, rounds)
@@ -124,7 +125,7 @@ class Sweep:
             if (folder / CONFIG).is_file():
                 lies = {"run_dir": folder, "resume": folder}
                 check_same(read_run(folder), (config, method), folder)
-            if (summary := RunFolder(folder).read_json(SUMMARY)) is not None:
+            if (summary := RunFolder(folder).summary()) is not None:
                 self.results[name] = summary
                 return None
         except ValueError as error:

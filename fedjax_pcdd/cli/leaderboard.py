@@ -69,7 +69,10 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     if not (options.status or options.page):
         _complete(options, argv, plan, cells, console)
     known = leaderboard.read_results(options.results)
-    done = sum(leaderboard.has_result(cell, options.results) for cell in cells)
+    for one in known:
+        if one["network"] in networks and one["split"] in splits:
+            leaderboard.check_plan(plan, one, leaderboard.cell_of(one).path(options.results))
+    done = sum(leaderboard.has_result(plan, cell, options.results) for cell in cells)
     if not options.status:
         tables = [leaderboard.table(network, split, known) for network in networks for split in splits]
         tables = [table for table in tables if table.rows]
@@ -94,6 +97,7 @@ def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[
     for cell in cells:  # a mistake is said before anything runs
         for trial in plan.trials_of(cell.method, cell.network):
             leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
+        leaderboard.has_result(plan, cell, options.results)
     end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     if options.workers > 1:
         given = scan(argv, {"status", "help"})

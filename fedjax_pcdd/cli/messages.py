@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 
 from fedjax_pcdd.errors import UserError, spelled
@@ -54,6 +55,8 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
       work: with the arguments.
       argv: arguments without the program's name; None for those of the process.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of folders need not be UTF-8
     try:
         with _warned_in_sentences():
             code = work(sys.argv[1:] if argv is None else argv) or 0

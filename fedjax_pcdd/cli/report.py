@@ -73,7 +73,11 @@ def compare_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: CompareOptions) -> None:
-    comparisons, notes = compare(_runs(options.runs), options.confidence)
+    runs = _runs(options.runs)
+    first = next(path for path in options.runs if path.is_dir())
+    if not runs[0].path.is_relative_to(first):
+        raise UserError(f"{first} cannot be read, with which the others are compared: name another run first.")
+    comparisons, notes = compare(runs, options.confidence)
     tables = comparison_tables(comparisons, options.confidence)
     print("\n".join([*map(markdown, tables), *notes]))
 
@@ -95,8 +99,10 @@ def _report(options: ReportOptions, folder: Path) -> None:
         raise UserError(f"none of the {len(runs)} runs is a finished one of {preset}: leave --preset out to see them.")
     papers, unread = _papers(groups, folder / "expected")
     notes = [*_notes(runs, groups), *unread]
-    if options.columns and not options.rows:
-        raise UserError("needs `rows`, as `rows=method`.", field="columns")
+    if not options.rows:
+        for name in ("columns", "metric"):
+            if getattr(options, name) != getattr(ReportOptions, name):
+                raise UserError("needs `rows`, as `rows=method`.", field=name)
     rows, columns, metric = ((name or "").replace("-", "_") for name in (options.rows, options.columns, options.metric))
     counted = [run for one in groups for entry in one.entries for run in entry.runs]
     own = [pivot(counted, rows, columns or None, metric)] if rows else []

@@ -15,7 +15,7 @@ from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
-from fedjax_pcdd.report.grouping import differing
+from fedjax_pcdd.report.grouping import differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
 from fedjax_pcdd.training.build import build_model, default_model
@@ -164,7 +164,8 @@ def burden(records: list[RunRecord], given: Options) -> str:
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
         base = (reference and reference.summary) or {}
-        ratio = seconds / (base.get("seconds_local") or base["seconds_per_round"]) if base else None
+        reference_seconds = base.get("seconds_local") or base.get("seconds_per_round")
+        ratio = seconds / reference_seconds if seconds and reference_seconds else None
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
         cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
         paper = [_paper(record, "seconds_per_round", method) for method in (record.method, REFERENCE)]
@@ -202,59 +203,68 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
 
 def bilateral(records: list[RunRecord], given: Options) -> str:
     """GA and PA against E_W (FedGELA, Figure 4)."""
-    groups, fedavg, summaries = _by_ew(records)
+    groups, fedavg = _by_ew(records)
     if not groups:
         raise UserError("none of these runs has an E_W: sweep `ew=1,4,16` of fedgela.")
-    curves = {label: {ew: _over_seeds(own[ew]) for ew in sorted(own)} for label, own in groups.items()}
-    means = {label: _over_seeds(own) for label, own in fedavg.items()}
-    pa, reference = (with_pa_named("PA", summaries[own]) for own in (True, False))
+    curves = {key: {ew: _over_seeds(own[ew]) for ew in sorted(own)} for key, own in groups.items()}
+    means = {setting: _over_seeds(own) for setting, own in fedavg.items()}
+    labels = {key: f"{key[0]} ({key[1]})" if key[1] else key[0] for key in groups}
+    swept = [one for own in groups.values() for runs in own.values() for one in runs]
+    others = [one for runs in fedavg.values() for one in runs]
+    pa, reference = (with_pa_named("PA", [one.summary or {} for one in runs]) for runs in (swept, others))
     fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
-        names = {label: label.removesuffix(" (linear)") for label in curves}
-        references = {label: [one.mean or 0.0 for one in means[name]] for label, name in names.items() if name in means}
+        references = {labels[k]: [one.mean or 0.0 for one in means[k[0]]] for k in groups if k[0] in means}
         numbers = {
-            label: np.array(
+            labels[key]: np.array(
                 [[ew, *(x or 0.0 for one in cells for x in (one.mean, one.std))] for ew, cells in own.items()]
             )
-            for label, own in curves.items()
+            for key, own in curves.items()
         }
         draw_bilateral(numbers, references, given["output"], pa=pa, reference=fedavg_pa)
-    cells = [(label, f"{ew:g}", *both) for label, own in curves.items() for ew, both in own.items()]
+    cells = [(labels[key], f"{ew:g}", *both) for key, own in curves.items() for ew, both in own.items()]
     cells += [(name, fedavg_pa, *(replace(one, std=None) for one in both)) for name, both in means.items()]
     lines = [[label, at, shown(ga), shown(own), str(ga.n)] for label, at, ga, own in cells]
     by = _chosen_on(records)
     return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
 
 
-def _over_seeds(runs: Sequence[tuple[float, float]]) -> tuple[Cell, Cell]:
-    """GA and PA of runs in percent."""
-    ga, pa = (over_seeds(shares, factor=100.0) for shares in zip(*runs, strict=True))
+def _over_seeds(runs: Sequence[RunRecord]) -> tuple[Cell, Cell]:
+    """GA and PA in percent, of the newest run of each seed."""
+    summaries = [one.summary or {} for one in newest(runs)]
+    ga, pa = (over_seeds((one[name] for one in summaries), factor=100.0) for name in ("ga_best", "pa_best"))
     return ga, pa
+
+
+def _ew(record: RunRecord) -> float | None:
+    return record.resolved.get("hyperparameters", {}).get("ew")
 
 
 def _by_ew(
     records: list[RunRecord],
-) -> tuple[dict[str, dict[float, list]], dict[str, list], dict[bool, list[dict[str, Any]]]]:
-    """By partition (and options of the run that differ) best GA and best PA of the runs with each E_W, those of
-    FedAvg's, and the summaries of the former (True) and of the latter."""
-    groups: dict[str, dict[float, list[tuple[float, float]]]] = {}
-    fedavg: dict[str, list[tuple[float, float]]] = {}
-    summaries: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+) -> tuple[dict[tuple[str, str], dict[float, list[RunRecord]]], dict[str, list[RunRecord]]]:
+    """By partition (and options of the run that differ) and own settings the runs with each E_W, and FedAvg's."""
+    groups: dict[tuple[str, str], dict[float, list[RunRecord]]] = {}
+    fedavg: dict[str, list[RunRecord]] = {}
     of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
     apart = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
+    swept, told = [one for one in records if _ew(one) is not None], {*RUN, "ew", "scale"}
+    own = {
+        method: [n for n in differing([one.config for one in swept if one.method == method]) if n not in told]
+        for method in dict.fromkeys(one.method for one in swept)
+    }
     for record in records:
-        summary, hyper = record.summary or {}, record.resolved.get("hyperparameters", {})
-        ew, ga, pa = hyper.get("ew"), summary.get("ga_best"), summary.get("pa_best")
-        if ga is None or pa is None or (ew is None and record.method != REFERENCE):
+        ew, summary = _ew(record), record.summary or {}
+        if None in (summary.get("ga_best"), summary.get("pa_best")) or (ew is None and record.method != REFERENCE):
             continue
-        summaries[ew is not None].append(summary)
         setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
-        if ew is not None:
-            label = setting + (" (linear)" if hyper.get("scale") == "linear" else "")
-            groups.setdefault(label, {}).setdefault(ew, []).append((ga, pa))
-        else:
-            fedavg.setdefault(setting, []).append((ga, pa))
-    return groups, fedavg, summaries
+        if ew is None:
+            fedavg.setdefault(setting, []).append(record)
+            continue
+        parts = [record.method] * (len(own) > 1) + [f"{n}={record.config.get(n)}" for n in own[record.method]]
+        parts += ["linear"] * (record.resolved["hyperparameters"].get("scale") == "linear")
+        groups.setdefault((setting, ", ".join(parts)), {}).setdefault(ew, []).append(record)
+    return groups, fedavg
 
 
 def _chosen_on(records: list[RunRecord]) -> str:
@@ -277,12 +287,16 @@ def grid(records: list[RunRecord], given: Options) -> str:
         cells.setdefault((record.resolved.get("split") or _partition_of(record), record.method), []).append(record)
     lines = []
     for (split, method), own in cells.items():
+        if unknown := [one for one in own if "hyperparameters" not in one.resolved]:
+            raise UserError(f"{unknown[0].path / 'resolved.json'} has no hyper-parameters: leave the run out.")
         hyper = [one.resolved["hyperparameters"] for one in own]
         for name in [n for n in hyper[0] if len({str(h[n]) for h in hyper}) > 1]:
             searched = _searched(own, name)
             held_out = all((one.summary or {}).get("selected_on") == "validation" for one in searched)
             means = _means_by(searched, name, "ga_best")
             scores = _means_by(searched, name, "ga_validation_best") if held_out else means
+            if not scores:
+                continue
             best = max(scores, key=lambda value: scores[value])
             paper = _paper(own[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
@@ -294,10 +308,12 @@ def grid(records: list[RunRecord], given: Options) -> str:
 
 def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, float]:
     """Means over the seeds of an entry of the summaries, by the values of a hyper-parameter."""
-    values: dict[float, list[float]] = {}
+    members: dict[float, list[RunRecord]] = {}
     for record in records:
-        values.setdefault(record.resolved["hyperparameters"][name], []).append((record.summary or {})[measure])
-    return {value: float(np.mean(several)) for value, several in values.items()}
+        members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
+    return {
+        value: float(np.mean([(one.summary or {})[measure] for one in newest(own)])) for value, own in members.items()
+    }
 
 
 def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:

@@ -44,8 +44,8 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
         continual = record.resolved.get("hyperparameters", {}).get("continual", True)
         public = str(record.config["public"] or _recipe(record).public)
         parts.setdefault((public, continual), []).append(record)
-    domains = (records[0].summary or {})["domains"]
-    if any((record.summary or {})["domains"] != domains for record in records):
+    domains, *others = [_domains(record) for record in records]
+    if any(other != domains for other in others):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
     means = {key: _over_seeds(own) for key, own in parts.items()}
     if output:
@@ -100,8 +100,8 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
 
     panels: dict[str, list] = {"own domain": [], "other domain": []}
     lines = []
-    for label, record in zip(labels, records, strict=True):
-        history, names = load_run(record.path), (record.summary or {})["domains"]
+    for label, record, names in zip(labels, records, [_domains(record) for record in records], strict=True):
+        history = load_run(record.path)
         dataset, tests = history.federation.dataset, history.federation.partition.test
         for client, (row, domain) in ((c, one) for c in (0, 1) for one in zip(panels, (c, 1 - c), strict=True)):
             chosen = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
@@ -112,6 +112,15 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
     if output:
         draw_embeddings(panels, output)
     return ["run", "participant", "images", "between over within classes", "silhouette"], lines
+
+
+def _domains(record: RunRecord) -> list[str]:
+    """Names of the domains of a run; UserError where it is none over such."""
+    _recipe(record)
+    known = (record.summary or {}).get("domains")
+    if known is None:
+        raise UserError(f"{record.path / 'summary.json'} names no domains: resume the run, or leave it out.")
+    return known
 
 
 def _recipe(record: RunRecord):

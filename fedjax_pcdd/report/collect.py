@@ -1,7 +1,6 @@
 """Run folders as plain records; nothing is trained or restored."""
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -14,8 +13,8 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN
-from fedjax_pcdd.training.fields import load_mapping, read_text
-from fedjax_pcdd.training.folder import CONFIG, SUMMARY, TRACK, RunFolder
+from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
+from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,7 @@ class RunRecord:
     @cached_property
     def tracked(self) -> list[dict[str, Any]]:
         """Lines of track.jsonl, [] of a run that tracked nothing; UserError where they cannot be read."""
-        try:
-            return RunFolder(self.path).rows(TRACK)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-            raise _unreadable(self.path) from None
+        return RunFolder(self.path).rows(TRACK)
 
     def changed(self) -> float:
         """When the run last wrote a round, in seconds since the epoch; 0 before its first."""
@@ -141,7 +137,13 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
 
 
 def _folders(path: Path) -> Iterable[Path]:
-    for folder, below, files in os.walk(path):
+    seen = set()  # links may lead in a circle
+    for folder, below, files in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
         if CONFIG in files:
             below.clear()
             yield Path(folder)
@@ -155,16 +157,14 @@ def read_run(path: Path) -> RunRecord:
     given = load_mapping(text, str(path / CONFIG))
     if not {"method", "dataset", "seed", "rounds"} <= given.keys():
         raise UserError(f"{path / CONFIG} is not the configuration of a run: leave {path} out.")
-    config = {name: option.default for name, option in RUN.items()} | given
-    try:
-        resolved, summary = folder.read_json("resolved.json"), folder.read_json(SUMMARY)
-        rows, clients = folder.rows(), folder.rows("clients.jsonl")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-        raise _unreadable(path) from None
-    record = RunRecord(path, config, text, resolved or {}, rows, clients, summary)
+    # The method's own options stay as they are written: it may be one that is not at hand.
+    own = convert_all({name: value for name, value in given.items() if name in RUN}, RUN, str(path / CONFIG))
+    config = {name: option.default for name, option in RUN.items()} | given | own
+    resolved, summary = folder.read_json("resolved.json") or {}, folder.summary()
+    words = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
+    if not words or not isinstance(resolved.get("hyperparameters", {}), dict):
+        raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
+    rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
+    record = RunRecord(path, config, text, resolved, rows, clients, summary)
     _ = record.partition  # read now, as what is damaged is left out
     return record
-
-
-def _unreadable(path: Path) -> UserError:
-    return UserError(f"{path} has files that cannot be read: repair the run or leave it out.")

@@ -1,12 +1,13 @@
 """Paired comparison: the same seeds and partitions under two methods or settings."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.contents import ACCURACIES
-from fedjax_pcdd.report.grouping import Entry, data_of, entries
+from fedjax_pcdd.report.grouping import PARTITION, Entry, data_of, differing, entries
 from fedjax_pcdd.report.statistics import Difference, family, paired, signed
 from fedjax_pcdd.report.tables import NOTHING, Table, texts
 from fedjax_pcdd.training.progress import with_pa_named
@@ -36,6 +37,8 @@ class Comparison(NamedTuple):
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:
     """Every experiment against the one of the first run, on each data set and partition.
 
+    That is the one with its method and settings; on other data than its own the only one of its method will do.
+
     Args:
       runs: as collected; unfinished ones are left out, and a sentence says so.
       confidence: of the intervals, in (0, 1).
@@ -55,15 +58,22 @@ def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[C
             problems.setdefault(data_of(run), []).append(run)
     results: list[Comparison] = []
     for data, members in problems.items():
-        results += _compare(" · ".join(data), entries(members), confidence, notes)
+        results += _compare(" · ".join(data), runs[0], entries(members), confidence, notes)
     if not results:
         raise UserError("these runs hold no pair: " + (notes[0] if notes else "give runs of two methods or settings."))
     return results, notes
 
 
-def _compare(data: str, members: list[Entry], confidence: float, notes: list[str]) -> list[Comparison]:
-    first, *others = members
+def _compare(
+    data: str, reference: RunRecord, members: list[Entry], confidence: float, notes: list[str]
+) -> list[Comparison]:
+    first = _first(members, reference)
+    if first is None:
+        notes.append(f"{data} has no finished {reference.method} with the settings of {reference.path}: left out.")
+        return []
+    others = [entry for entry in members if entry is not first]
     notes += [f"{run.path} repeats a seed and is left out." for entry in members for run in entry.repeated]
+    notes += [sentence for entry in members for run in entry.runs for sentence in _not_finite(run)]
     if not others:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
     pairs = [_pairs(data, first, other, notes) for other in others]
@@ -79,6 +89,22 @@ def _compare(data: str, members: list[Entry], confidence: float, notes: list[str
     ]
 
 
+def _not_finite(run: RunRecord) -> list[str]:
+    found = [name for metric, name in ACCURACIES.items() if not math.isfinite((run.summary or {}).get(metric) or 0.0)]
+    return [f"{run.path} has no finite number as its {name}, which is left out." for name in found]
+
+
+def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
+    """The experiment of a run among those of one data set and partition."""
+    of_data = {"dataset", "task", *PARTITION}
+    alike = [entry for entry in members if entry.runs[0].method == reference.method]
+    for entry in alike:
+        if not {*differing([entry.runs[0].config, reference.config])} - of_data:
+            return entry
+    other = data_of(members[0].runs[0]) != data_of(reference)
+    return alike[0] if other and len(alike) == 1 else None
+
+
 def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
     return with_pa_named(ACCURACIES[metric], [run.summary or {} for run in runs])
 
@@ -92,9 +118,11 @@ def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[lis
             notes.append(f"{data}: seed {seeds} of {entry.label} has no partner and is left out.")
     seeds = sorted(a.keys() & b.keys())
     for seed in seeds:
+        names = f"{first.label} and {other.label}"
         if a[seed].partition != b[seed].partition:
-            names = f"{first.label} and {other.label}"
             notes.append(f"{data}: seed {seed} of {names} has different partitions and is left out.")
+        elif a[seed].partition is None:
+            notes.append(f"{data}: seed {seed} of {names} has no partition.npz, so that partitions may differ.")
     same = [seed for seed in seeds if a[seed].partition == b[seed].partition]
     return [a[seed] for seed in same], [b[seed] for seed in same]
 

@@ -173,9 +173,9 @@ def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
 
 
 def _references(known: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRecord]:
-    """FedAvg's runs, first those with the same settings."""
-    fitting = [(own[2] != names[2], runs) for own, runs in known if own[0] == REFERENCE]
-    return [run for _, runs in sorted(fitting, key=lambda one: one[0]) for run in runs]
+    """FedAvg's runs: those that differ from a preset as these do, or all where there are none."""
+    fitting = [(own[2] == names[2], run) for own, runs in known if own[0] == REFERENCE for run in runs]
+    return [run for same, run in fitting if same] or [run for _, run in fitting]
 
 
 def _differing(group: Group, key: str, head: str) -> str:

@@ -170,10 +170,15 @@ def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
         members.setdefault(names, []).append(run)
     experiments = []
     for names, runs in members.items():
-        newest = {run.seed: run for run in sorted(runs, key=RunRecord.changed)}
-        kept = tuple(newest[seed] for seed in sorted(newest))
+        kept = newest(runs)
         experiments.append(Entry(names, kept, tuple(run for run in runs if run not in kept)))
     return experiments
+
+
+def newest(runs: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
+    """The newest run of each seed, by rising seed."""
+    by_seed = {run.seed: run for run in sorted(runs, key=RunRecord.changed)}
+    return tuple(by_seed[seed] for seed in sorted(by_seed))
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:

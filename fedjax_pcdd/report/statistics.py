@@ -13,6 +13,7 @@ import numpy as np
 
 ALPHA = 0.05
 LEAST_RANKED = 3  # methods that an order is about
+DIGITS = 9  # beyond which equal numbers differ by the rounding of floats
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 
 
@@ -87,14 +88,14 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
     """The paired difference of two experiments' values by seed; None where they share no seed.
 
     Args:
-      higher, lower: value by seed; the difference is the first less the second.
+      higher, lower: value by seed; the difference is the first less the second, and what is not finite is left out.
       confidence: of the interval, in (0, 1).
 
     >>> one = paired({0: 3.0, 1: 5.0}, {0: 2.0, 1: 2.0, 2: 9.0})
     >>> one.mean, one.error, one.seeds
     (2.0, 1.0, (0, 1))
     """
-    seeds = tuple(sorted(higher.keys() & lower.keys()))
+    seeds = tuple(seed for seed in sorted(higher.keys() & lower.keys()) if np.isfinite(higher[seed] - lower[seed]))
     if not seeds:
         return None
     values = np.array([higher[seed] - lower[seed] for seed in seeds], float)
@@ -107,7 +108,7 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 
     test: Any = stats.ttest_1samp(values, 0.0)  # scipy's results are not typed
     low, high = test.confidence_interval(confidence)
-    ranks: Any = stats.wilcoxon(values) if n >= LEAST_WILCOXON else None
+    ranks: Any = stats.wilcoxon(np.round(values, DIGITS)) if n >= LEAST_WILCOXON else None
     rank_p = None if ranks is None else float(ranks.pvalue)
     return Difference(centre, float(stats.sem(values)), seeds, float(low), float(high), float(test.pvalue), rank_p)
 

@@ -15,6 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.statistics import DIGITS
 
 CSV_COLUMNS = (
     *("table", "method", "variant", "settings", "column", "metric", "mean", "std", "seeds"),
@@ -112,12 +113,12 @@ class Table:
 
 
 def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = (), factor: float = 1.0) -> Cell:
-    """Mean and sample deviation of the values that are there, times a factor, as 100 for shares in percent.
+    """Mean and sample deviation of the values that are there and finite, times a factor, as 100 for shares in percent.
 
     >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
-    known = factor * np.array([value for value in values if value is not None], float)
+    known = factor * np.array([value for value in values if value is not None and np.isfinite(value)], float)
     if not len(known):
         return Cell()
     std = float(known.std(ddof=1)) if len(known) > 1 else None
@@ -172,11 +173,12 @@ def ranked(table: Table) -> Table:
 
 def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
     """1 for the best, 2 for the next, equal ones alike, else 0."""
-    known = [cell for cell in cells if cell.mean is not None]
-    if not best or len(known) < 2 or len({cell.rounds for cell in known}) > 1:
+    means = [None if cell.mean is None else round(cell.mean, DIGITS) for cell in cells]
+    known = [mean for mean in means if mean is not None]
+    if not best or len(known) < 2 or len({cell.rounds for cell in cells if cell.mean is not None}) > 1:
         return [0] * len(cells)
-    first = sorted({cell.mean for cell in known if cell.mean is not None}, reverse=best > 0)[:2]
-    return [first.index(cell.mean) + 1 if cell.mean in first else 0 for cell in cells]
+    first = sorted(set(known), reverse=best > 0)[:2]
+    return [first.index(mean) + 1 if mean in first else 0 for mean in means]
 
 
 def between(text: str, marks: tuple[str, str], inner: str, source: str) -> str:

@@ -7,6 +7,8 @@ import numpy as np
 
 from fedjax_pcdd.analysis.curves import rounds_to, series, speed_up
 from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.grouping import differing
+from fedjax_pcdd.training.config import RUN
 
 REFERENCE = "fedavg"
 
@@ -29,7 +31,7 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
 
     Args:
       run: a finished run; FedAvg's own count all their rounds, by convention.
-      references: FedAvg's runs, of which the first with the same seed, rounds and partition gives the target.
+      references: FedAvg's runs, of which `reference` gives the target.
       rule: of the paper.
 
     Returns:
@@ -38,14 +40,28 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
     rounds = run.config["rounds"]
     if run.method == REFERENCE:
         return rounds, 1.0
-    wanted = (run.seed, rounds, run.partition)
-    fitting = (one for one in references if (one.seed, one.config["rounds"], one.partition) == wanted)
-    known = _accuracies(next(fitting, None))
+    known = _accuracies(reference(run, references))
     if not np.isfinite(known).any():
         return None
     target = known[np.isfinite(known)][-1] if rule.last else np.nanmax(known)
     first = rounds_to(_accuracies(run), float(target), above=rule.above)
     return first, speed_up(first, rounds)
+
+
+def reference(run: RunRecord, references: Sequence[RunRecord]) -> RunRecord | None:
+    """The run of the same seed, rounds and partition with the same options of the run.
+
+    Where none has these it is the only experiment among them, and None where there are several.
+    """
+    wanted = (run.seed, run.config["rounds"], run.partition)
+    fitting = [one for one in references if (one.seed, one.config["rounds"], one.partition) == wanted]
+    same = [one for one in fitting if not _apart([run, one])]
+    return next(iter(same or ([] if _apart(fitting) else fitting)), None)
+
+
+def _apart(runs: Sequence[RunRecord]) -> list[str]:
+    """Options of the run, but for the method, in which runs differ."""
+    return [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
 
 
 def _accuracies(run: RunRecord | None) -> np.ndarray:

@@ -258,5 +258,8 @@ def write_text(path: Path, text: str, instead: str) -> None:
     with writing(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_name(f"{path.name}.part")
-        half.write_text(text, encoding="utf-8")
-        half.replace(path)
+        try:
+            half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)

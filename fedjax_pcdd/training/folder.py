@@ -36,10 +36,12 @@ from fedjax_pcdd.errors import UserError, failed_write
 from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
+from fedjax_pcdd.training.written import is_line, is_summary
 
 CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
+_DAMAGED = "{} is damaged: put it back as it was, or remove it."
 LOCK, PARTITION = "lock", "partition.npz"
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "mlflow.txt", "profile")  # as numpy, which follows links
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
@@ -127,16 +129,28 @@ class RunFolder:
         except OSError as error:
             raise failed_write(error, self.path / name) from error
 
-    def rows(self, name: str = METRICS) -> list[dict[str, Any]]:
+    def rows(self, name: str = METRICS, rounds: int = 0) -> list[dict[str, Any]]:
         """All complete lines; one that a killed process left unfinished is ignored.
 
+        Args:
+          rounds: so many must be there, from the first one on.
+
         Raises:
-          UserError: a line that is none of a run.
+          UserError: a line that is none of a run, or one that is missing.
         """
         rows, damaged = self._rows(name)
         if damaged:
             raise UserError(f"{self.path / name} is damaged in line {damaged[0]}: resume the run, or leave it out.")
+        if [row["round"] for row in rows[:rounds]] != list(range(1, rounds + 1)):
+            raise UserError(f"{self.path / name} has lost rounds: resume the run, or leave it out.")
         return rows
+
+    def summary(self) -> dict[str, Any] | None:
+        """The result, None of a run that is not finished; UserError where the file is damaged."""
+        value = self.read_json(SUMMARY)
+        if value is not None and not is_summary(value):
+            raise UserError(_DAMAGED.format(self.path / SUMMARY))
+        return value
 
     def _rows(self, name: str) -> tuple[list[dict[str, Any]], list[int]]:
         """The lines that can be read, and the numbers of the others."""
@@ -150,10 +164,11 @@ class RunFolder:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                if not isinstance(row["round"], int):
+                own = name not in (METRICS, CLIENTS, TRACK)
+                if not (isinstance(row["round"], int) if own else is_line(row, rows[-1]["round"] if rows else 0)):
                     raise ValueError
                 rows.append(row)
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 damaged.append(number)
         return rows, damaged
 
@@ -189,7 +204,7 @@ class RunFolder:
         except (OSError, ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise UserError(f"{path} is damaged: put it back as it was, or remove it.")
+            raise UserError(_DAMAGED.format(path))
         return value
 
     def write(self, name: str, text: str) -> None:

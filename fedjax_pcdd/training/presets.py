@@ -172,10 +172,10 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
     """The configuration that a run has written into its folder; UserError where there is none."""
     if not os.path.isdir(folder):
         what = f"{folder} is a file" if os.path.isfile(folder) else f"there is no folder {folder}"
-        raise UserError(f"{what}: give `resume` the folder of a run.")
+        raise UserError(f"{what}: name the folder of a run.")
     file = folder / "config.yaml"
     if not os.path.isfile(file):
-        raise UserError(f"{folder} holds no config.yaml, so no run can be resumed there: give `resume` another folder.")
+        raise UserError(f"{folder} holds no config.yaml, so it is no run: name the folder of one.")
     from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 
     text = read_text(file)

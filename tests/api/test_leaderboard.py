@@ -1,6 +1,7 @@
 """The leaderboard: as many trials for each method, chosen on validation samples, nothing run twice, ranks by hand."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,6 +97,31 @@ def test_the_page_has_tables_and_ranks(folder):
     assert (page.parent / "images" / "leaderboard_mlp.png").is_file()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("rounds: 2", "rounds: 3"), ("seeds: 2", "seeds: 3"), ("beta: 1", "beta: 2"), ("0.0001", "0.001")]
+)
+def test_results_of_another_plan_are_refused(folder, tmp_path, capsys, old, new):
+    (tmp_path / "plan.yaml").write_text(PLAN.replace(old, new))
+    words = [f"--plan={tmp_path}/plan.yaml", f"--results={folder}/results", f"--runs-dir={tmp_path}/runs"]
+    for more in (["--method=fedavg", "--status"], [f"--method={folder}/mine.py:Keep"]):
+        assert main(["leaderboard", *words, *more]) == 2
+        assert "Keep.json was made with another plan: choose another --results" in capsys.readouterr().err
+
+
+def test_the_committed_results_are_of_the_packaged_plan():
+    plan, place = leaderboard.read_plan(), Path(__file__).parents[2] / "results" / "leaderboard"
+    known = [one for one in leaderboard.read_results(place) if one["split"] in plan.splits]
+    for one in known:
+        leaderboard.check_plan(plan, one, place)
+    assert known
+
+
+def test_a_split_with_a_slash_in_its_name_has_its_results_beside_the_others(tmp_path):
+    cell = leaderboard.Cell("mine/net.py:Net", "a/b", "fedavg")
+    leaderboard.write_result(made("fedavg", [0.5]), cell.path(tmp_path))
+    assert len(leaderboard.read_results(tmp_path)) == 1
+
+
 def test_ranks_of_cells_without_results_are_left_out(tmp_path):
     assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
 
@@ -141,6 +167,9 @@ def test_ranks_by_hand():
         ("default: [{lr: 0.0001}, {lr: 0.1}]", "default: [1, 2]", "the trials of 'default'"),
         ("default: [{lr: 0.0001}, {lr: 0.1}]", "default: []", "the trials of 'default'"),
         ("public: {}", "public: 3", "'public' in"),
+        ("networks: [mlp]", "networks: [5]", "has '5' in place of a name: put it in quotes"),
+        ("  dir: {", "  0.5: {", "has '0.5' in place of a name"),
+        ("beta: 1", "1: 2", "has '1' in place of a name"),
         ("dir: {dataset: digits, partition: dirichlet, beta: 1}", "dir: 3", "'dir' of 'splits'"),
     ],
 )
@@ -154,8 +183,9 @@ def test_results_that_are_damaged_or_of_another_class_are_named(tmp_path):
     cell = leaderboard.Cell("mlp", "dir", "two.py:Mine")
     leaderboard.write_result(made("one.py:Mine", [0.5]), cell.path(tmp_path))
     with pytest.raises(UserError, match=r"is of method=one.py:Mine: rename one of the classes"):
-        leaderboard.has_result(cell, tmp_path)
-    for text, words in (("{", "is damaged"), ("{}", "is no result of the leaderboard")):
+        leaderboard.has_result(leaderboard.read_plan(), cell, tmp_path)
+    damaged = [json.dumps(made("one.py:Mine", [0.5]) | {"seeds": seeds}) for seeds in ("x", ["x"], [{"ga_best": "x"}])]
+    for text, words in (("{", "is damaged"), *((one, "is no result of the leaderboard") for one in ("{}", *damaged))):
         cell.path(tmp_path).write_text(text)
         with pytest.raises(UserError, match=words):
             leaderboard.read_results(tmp_path)

@@ -125,6 +125,16 @@ def test_a_run_of_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path
     assert again.label == "mine"
 
 
+def test_a_run_that_has_lost_rounds_is_not_loaded_until_it_is_resumed(federation, whole, tmp_path):
+    fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", **SMALL)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:2]))
+    with pytest.raises(fp.UserError, match=r"metrics.jsonl has lost rounds: resume the run"):
+        fp.load_run(tmp_path / "run")
+    same(fp.resume(tmp_path / "run"), whole)
+    same(fp.load_run(tmp_path / "run"), whole)
+
+
 def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tmp_path):
     bright, dark = fp.Pipeline(mean=(0.5,)), fp.Pipeline(mean=(0.1,))
     fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", pipeline=bright, **SMALL)

@@ -86,6 +86,15 @@ def test_rounds_are_counted_to_the_accuracy_of_fedavg(tmp_path, capsys):
     assert found["b"][:2] == ["7", "1.429"]  # 0.8 * 7 / 10 is the first above 0.5
 
 
+def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys):
+    write_run(tmp_path / "a", ga=0.1, rounds=10, lr=0.01)
+    write_run(tmp_path / "b", ga=0.5, rounds=10, lr=0.05)
+    write_run(tmp_path / "c", ga=0.8, rounds=10, lr=0.05, method="fedprox")
+    write_run(tmp_path / "d", ga=0.8, rounds=10, lr=0.1, method="fedprox")
+    found = cells(said(capsys, "rounds", tmp_path))
+    assert (found["c"][0], found["d"][0]) == ("7", "-")
+
+
 def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
     for i, ew in enumerate((1.0, 100.0)):
         write_run(tmp_path / str(i), 0.25 * (i + 1), method="fedgela", origin={"hyperparameters": {"ew": ew}})
@@ -104,6 +113,15 @@ def test_bilateral_curves_are_means_over_seeds(tmp_path, capsys):
     assert [[x.strip() for x in row] for row in rows] == [
         ["10", "25.00", "75.00", "1"], ["100", "62.50 ± 17.68", "37.50 ± 17.68", "2"],
     ]  # fmt: skip
+
+
+def test_bilateral_curves_of_other_settings_of_the_method_stay_apart_and_a_copied_run_counts_once(tmp_path, capsys):
+    for name, phi, ga in (("a", "identity", 0.5), ("b", "none", 0.25), ("copy", "identity", 0.5)):
+        origin = {"hyperparameters": {"ew": 1.0, "phi": phi}}
+        write_run(tmp_path / name, ga, method="fedgela", ew=1.0, phi=phi, origin=origin)
+    rows = [line.split("|") for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
+    found = {row[1].partition("(")[2].strip(): (row[3].strip(), row[5].strip()) for row in rows}
+    assert found == {"phi=identity)": ("50.00", "1"), "phi=none)": ("25.00", "1")}
 
 
 def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):
@@ -174,6 +192,12 @@ def test_a_search_compares_runs_that_differ_in_the_searched_option_alone(tmp_pat
     assert [cell.strip() for cell in line.split("|")[3:7]] == ["mu", "0.1", "test", "90.00"]
 
 
+def test_a_copied_run_counts_once_in_a_search(tmp_path, capsys):
+    for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("copy", 0.1, 0.9, 1), ("c", 1.0, 0.2, 0)):
+        write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
+    assert "| 70.00 " in said(capsys, "grid", tmp_path)
+
+
 def test_words_can_be_searched_too(tmp_path, capsys):
     for i, step in enumerate(("full", "none")):
         hyper = {"server_step": step}
@@ -192,10 +216,13 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
     assert "lr=0.01" in rows[1]
 
 
-def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys):
-    write_run(tmp_path / "task", task="digits_domains")
-    write_run(tmp_path / "plain")
-    assert "domains of a task" in refused(capsys, "tasks", tmp_path / "task", tmp_path / "plain")
+@pytest.mark.parametrize("analysis", ["tasks", "ablation", "embedding"])
+def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analysis):
+    task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
+    summary = json.loads((task / "summary.json").read_text())
+    (task / "summary.json").write_text(json.dumps(summary | {"domains": ["mnist", "usps"]}))
+    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, task, plain)
+    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, plain)
 
 
 def test_counts_of_a_repeated_class_add_up_and_a_file_without_rows_is_refused(tmp_path, capsys):

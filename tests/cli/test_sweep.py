@@ -41,6 +41,23 @@ def test_a_sweep_takes_several_server_optimizers_as_pairs_with_its_methods(tmp_p
     assert all(name in shown for name in ("fedavg ", "fedavg+adam", "fedgela ", "fedgela+adam"))
 
 
+def test_experiments_that_would_share_a_folder_are_refused():
+    with pytest.raises(UserError, match=r"dataset=a/x.npz and dataset=a_x.npz would share the folder fedavg-dataset="):
+        expand({"method": "fedavg", "dataset": "a/x.npz,a_x.npz", "seed": "0"})
+
+
+def test_a_value_that_is_written_twice_counts_once():
+    found = expand(
+        {"method": "fedprox", "seed": "1,01,+1", "lr": "0.1,0.10,1e-1", "mu": "1,1.0", "partition": "dir,lda"}
+    )
+    assert [one.name for one in found] == ["fedprox-s1"]
+
+
+def test_an_experiment_whose_folder_would_have_too_long_a_name_is_refused():
+    with pytest.raises(UserError, match="vary fewer options at once, or give shorter values"):
+        expand({"method": "fedavg", "dataset": f"{'a' * 230}.npz,digits"})
+
+
 def test_commas_belong_to_one_value_of_some_hyper_parameters():
     ditto = expand({"method": "ditto", "lambda_candidates": "0.1,1,2", "seed": "0:2"})
     assert {one.given["lambda_candidates"] for one in ditto} == {"0.1,1,2"}
@@ -218,10 +235,10 @@ def swept_again(swept, folder, damaged):
     return sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"])
 
 
-@pytest.mark.parametrize("name", ["summary.json", "config.yaml"])
-def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name):
+@pytest.mark.parametrize(("name", "text"), [("summary.json", "{\n"), ("summary.json", "{}"), ("config.yaml", "{\n")])
+def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name, text):
     capsys.readouterr()
-    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text("{\n")) == 2
+    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / name).write_text(text)) == 2
     err = capsys.readouterr().err
     assert str(tmp_path / "sweep" / "fedavg" / name) in err
     assert err.count("\n") == 1

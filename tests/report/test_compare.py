@@ -72,6 +72,49 @@ def test_settings_of_one_method_can_be_compared(tmp_path):
     assert (results[0].first, results[0].other) == ("fedprox (mu=0.1)", "fedprox (mu=1.0)")
 
 
+def test_the_first_run_says_what_the_others_are_compared_with_on_all_data(tmp_path):
+    for beta in (0.1, 0.5):
+        for mu in (1.0, 0.1):
+            write_run(tmp_path / f"b{mu}-{beta}", method="fedprox", mu=mu, beta=beta)
+        write_run(tmp_path / f"a{beta}", beta=beta)
+    results, notes = compare(collect([tmp_path / "b1.0-0.5", tmp_path]))
+    assert {(one.data, one.first) for one in results} == {
+        ("digits · dirichlet0.1", "fedprox (mu=1.0)"), ("digits · dirichlet0.5", "fedprox (mu=1.0)")
+    }  # fmt: skip
+    assert notes == []
+
+
+def test_data_without_the_experiment_of_the_first_run_are_said(tmp_path):
+    write_run(tmp_path / "a0", method="fedprox", mu=1.0)
+    write_run(tmp_path / "a1", method="moon")
+    for name, mu in (("b0", 0.1), ("b1", 0.5)):
+        write_run(tmp_path / name, method="fedprox", mu=mu, beta=0.5)
+    _, notes = compare(collect([tmp_path]))
+    assert notes == [f"digits · dirichlet0.5 has no finished fedprox with the settings of {tmp_path / 'a0'}: left out."]
+
+
+def test_a_first_run_that_is_unfinished_or_damaged_is_replaced_by_no_other(tmp_path, capsys):
+    pairs(tmp_path / "runs", (0.3, 0.5), (0.4, 0.6))
+    write_run(tmp_path / "first", method="moon", finished=False)
+    with pytest.raises(UserError, match=r"no pair: .*first is unfinished"):
+        compare(collect([tmp_path / "first", tmp_path / "runs"]))
+    (tmp_path / "first/resolved.json").write_text("{")
+    assert compare_main([str(tmp_path / "first"), str(tmp_path / "runs")]) == 2
+    assert "name another run first" in capsys.readouterr().err
+
+
+def test_accuracies_that_are_not_finite_and_partitions_that_are_not_known_are_said(tmp_path):
+    for folder in (write_run(tmp_path / "a"), write_run(tmp_path / "b", method="moon")):
+        (folder / "partition.npz").unlink()
+    (folder / "summary.json").write_text(
+        (folder / "summary.json").read_text().replace('"ga_best": 0.5', '"ga_best": NaN')
+    )
+    results, notes = compare(collect([tmp_path]))
+    assert "ga_best" not in [one.metric for one in results]
+    assert "has no finite number as its GA best" in notes[0]
+    assert "seed 0 of fedavg and moon has no partition.npz" in notes[1]
+
+
 def test_the_command_prints_a_comparison(tmp_path, capsys):
     pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
     assert compare_main([str(tmp_path)]) == 0

@@ -1,5 +1,7 @@
 """Reports of damaged folders: what cannot be read is named and left out, what is nobody's is passed over."""
 
+import re
+
 import pytest
 from made_up_runs import write_run
 
@@ -36,6 +38,41 @@ def test_a_damaged_run_is_left_out_and_named(folder, capsys, command, name, cont
     assert err.startswith("left out: ")
     assert str(folder / "bad" / name) in err
     assert err.count("\n") == 1
+
+
+WRONG = [  # file, what it holds, and what in its place
+    ("summary.json", r".*", "{}"),
+    *(("summary.json", f'"{name}": [0-9.]+', f'"{name}": "1"') for name in ("ga_best", "seconds_per_round", "rounds")),
+    *(("config.yaml", f"(?m)^{name}: .*$", f"{name}: {value}") for name, value in {
+        "seed": "x", "beta": "null", "rounds": "x", "lr": "abc", "clients": "[1, 2]"}.items()),
+    ("metrics.jsonl", '"round": 2', '"round": 7'), ("metrics.jsonl", '"round": 1', '"round": true'),
+    ("metrics.jsonl", '"ga": ', '"ga": "x", "was": '), ("metrics.jsonl", '"round": 1', '"round": 0'),
+    ("metrics.jsonl", r'\{"round": 2.*\n', ""), ("metrics.jsonl", r'\{"round": 3.*\n', ""),
+    ("clients.jsonl", r"\[.*\]", '"x"'), ("resolved.json", ".*", '{"hyperparameters": 5}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "old", "new"), WRONG)
+def test_what_can_be_read_and_is_none_of_a_run_is_left_out_and_named(folder, capsys, name, old, new):
+    file = write_run(folder / "bad", 0.5, seed=9) / name
+    changed = re.sub(old, new, file.read_text(), count=1)
+    assert changed != file.read_text()
+    file.write_text(changed)
+    assert COMMANDS["compare"](folder) == 0
+    err = capsys.readouterr().err
+    assert (err.startswith("left out: "), str(file) in err, err.count("\n")) == (True, True, 1)
+
+
+def test_a_method_that_is_not_at_hand_is_read_all_the_same(folder, capsys):
+    config = write_run(folder / "gone", 0.5, seed=1) / "config.yaml"
+    config.write_text(re.sub("(?m)^method: .*$", "method: gone.py:Gone", config.read_text()))
+    assert COMMANDS["report"](folder) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_search_without_recorded_hyper_parameters_is_one_sentence(folder, capsys):
+    assert analyse_main(["grid", str(folder)]) == 2
+    assert "resolved.json has no hyper-parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -1,7 +1,10 @@
 """Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
 
+import io
 import json
+import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
-from fedjax_pcdd.report.tables import Cell, aside, shown
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, ranked, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 
@@ -44,6 +47,13 @@ def test_runs_below_a_folder_are_found_once(tmp_path):
     write_run(tmp_path / "runs/deep/a")
     write_run(tmp_path / "runs/b", seed=1)
     assert [run.path.name for run in collect([tmp_path / "runs/b", tmp_path / "runs"])] == ["b", "a"]
+
+
+def test_runs_that_are_links_are_found_and_circles_end(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/link").symlink_to(write_run(tmp_path / "elsewhere"))
+    (tmp_path / "runs/round").symlink_to(tmp_path / "runs")
+    assert [run.path.name for run in collect([tmp_path / "runs"])] == ["link"]
 
 
 def test_a_folder_without_a_run_is_refused_in_one_sentence(tmp_path):
@@ -109,6 +119,12 @@ def test_best_and_second_best_are_marked_and_equal_ones_alike(tmp_path, cells):
     (one,) = group(collect([tmp_path / "runs"]), cells)
     ranks = {entry.label: entry.cells[0].rank for entry in own_table(one).rows}
     assert ranks == {"fedavg": 0, "fedprox": 1, "fedrs": 2, "fedlc": 2}
+
+
+def test_means_that_differ_by_the_rounding_of_floats_share_a_rank():
+    cells = [Cell(100 * 0.57), Cell(57.0), Cell(50.0)]
+    table = ranked(Table("", (Column("GA", best=1),), tuple(Row(str(cell.mean), (cell,)) for cell in cells)))
+    assert [row.cells[0].rank for row in table.rows] == [1, 1, 2]
 
 
 def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
@@ -220,7 +236,10 @@ def accuracies(folder, *shares):
 def test_rounds_to_fedavgs_best_accuracy_and_the_speed_up_are_pairs_of_one_seed(tmp_path, cells, experiments):
     for seed, best in enumerate((0.5, 0.8)):
         accuracies(in_preset(tmp_path / f"runs/a{seed}", "A", seed=seed), best, 0.1, best)
-        accuracies(in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed), *(best - 0.1, best, 0.9)[seed:])
+        accuracies(
+            in_preset(tmp_path / f"runs/b{seed}", "A", "fedprox", seed=seed),
+            *(best - 0.1, best, 0.9, 0.9)[seed : seed + 3],
+        )
     _, table = papers(collect([tmp_path / "runs"]), cells, experiments)
     cell = row(table, "fedprox")
     assert (cell["A rounds"].mean, cell["A rounds"].n) == (1.5, 2)
@@ -258,6 +277,17 @@ def test_the_fewest_rounds_are_the_best(tmp_path, cells):
     assert row(own_table(one), "moon")["rounds to target"].rank == 1
 
 
+def test_the_target_is_that_of_the_fedavg_with_the_same_options_of_the_run(tmp_path, cells):
+    for lr, ga in ((0.01, 0.1), (0.05, 0.5)):
+        write_run(tmp_path / f"runs/a{lr}", ga, lr=lr)
+        write_run(tmp_path / f"runs/b{lr}", 0.6, method="fedprox", mu=lr, lr=0.05)
+    write_run(tmp_path / "runs/c", 0.6, method="moon", lr=0.1)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    rounds = {line.label.split()[0]: line.cells for line in own_table(one).rows}
+    at = own_table(one).headings.index("rounds to target") - 1
+    assert (shown(rounds["fedprox"][at]), shown(rounds["moon"][at])) == ("3.00", "–")
+
+
 @pytest.mark.parametrize(("rule", "rounds"), [(BEST, 2), (LAST, 3)])
 def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, rule, rounds):
     accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.6)
@@ -279,7 +309,8 @@ def chosen(folder, split, method="fedavg", *, pa, last, rule="best_epoch"):
     """A made-up run of the preset whose PA is chosen by a rule, with PA after the last epoch beside it."""
     run = in_preset(folder, split, method, pa_protocol=rule)
     words = f"rule {rule}"
-    (run / "summary.json").write_text(json.dumps({"pa_best": pa, "pa_last_best": last, "pa_protocol": words}))
+    own = {"method": method, "rounds": 3, "ga_best": None, "pa_best": pa, "pa_last_best": last, "pa_protocol": words}
+    (run / "summary.json").write_text(json.dumps(own))
     return run
 
 
@@ -419,6 +450,7 @@ def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
         ([], "name at least one folder of runs, as runs/."),
         (["x", "--outptu=y"], "there is no option --outptu: did you mean '--output'?"),
         (["nowhere"], "there is no folder nowhere: name the folder of a run, or one that holds runs."),
+        (["RUNS", "--metric=ga_last"], "--metric needs --rows, as --rows=method."),
         (["RUNS", "--preset=toy/table2"], "there is no preset 'toy/table2': did you mean 'toy/table1'?"),
         (["RUNS", "--preset=toy/table1"], "none of the 1 runs is a finished one of toy/table1: leave --preset out"),
     ],
@@ -435,6 +467,15 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, c
     (tmp_path / "file").write_text("")
     assert report_main([str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"], experiments) == 2
     assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
+    for name, finished in ((b"bad\xff", True), (b"other\xff", False)):
+        write_run(tmp_path / "runs" / os.fsdecode(name), seed=int(finished), finished=finished)
+    assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"], experiments) == 0
+    assert b"bad\xff" in (tmp_path / "out/report.md").read_bytes()
+    assert not list((tmp_path / "out").glob("*.part"))
 
 
 def test_a_value_that_does_not_fit_is_one_sentence(capsys):

@@ -42,6 +42,18 @@ def test_the_rank_test_needs_pairs_enough_to_say_something():
     assert many.rank_p == pytest.approx(2 / 2**LEAST_WILCOXON)
 
 
+def test_ties_that_differ_by_the_rounding_of_floats_are_ties():
+    first, second = [0.57, 0.58, 0.29, 0.61, 0.70, 0.83], [0.47, 0.48, 0.39, 0.51, 0.80, 0.43]
+    noisy = of(*(100 * a - 100 * b for a, b in zip(first, second, strict=True)))
+    assert noisy.rank_p == of(10, 10, -10, 10, -10, 40).rank_p
+
+
+def test_a_value_that_is_not_finite_is_left_out_and_spreads_to_no_other_comparison():
+    nan, other = of(1.0, float("nan"), 2.0, 4.0), of(1.0, 2.0, 3.0)
+    assert nan.seeds == (0, 2, 3)
+    assert all(np.isfinite(one.p) for one in family([nan, other]))
+
+
 @pytest.mark.parametrize(("n", "p"), [(2, 0.5), (6, 1 / 32)])
 def test_equal_differences_are_judged_by_their_sign_alone(n, p):
     assert (of(*[0.5] * n).error, of(*[0.5] * n).p) == (0.0, pytest.approx(p))
