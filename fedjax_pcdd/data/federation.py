@@ -129,7 +129,7 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
       share: in (0, 1).
 
     Raises:
-      UserError: a client would have no training sample left, none has any for validation, or samples are dealt twice.
+      UserError: a client would have no training sample left, or samples are dealt twice.
     """
     lists, y = Lists.of(federation.partition.train), federation.dataset.y_train
     if len(np.unique(lists.flat)) < len(lists.flat):
@@ -144,8 +144,6 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     emptied = np.flatnonzero((train.sizes == 0) & (lists.sizes > 0))
     if len(emptied):
         raise UserError(f"`validation={share:g}` leaves client {emptied[0]} without a training sample: lower it.")
-    if not validation.flat.size:
-        raise UserError(f"`validation={share:g}` keeps no sample of any client: raise it.")
     return replace(federation, partition=Partition(train, federation.partition.test), validation=validation)
 
 

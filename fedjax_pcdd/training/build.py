@@ -73,7 +73,10 @@ def validated(config: RunConfig, federation: Federation) -> Federation:
     """The federation with validation samples, if the options ask for some that it has not."""
     if config.validation is None or federation.validation is not None:
         return federation
-    return hold_out(federation, config.validation, config.seed)
+    made = hold_out(federation, config.validation, config.seed)
+    if made.validation is not None and not made.validation.flat.size:
+        raise UserError(f"`validation={config.validation:g}` keeps no sample of any client: raise it.")
+    return made
 
 
 def who_is_there(config: RunConfig, clients: int) -> Availability | None:
