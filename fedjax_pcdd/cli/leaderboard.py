@@ -134,6 +134,8 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     told += f" {leaderboard.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     if len(splits) > 1:
         told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
+    else:
+        told += " Of one split the draws are of seeds alone, so that these intervals are too narrow."
     table = _ranks_table(names, ranked, baseline)
     table = replace(table, title=f"Ranks, {network}", remarks=told)
     shown = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"

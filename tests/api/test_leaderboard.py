@@ -94,6 +94,7 @@ def test_the_page_has_tables_and_ranks(folder):
     assert "old" not in text
     assert "1 of 2 trials failed" in text
     assert "| Keep |" in text
+    assert "Of one split the draws are of seeds alone" in text
     assert (page.parent / "images" / "leaderboard_mlp.png").is_file()
 
 
