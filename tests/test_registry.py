@@ -354,6 +354,12 @@ def test_an_augmentation_that_gives_no_such_image_is_refused(own, sentence):
     )
 
 
+def test_codes_of_a_text_are_not_augmented():
+    from fedjax_pcdd.data.augment import pipeline
+
+    refused("the codes of a text are not augmented", lambda: pipeline("t", True, (8, 1, 1), text=True, own="a.py:b"))
+
+
 def test_a_server_optimiser_of_ones_own_goes_around_any_method_that_averages(monkeypatch):
     @struct.dataclass
     class Signs(fp.ServerOptimised):

@@ -347,3 +347,20 @@ def test_no_tests_take_the_type_of_the_training_images():
         fp.Dataset("mine", [[1]], np.zeros(1, int), x, np.zeros(4, int), 2)
     with pytest.raises(UserError, match="groups must be a pair"):
         fp.from_arrays(x, [0, 1, 0, 1], x, [0, 1, 0, 1], groups=np.zeros(4, int))
+
+
+def test_groups_beyond_32_bits_stay_apart(tmp_path):
+    images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    writers = np.where(labels == 0, 1, 1 + 2**32)
+    arrays = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels}
+    np.savez(tmp_path / "mine.npz", **arrays, writer_train=writers, writer_test=writers)
+    data = sources.load(str(tmp_path / "mine.npz"))
+    assert [len(client) for client in fp.partition(data, "natural").partition.train] == [3, 3]
+
+
+def test_the_largest_groups_are_those_of_training_samples():
+    images, labels = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 2
+    groups = np.array([5, 5, 7, 7, 7, 9]), np.array([5, 5, 7, 7, 9, 13])
+    data = fp.from_arrays(images, labels, images, labels, groups=groups)
+    federation = fp.partition(data, "natural", clients=3)
+    assert (federation.sizes.tolist(), federation.test_sizes.tolist()) == ([2, 3, 1], [2, 2, 1])
