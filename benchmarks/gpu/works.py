@@ -84,12 +84,15 @@ def _two_rounds(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def method(name: str, tiny: bool) -> dict[str, Any]:
     """Two rounds of a method, with evaluation, fine-tuning and checkpoints: W1's clients in ten lanes."""
+    from fedjax_pcdd import methods
+
     workload = TINY if tiny else WORKLOADS["w1"]
     with tempfile.TemporaryDirectory() as folder:
         data = training.random_images(Path(folder), workload.shape, workload.stored)
         options = data | {"method": name, "clients": workload.clients, "batch_size": workload.batch, "lanes": 10}
-        # Unlabelled images for the methods that look at some; the others do not read them.
-        public = {"public": "digits_public", "public_samples": 64, "public_batch": 32}
+        traits = methods.get(name)().traits()
+        public = {"public": "digits_public", "public_samples": 64} if traits.needs_public else {}
+        public |= {"public_batch": 32} if traits.exchange != "never" else {}
         return _two_rounds(options | public | {"model": workload.model}, Path(folder))
 
 

@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 SMALL = [
     "--train-samples=160", "--test-samples=60", "--local-epochs=1", "--batch-size=16", "--lanes=1", "--quiet",
-    "--fine-tune-epochs=1", "--public-batch=16",
+    "--fine-tune-epochs=1",
 ]  # fmt: skip
 SPLIT = ["--clients=4", "--min-samples=1", "--beta=0.5"]
 TASK = ["--task=digits_domains", "--local-epochs=1", "--models=mlp", "--lanes=1", "--quiet", "--batch-size=64"]
@@ -52,10 +52,17 @@ def kinds() -> list[tuple[str, list[str]]]:
     tasks.insert(0, ("task fedavg", ["--method=fedavg", *TASK]))
     held = ("two processes, states on hosts", ["--method=feddyn", "--client-state=host", *SPLIT, *SMALL])
     of_task = ("sweep of a task", ["--method=fccl,fedmd", "--seed=0:2", *TASK, *OWN])
-    own = [(f"method {name}", [f"--method={name}", *SPLIT, *SMALL, "--public-samples=64"]) for name in METHODS]
+    own = [(f"method {name}", [f"--method={name}", *SPLIT, *SMALL, *public(cls)]) for name, cls in METHODS.items()]
     rest = [*own, *tasks, held, of_task]
     random.Random(0).shuffle(rest)
     return [*first, *rest]
+
+
+def public(method: type) -> list[str]:
+    """Options about public images, as far as a method looks at them."""
+    traits = method().traits()
+    batch = ["--public-batch=16"] if traits.exchange != "never" else []
+    return ["--public-samples=64", *batch] if traits.needs_public else []
 
 
 def command(kind: str, options: list[str], folder: Path, *, resume: bool) -> list[list[str]]:
