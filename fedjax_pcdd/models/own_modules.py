@@ -13,6 +13,7 @@ Letters: B batch, C classes.
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -312,15 +313,11 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
 
 def _hashed(module: nn.Module, name: str) -> nn.Module:
     """The module, static in compiled code, with tuples where its fields are lists; UserError for other such things."""
-    try:
-        hash(module)
-    except TypeError:
-        module = _with_tuples(module)
-    try:
-        hash(module)
-    except TypeError as error:
-        raise UserError(f"model {name} has a field that cannot be hashed: give numbers, texts or tuples.") from error
-    return module
+    for one in (module, _with_tuples(module)):
+        with suppress(TypeError):
+            hash(one)
+            return one
+    raise UserError(f"model {name} has a field that cannot be hashed: give numbers, texts or tuples.")
 
 
 def _with_tuples(value: Any) -> Any:
