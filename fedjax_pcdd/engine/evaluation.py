@@ -56,6 +56,12 @@ def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
     return jax.lax.map(function, clients, batch_size=None if size == 1 else size if size < number else 0)
 
 
+def logits_of(program: Program, method: Any, variables: Tree, images: jax.Array, *client: Any, **scope: Any):
+    """What the method's hook `logits` gives; UserError unless it is [B, C]."""
+    made = method.logits(program.model, variables, images, *client, **scope)
+    return shaped(method, "logits", made, len(images), program.setting.num_classes)
+
+
 def personal_logits(program: Program, methods, state: State, data: Data, entry: Tree, scope: Any) -> Callable:
     """A client's model between rounds: its logits [B, C] of prepared images.
 
@@ -65,12 +71,7 @@ def personal_logits(program: Program, methods, state: State, data: Data, entry: 
     row, client, statistics = entry
     method, server = of_experiment((methods, state.servers), program, row // program.setting.num_clients)
     variables, facts = with_own(method.personal_variables(server, client), statistics), facts_of(program, data, row)
-
-    def predict(images):
-        own = method.logits(program.model, variables, images, server, client, facts, scope=scope)
-        return shaped(method, "logits", own, len(images), program.setting.num_classes)
-
-    return predict
+    return lambda images: logits_of(program, method, variables, images, server, client, facts, scope=scope)
 
 
 def counted(predict: Callable, program: Program, samples: Samples, count: Callable = correct_per_class) -> Callable:
@@ -170,8 +171,7 @@ def generic_correct(
         def one(method, server, layers):
             def correct(variables):
                 def predict(images):
-                    made = method.logits(program.model, variables, images, server)
-                    return shaped(method, "logits", made, len(images), program.setting.num_classes)
+                    return logits_of(program, method, variables, images, server)
 
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.devices import full_precision
-from fedjax_pcdd.engine.evaluation import client_batches, counted
+from fedjax_pcdd.engine.evaluation import client_batches, counted, logits_of
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.program import (
@@ -38,7 +38,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import alike, of_kind, shaped
+from fedjax_pcdd.methods.checks import alike, of_kind
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import select, where
 
@@ -107,8 +107,7 @@ def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Ar
 
     def predict(images):
         facts = facts_of(program, inputs.data, row)
-        own = method.logits(program.model, lane.variables, images, server, client, facts, scope="personal")
-        return shaped(method, "logits", own, len(images), program.setting.num_classes)
+        return logits_of(program, method, lane.variables, images, server, client, facts, scope="personal")
 
     return client_batches(counted(predict, program, tests), tests, row, program.test_pass)
 
