@@ -36,11 +36,16 @@ class View(NamedTuple):
     steps: Any = None  # `Steps` of its local training, for quantities that are `of_steps`; None between rounds
 
 
+def _head(view: View) -> Tree:
+    """The trained head, None without one."""
+    variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
+    return variables["params"].get("head")
+
+
 def class_vectors(view: View) -> jax.Array | None:
     """Rows [C, D] of the trained head, or of the ETF that the server holds as `etf`; None without either."""
-    variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
-    if "head" in variables["params"]:
-        return variables["params"]["head"]["kernel"].T
+    if (head := _head(view)) is not None:
+        return head["kernel"].T
     etf = getattr(view.server, "etf", ())
     return None if isinstance(etf, tuple) else etf.T
 
@@ -56,7 +61,7 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
     """Mean features [C, D] of the classes, zeros for those without samples, and the numbers of samples [C]."""
     program, samples = view.program, view.samples
     classes = program.setting.num_classes
-    headless = "head" not in view.variables["params"]
+    headless = _head(view) is None
 
     def sums(index, mask):
         z = features(view, index)

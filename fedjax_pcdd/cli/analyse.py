@@ -138,6 +138,8 @@ def _partition(given: Options) -> str:
     if "counts" in given:
         maps = [read_counts(Path(given["counts"]))]
     else:
+        if "task" in given:
+            raise UserError("is divided by domains, which have no heat map: leave it out.", field="task")
         splits = [{"split": one} for one in given.pop("split", "").split(",") if one] or [{}]
         points = [one.given for split in splits for one in expand(given | split)]
         maps = [map_of(federate(configure(point)[0])) for point in points]
@@ -148,7 +150,7 @@ def _partition(given: Options) -> str:
 
 
 COMMANDS = (
-    {name: Command(tracked(name), ("output", "by_split")) for name in QUANTITIES}
+    {name: Command(tracked(name), ("output", *["by_split"] * (name in ("angles", "features")))) for name in QUANTITIES}
     | {
         "traffic": Command(traffic, ("preset",), alone=True),
         "rounds": Command(rounds, ("target",)),

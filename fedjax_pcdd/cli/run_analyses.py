@@ -43,8 +43,10 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
     """What makes the table and the picture of a quantity."""
 
     def work(records: list[RunRecord], given: Options) -> str:
+        if given.get("by_split") == "true" and "output" not in given:
+            raise UserError("draws a column for each partition: name the picture with `output`.", field="by_split")
         rows = {label: _rows_of(record, name) for label, record in zip(labels_of(records), records, strict=True)}
-        if "output" in given and given.get("by_split") == "true":
+        if given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
             for own, record in zip(rows.values(), records, strict=True):
                 group = groups.setdefault(_partition_of(record), {})

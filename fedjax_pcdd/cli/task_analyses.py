@@ -17,6 +17,7 @@ from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
+from fedjax_pcdd.report.grouping import differing, newest
 from fedjax_pcdd.training.folder import RunFolder
 
 Lines = tuple[list[str], list[list[str]]]  # headings and cells of a table
@@ -25,7 +26,9 @@ EACH = 50  # samples of a class in an embedding
 
 def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
     """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the first moves."""
-    top, *_ = [_recipe(record).top for record in records]  # of each, as runs of no task are refused
+    top, *others = dict.fromkeys(_recipe(record).top for record in records)
+    if others:
+        raise UserError(f"some of these runs count top-{top}, others top-{others[0]}: name runs of one task.")
     rows = [[one for one in (RunFolder(r.path).read_json("start.json"),) if one] + r.rows for r in records]
     if output:
         draw_tasks(dict(zip(labels, rows, strict=True)), top, output)
@@ -34,7 +37,7 @@ def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -
         intra = np.array([row[f"intra_top{top}"] for row in own if row.get(f"intra_top{top}") is not None])
         numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
         lines.append([label, *(f"{x:.2f}" for x in numbers), f"{own[-1]['local_objective']:.4f}"])
-    return ["run", "own domain, first (%)", "last", "mean change, last 20", "local objective, last"], lines
+    return ["run", f"own domain, top-{top}, first (%)", "last", "mean change, last 20", "local objective, last"], lines
 
 
 def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
@@ -47,6 +50,7 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     domains, *others = [_domains(record) for record in records]
     if any(other != domains for other in others):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
+    _check_alike(records)
     means = {key: _over_seeds(own) for key, own in parts.items()}
     if output:
         draw_bars(*_bars(means, domains), output)
@@ -58,9 +62,17 @@ def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None
     return ["public images", "CON", *heads], lines
 
 
+def _check_alike(records: list[RunRecord]) -> None:
+    """UserError where runs differ in more than their public images and CON."""
+    others = set(differing([record.config for record in records])) - {"public", "public_samples", "continual"}
+    if others:
+        which = "method" if "method" in others else ", ".join(sorted(others))
+        raise UserError(f"these runs differ in {which}, too: name those of one setting.")
+
+
 def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
-    """Mean accuracies [K] on the other domains and on the own one."""
-    return {name: np.mean([(r.summary or {})[name] for r in records], axis=0) for name in ("inter", "intra")}
+    """Mean accuracies [K] on the other domains and on the own one, of the newest run of each seed."""
+    return {name: np.mean([(r.summary or {})[name] for r in newest(records)], axis=0) for name in ("inter", "intra")}
 
 
 def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:

@@ -3,8 +3,9 @@
 FedScale (Lai et al., ICML 2022) replays traces of devices that charge at night; FLGo (Wang et al., 2023) draws each
 client with a probability of its own that swings in time. Here a client is there in round t with probability p_k(t);
 the model has p_k(t) = a_k (1 + sin(2 pi (t / 24 + z_k))) / 2 + a_k / 10, at most 1: a day of 24 rounds, a time zone z_k
-uniform in [0, 1) and a_k uniform in [0.3, 1). All draws are functions of (seed, round, client). Letters: K clients,
-T rounds after which probabilities repeat.
+uniform in [0, 1) and a_k uniform in [0.3, 1). All draws are functions of (seed, round, client), each of a stream of its
+own: who is there, who is lost and who is drawn are independent. Letters: K clients, T rounds after which
+probabilities repeat.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Availability:
 
 
 def _random(seed: int, round: int, what: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=[seed, round], counter=[0, 0, 2**63 + what, 0]))
+    counter = np.array([0, 0, 2**63 + what, 0], np.uint64)  # a list of such numbers would be rounded to floats
+    return np.random.Generator(np.random.Philox(key=[seed, round], counter=counter))
 
 
 def availability(source: str | None, lost: float, clients: int, seed: int) -> Availability | None:
@@ -51,10 +53,10 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
 
     Args:
       source: "model", the path of an npz file with `probability` [K] or [T, K] and perhaps `lost` [K], or None.
-      lost: share of the clients that are lost in the middle of each round, if the file does not say.
+      lost: share of the clients that are lost in the middle of each round.
 
     Raises:
-      UserError: the file holds something else, or of another number of clients.
+      UserError: the file holds something else, or of another number of clients, or says itself who is lost.
     """
     if source is None and not lost:
         return None
@@ -69,6 +71,8 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
     arrays = read_arrays(Path(source).expanduser(), ("probability", "lost"))
     if "probability" not in arrays:
         raise UserError(f"{source} holds no `probability` of clients: store [K] or [rounds, K] of it, and `lost` [K].")
+    if lost and "lost" in arrays:
+        raise UserError(f"{source} says who is lost: drop `lost_share`, or leave `lost` out of the file.")
     probability, shares = np.atleast_2d(arrays["probability"]), arrays.get("lost", shares)
     for name, values in (("probability", probability), ("lost", shares)):
         if values.shape[-1:] != (clients,) or values.ndim != (2 if name == "probability" else 1) or not len(values):

@@ -195,7 +195,8 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
     summary, run = inputs.methods.traits().summary, partial(_run, program, inputs, state, plan)
     if summary is None or not summary.last:
         return run()
-    sent = jax.eval_shape(run).message.total
+    data = own_shard(inputs.data) if program.split_data else inputs.data
+    sent = jax.eval_shape(partial(_empty, program, inputs._replace(data=data), state))[1].message.total
 
     def silent():
         outcome = _run(replace(program, summarises=False), inputs, state, plan)

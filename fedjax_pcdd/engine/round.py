@@ -320,16 +320,14 @@ class Simulation(Planner):
 
     def _kept(self, e: int, method: Any, server: Tree, client: Tree) -> Tree:
         """What the engine keeps of each client of an experiment beside its method, before the first round."""
-        program, kept = self.program, {}
+        program, kept, received = self.program, {}, method.download(server, client)
         if program.local_statistics:
-            variables = dict(initialise(program.model, jax.random.key(0), self.image_shape))
-            variables.pop("params")
-            kept |= jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
+            collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), self.image_shape))
+            kept |= {name: received[name] for name in collections if name != "params"}
         if program.local_layers:
-            kept[LAYERS] = layers_of(program, method.download(server, client)["params"])
+            kept[LAYERS] = layers_of(program, received["params"])
         if program.keeps_optimiser:
-            params = jax.eval_shape(method.download, server, client)["params"]
-            local = select(own_copy(self.hyper), e)
+            params, local = received["params"], select(own_copy(self.hyper), e)
             optimiser = make_optimiser(local, clip=program.clip, apart=method.traits().apart)
             kept[OPTIMISER] = optimiser.init(zeros_like(params))
         return kept

@@ -22,6 +22,10 @@ import numpy as np
 
 from fedjax_pcdd.methods.method import LastBatch
 
+# In place of a client, for draws of a whole round: the cohort, or, where all take part and exchange answers, the order
+# of the public images.
+NOBODY = 2**63
+
 
 class Plan(NamedTuple):
     """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment.
@@ -63,7 +67,8 @@ class Jobs(NamedTuple):
 
 def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generator:
     """The random numbers of one (seed, round, client, epoch); streams never overlap."""
-    return np.random.Generator(np.random.Philox(key=[seed, round], counter=[0, 0, client, epoch]))
+    counter = np.array([0, 0, client, epoch], np.uint64)  # a list with NOBODY in it would be rounded to floats
+    return np.random.Generator(np.random.Philox(key=[seed, round], counter=counter))
 
 
 def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
@@ -78,7 +83,7 @@ def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray
     able = able if there is None else able[there[able]]
     if size >= len(able):
         return able
-    return able[np.sort(stream(seed, round, 2**63, 0).choice(len(able), size, replace=False))]
+    return able[np.sort(stream(seed, round, NOBODY, 0).choice(len(able), size, replace=False))]
 
 
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:

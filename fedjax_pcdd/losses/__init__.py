@@ -3,7 +3,8 @@
 Letters: B samples of a batch, C classes, D feature dimensions, K clients. What a docstring does not say otherwise:
 `logits` are [B, C], `features` [B, D] as the head reads them, not normalised, `labels` [B] integers in [0, C),
 `class_counts` [C] training samples of the client, and `num_classes` is C, static. A loss is a scalar, and takes `mask`
-[B], bool or 0/1 (None: all samples count); a sample with mask 0 is as good as removed, for the value and the gradient.
+[B], bool or 0/1 (None: all samples count); a sample with mask 0 is as good as removed, for the value and the gradient,
+if its numbers are finite.
 Sums are done in float32 or better and matrix products at full precision, whatever the dtype of the features. A form,
 rule or treatment that a function does not know raises `UserError`.
 """

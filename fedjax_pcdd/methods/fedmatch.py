@@ -94,10 +94,15 @@ class FedMatch(Exchanging):
         sigma = jax.lax.stop_gradient(sigma)
         return value + self.lambda_l2 * squared_distance(sigma, psi) + self.lambda_l1 * size, state
 
-    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of sigma + psi, small entries of psi left out."""
+    def personal_variables(self, server, client):
+        """The model sigma + psi, small entries of psi left out."""
         threshold = self.l1_threshold
-        total = self._sum(variables, psi=lambda p: jnp.where(jnp.abs(p) > threshold, p, 0))
+        return self._sum(client, psi=lambda p: jnp.where(jnp.abs(p) > threshold, p, 0))
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        """Of sigma + psi, whether they are added already or not."""
+        apart = "psi" in variables["params"]
+        total = self.personal_variables(server, variables) if apart else variables
         return forward(model, total, images, train=False)[0].logits
 
 

@@ -21,7 +21,7 @@ from fedjax_pcdd.report.expected import (
     measured,
     title,
 )
-from fedjax_pcdd.report.grouping import Group, Names, differing, label, shared
+from fedjax_pcdd.report.grouping import Group, Names, counted, differing, label, shared
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.report.targets import BEST, REFERENCE, RULES, Rule, reached
 from fedjax_pcdd.training.progress import IN_TRAINING, pa_entries, pa_names, with_pa_named
@@ -120,14 +120,14 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     """A table of two options: the mean of a metric over the seeds of each combination of their values.
 
     Args:
-      runs: finished ones count.
+      runs: finished ones count; of a repeated seed the newest.
       rows, columns: options or hyper-parameters; a single column of numbers where `columns` is None.
       metric: entry of summary.json; accuracies are shown in percent.
 
     Raises:
       UserError: no run has such an option, or such an entry.
     """
-    finished = [run for run in runs if run.summary is not None]
+    finished = counted(run for run in runs if run.summary is not None)
     known = {name: None for run in finished for name in run.config}
     for field, name in (("rows", rows), ("columns", columns)):
         if name is not None and name not in known:

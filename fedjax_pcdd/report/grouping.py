@@ -181,6 +181,14 @@ def newest(runs: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
     return tuple(by_seed[seed] for seed in sorted(by_seed))
 
 
+def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """The runs but those that have the options and the seed of a newer one."""
+    members: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        members.setdefault(str([(k, v) for k, v in run.config.items() if k not in INDIFFERENT]), []).append(run)
+    return [run for own in members.values() for run in newest(own)]
+
+
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the options that matter and are not the same in all."""
     names = dict.fromkeys(name for config in configs for name in config if name not in INDIFFERENT)

@@ -3,7 +3,7 @@
 Letters: K clients, C classes, S cohort.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class Accuracies(Callback):
             correct = run.evaluate(personal=True)[0].personal
             for rule in self._measured(run):
                 self._personal(run, correct, rule)
-            self._take(run, np.arange(len(correct)), correct)
+            self._take(run, np.arange(len(correct)), correct, ("last", "received"))
             self._choose(run)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
@@ -78,10 +78,11 @@ class Accuracies(Callback):
         counts, seconds = run.evaluate(personal=received)
         if received:
             self._personal(run, counts.personal, "received")
+            self._take(run, np.arange(len(counts.personal)), counts.personal, ("received",))
             if run.traits.personal_model == "server":
                 self.trained(run, self._report, counts.personal[self._report.jobs.row])
                 self._personal(run, counts.personal, "last")
-                self._take(run, np.arange(len(counts.personal)), counts.personal)
+                self._take(run, np.arange(len(counts.personal)), counts.personal, ("last",))
         self._choose(run)
         row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
         row |= {name: mean(values) for name, values in run.history.also.items()}
@@ -148,7 +149,7 @@ class Accuracies(Callback):
             final = after[trained][:, :classes].sum(1, keepdims=True)
             counts = np.concatenate([counts[:, before.shape[1] == 0 :], final], axis=1)
         else:
-            self._take(run, jobs.row, correct)
+            self._take(run, jobs.row, correct, ("last",))
         for rule, pa in rules(counts, run.federation.test_sizes[jobs.row]).items():
             run.history.update_clients(jobs.row, pa, f"pa_{rule}")
 
@@ -163,8 +164,14 @@ class Accuracies(Callback):
         pa = accuracy(correct[:, : run.federation.dataset.num_classes].sum(1), run.federation.test_sizes)
         run.history.update_clients(np.arange(len(pa)), pa, f"pa_{rule}")
 
-    def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray) -> None:
-        """Take over the further accuracies of some clients' models, from their correct predictions [n, C]."""
+    def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray, of: Sequence[Protocol]) -> None:
+        """Take over the further accuracies of some clients' models, from their correct predictions [n, C].
+
+        Args:
+          of: protocols under which PA is that of these models; under another one nothing is taken.
+        """
+        if self._rule(run) not in of:
+            return
         federation, history = run.federation, run.history
         tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
         history.update_clients(clients, balanced(tests, federation.test_class_counts[clients]), "pa_balanced")

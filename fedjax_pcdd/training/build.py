@@ -17,7 +17,7 @@ from fedjax_pcdd.data.availability import Availability, availability
 from fedjax_pcdd.data.dataset import Dataset, keep_all, largest_groups, sampler, subset
 from fedjax_pcdd.data.domains import load_public, load_public_labels
 from fedjax_pcdd.data.federation import Federation, hold_out
-from fedjax_pcdd.data.lists import load_validation
+from fedjax_pcdd.data.lists import Lists, load_validation
 from fedjax_pcdd.data.partition import is_file, partition
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
 from fedjax_pcdd.engine.program import State
@@ -64,9 +64,23 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     )  # fmt: skip
     if is_file(config.partition) and config.clients not in (None, len(parts.train)):
         raise UserError(f"{config.partition} has {len(parts.train)} clients, not {config.clients}: drop `clients`.")
-    held = is_file(config.partition) and config.validation is not None
-    federation = Federation(dataset, parts, load_validation(located(config.partition)) if held else None)
-    return validated(config, federation)
+    kept = load_validation(located(config.partition)) if is_file(config.partition) else None
+    if kept is not None and config.validation is None:  # then all samples are for training
+        joined = [np.concatenate(both) for both in zip(parts.train, kept, strict=True)]
+        parts, kept = parts._replace(train=Lists.of(joined)), None
+    if kept is not None:
+        _check_share(config, kept.flat.size, len(Lists.of(parts.train).flat), len(kept))
+    return validated(config, Federation(dataset, parts, kept))
+
+
+def _check_share(config: RunConfig, kept: int, trained: int, clients: int) -> None:
+    """UserError unless the option is the share that a partition's file keeps, to within a sample of each client."""
+    share = kept / max(kept + trained, 1)
+    if abs(kept - (config.validation or 0) * (kept + trained)) > clients:
+        raise UserError(
+            f"{config.partition} keeps {share:.3g} of its samples for validation, not {config.validation:g}: use "
+            f"`validation={share:.3g}`, or the partition of a run without."
+        )
 
 
 def validated(config: RunConfig, federation: Federation) -> Federation:
@@ -225,7 +239,8 @@ class Setup:
         data = self._digests[id(federation.dataset)]
         images = () if public is None else public
         labels = None if isinstance(one, Simulation) else one.public_labels
-        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels)
+        known = one.experiments[e].availability if isinstance(one, Simulation) else None
+        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, known)
 
     def federate(self) -> list[Federation]:
         """The clients' data of each experiment [E]."""
@@ -292,11 +307,30 @@ class Setup:
         cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients
         if cohort is not None and cohort > clients:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
+        self._check_protocol(e)
         if self.pairs[e][0].calibrate == "ccvr":
             check_calibration(self.simulation, e)
         if not (self.simulation.steps[e] > 0).any():
             raise UserError(
                 "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
+            )
+
+    def _check_protocol(self, e: int) -> None:
+        """UserError where PA of the best epochs cannot be measured, or a round not be chosen beside it."""
+        config, traits = self.pairs[e][0], self.methods[e].traits()
+        if not needs_epochs(self.protocol) or self.keeps_best:
+            return
+        if config.chosen_on != "test":
+            raise UserError(
+                f"`pa_protocol={self.protocol}` chooses epochs by the share of all tests: use `select_on=test` and "
+                "`select_by=plain`, or another `pa_protocol`."
+            )
+        absent = config.availability is not None or config.lost_share
+        sometimes = absent or config.cohort not in (None, self.federations[e].num_clients)
+        if traits.personal_model == "server" and config.eval_every > 1 and sometimes:
+            raise UserError(
+                f"`pa_protocol={self.protocol}` of this method looks at each client in the rounds in which it takes "
+                "part: use `eval_every=1`."
             )
 
     def advice(self, e: int) -> list[str]:

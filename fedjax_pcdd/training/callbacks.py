@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
             self.best, self.waited = float("-inf"), 0
 
     def on_round(self, run: Run, report: RoundReport) -> bool:
-        """Whether the last evaluations were all below the best one."""
+        """Whether the last evaluations brought no rise above the best one."""
         row = run.history.rows[-1]
         if row["ga"] is None and row.get(self.metric) is None:
             return False  # this round was not evaluated
@@ -45,8 +45,12 @@ class EarlyStopping(Callback):
         value = row[self.metric]
         if value is None:
             return False
-        self.waited = 0 if value > self.best + self.least else self.waited + 1
-        self.best = max(self.best, value)
+        if not isinstance(value, int | float):
+            raise UserError(
+                f"early stopping looks at one number, of which '{self.metric}' has several: choose another."
+            )
+        rises = value > self.best + self.least
+        self.best, self.waited = (value, 0) if rises else (self.best, self.waited + 1)
         return self.waited >= self.patience
 
     def state(self) -> Any:

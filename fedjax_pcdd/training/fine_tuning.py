@@ -128,7 +128,22 @@ def check_calibration(simulation: Any, e: int) -> list[str]:
         raise UserError(
             "`calibrate=ccvr` retrains the trained head of a global model, which this method does not have: drop it."
         )
+    if simulation.streamed and simulation.program.devices > 1:
+        try:
+            calibrator_of(simulation)
+        except UserError as error:
+            raise UserError(
+                "`calibrate=ccvr` looks at all clients in one round, whose samples `data_memory` does not hold on "
+                "several devices: allow more, use `devices=1`, or drop it."
+            ) from error
     return Calibration().configure(simulation.program.setting, select(simulation.hyper, e))[1]
+
+
+def calibrator_of(simulation: Simulation) -> Simulation:
+    """What calibrates the global models of a simulation: one epoch of all clients over all their samples."""
+    local = {"epochs": 1, "local_steps": None, "last_batch": "keep", "lr_steps": ()}
+    experiments = [e._replace(method=Calibration(), local=replace(e.local, **local)) for e in simulation.experiments]
+    return simulation.alike(experiments, simulation.program.setting.num_clients)
 
 
 def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
@@ -136,17 +151,11 @@ def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
 
     Clients send sums over all their samples, whatever their number is in a batch: once for the shift, once about it.
     """
-    experiments = [
-        e._replace(
-            method=Calibration(), local=replace(e.local, epochs=1, local_steps=None, last_batch="keep", lr_steps=())
-        )
-        for e in simulation.experiments
-    ]
-    calibrator = simulation.alike(experiments, simulation.program.setting.num_clients)
+    calibrator = calibrator_of(simulation)
     state = calibrator.start(global_models(simulation, state))
     for round in (0, 1):
         state, _ = calibrator.step(state, round)
     classes = simulation.program.setting.num_classes  # behind them lie validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
-    samples = np.full(len(correct), len(experiments[0].federation.dataset.y_test))
+    samples = np.full(len(correct), len(simulation.federations[0].dataset.y_test))
     return [{"ga_ccvr": float(ga)} for ga in accuracy(correct, samples)]

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.errors import UserError
@@ -33,7 +34,7 @@ AGAIN = "put it back as it was, or start a new run"
 
 def inputs_of(
     config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None,
-    labels: np.ndarray | None = None,
+    labels: np.ndarray | None = None, availability: Availability | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a run computes from, in JSON's types.
 
@@ -43,6 +44,7 @@ def inputs_of(
       public: unlabelled images [N, H, W, channels], () where the run has none.
       pipeline: of the images, where it is not that of the options.
       labels: of the public images [N], where the run trains on them.
+      availability: of the clients, where they are not always there.
     """
     options = {name: value for name, value in values(config, method).items() if name not in {*MAY_CHANGE, *FOLDERS}}
     return {
@@ -52,6 +54,7 @@ def inputs_of(
         "public images": digest([np.asarray(public)]) if np.size(public) else None,
         "public labels": None if labels is None else digest([labels]),
         "partition": digest(a for part in federation.partition for a in (Lists.of(part).flat, Lists.of(part).sizes)),
+        "availability": _draws(availability, config.seed),
         "files": {name: origin.sha256 for name, origin in origins_of(config).items()},
         "versions": {"fedjax-pcdd": __version__} | {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
@@ -79,6 +82,8 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
             else:
                 wrong, again = "is not the one", AGAIN
             raise UserError(f"the {name} of the run in {run} {wrong} that it began with: {again}.")
+    if recorded and recorded.get("availability") != now["availability"]:
+        raise UserError(f"clients were drawn otherwise when the run in {run} began: start a new run.")
     for name, sha256 in (recorded.get("files") or {}).items():
         if now["files"].get(name) != sha256:
             raise UserError(f"{name} is not what the run in {run} began with: {AGAIN}.")
@@ -86,6 +91,13 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
         if now["versions"].get(name) != version:
             new = now["versions"].get(name)
             say(f"{name} was {version} when the run in {run} began, and is {new} now: bits may differ.")
+
+
+def _draws(availability: Availability | None, seed: int) -> str | None:
+    """A digest of who is there and who stays in the first rounds; None where all always do."""
+    if availability is None:
+        return None
+    return digest(draw(seed, round) for round in range(3) for draw in (availability.there, availability.stay))
 
 
 def digest_of(dataset: Dataset) -> str:

@@ -138,7 +138,8 @@ class History:
         if ga_local is not None:
             tested = np.where(np.isnan(pa), np.nan, ga_local)
             self.ga_clients = np.fmax(tested, self.ga_clients if len(self.ga_clients) else np.nan)
-            self.ga_best_mean = max(filter(None, (mean(tested), self.ga_best_mean)), default=None)
+            means = (mean(tested), self.ga_best_mean)
+            self.ga_best_mean = max((one for one in means if one is not None), default=None)
         better = ~np.isnan(pa) & ~(pa <= self.best_pa_clients)
         self.best_pa_clients[better] = pa[better]
         if ga_local is not None:

@@ -3,9 +3,11 @@
 Letters: K clients, C classes, D features, n images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,7 +19,7 @@ from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
+from fedjax_pcdd.models.classifier import Classifier, Outputs
 from fedjax_pcdd.trees import select
 
 
@@ -38,6 +40,21 @@ def parts_of(simulation: Any) -> list[Part]:
     if not isinstance(simulation, Groups):
         return [Part(simulation, range(simulation.federations[0].num_clients), None)]
     return [Part(one, own, g) for g, (one, own) in enumerate(zip(simulation.groups, simulation.members, strict=True))]
+
+
+def _answered(ask: Callable[[], jax.Array]) -> Outputs:
+    """The logits that a method gives, and the features of the model that it runs for them, the first of several."""
+    seen: list[Outputs] = []
+
+    def note(call, args, kwargs, context):
+        result = call(*args, **kwargs)
+        if isinstance(context.module, Classifier) and context.method_name == "__call__":
+            seen.append(result)
+        return result
+
+    with nn.intercept_methods(note):
+        logits = ask()
+    return Outputs(seen[0].features, logits)
 
 
 class TrainedModels:
@@ -69,12 +86,17 @@ class TrainedModels:
         return self.method.generic_variables(self._trained(0)[1])
 
     def client_variables(self, client: int) -> Tree:
-        """Variables of a client's model between rounds: its own where the method keeps one, else the global model's."""
+        """Variables of a client's model between rounds: its own where the method keeps one, else the global model's.
+
+        Where it keeps one beside the global model (Ditto, APFL), that is the part "personal" of these parameters.
+        """
         _, server, state, _ = self._trained(client)
         return with_own(self.method.personal_variables(server, state.clients), state.statistics)
 
     def outputs(self, images: ArrayLike, client: int | None = None) -> Outputs:
-        """Features [n, D] and logits [n, C] of images.
+        """Features [n, D] and logits [n, C] of images, both of the model that answers.
+
+        Where a method mixes the logits of several models, as APFL with `mix=logits`, the features are the first one's.
 
         Args:
           images: [n, H, W, channels] uint8, as in the data set.
@@ -84,13 +106,11 @@ class TrainedModels:
         program, method = simulation.program, self.method
         images = self._images(images)
         x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
-        variables = self.variables if client is None else self.client_variables(client)
-        features = forward(program.model, variables, x, train=False)[0].features
         if client is None:
-            return Outputs(features, method.logits(program.model, variables, x, server))
-        facts = facts_of(program, simulation.data, row)
-        logits = method.logits(program.model, variables, x, server, state.clients, facts, scope="personal")
-        return Outputs(features, logits)
+            return _answered(lambda: method.logits(program.model, self.variables, x, server))
+        variables, facts = self.client_variables(client), facts_of(program, simulation.data, row)
+        own: Any = {"client": state.clients, "facts": facts, "scope": "personal"}
+        return _answered(lambda: method.logits(program.model, variables, x, server, **own))
 
     def _images(self, images: ArrayLike) -> np.ndarray:
         """Images [n, H, W, channels] as those that were trained on; UserError for others."""

@@ -11,9 +11,10 @@ from fedjax_pcdd.analysis.angles import class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.analysis.trained import Steps
-from fedjax_pcdd.analysis.views import random_probe
+from fedjax_pcdd.analysis.views import View, class_means, random_probe
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.losses.decorrelation import intra_class
+from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models import forward
 from fedjax_pcdd.training.tracking import Tracker
 
@@ -40,6 +41,21 @@ def seen_first(simulated, names):
 def features_by_hand(simulated, variables, images):
     images = prepare(simulated.program.pipeline, np.asarray(images), None, train=False)
     return np.asarray(forward(simulated.program.model, variables, images, train=False)[0].features)
+
+
+def test_features_of_a_pair_with_a_trained_head_count_as_they_are():
+    simulated = toy.simulation("fml", method=METHODS["fml"](meme="mlp"))
+    variables = simulated.initial(0)
+    data, row = simulated.data, 0
+    view = View(simulated.program, (), variables, data.train, row, data.class_counts[row] > 0)
+    means, counts = class_means(view)
+    own = toy.federation().partition.train[row]
+    z, labels = (
+        features_by_hand(simulated, variables, toy.federation().dataset.x_train[own]),
+        toy.federation().dataset.y_train[own],
+    )
+    for c in np.flatnonzero(np.asarray(counts)):
+        np.testing.assert_allclose(means[c], z[labels == c].mean(0), rtol=1e-4, atol=1e-5)
 
 
 def test_global_numbers_are_those_of_the_global_model():

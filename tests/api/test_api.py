@@ -131,6 +131,26 @@ def test_client_outputs_are_those_of_its_own_model(federation):
         _ = history.variables
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        (fp.Ditto(), {}), (fp.APFL(mix="parameters"), {}), (fp.FML(meme="mlp"), {}),
+        (fp.FML(meme="mlp", answer="meme"), {}), (fp.FedMatch(), {"public_samples": 64}),
+    ],
+    ids=lambda x: type(x).__name__,
+)  # fmt: skip
+def test_features_and_logits_are_of_one_model(federation, method, options):
+    history = fp.simulate(federation, method, **small() | options | {"lr": 0.1})
+    features, logits = history.outputs(federation.dataset.x_test[:20], client=1)
+    centred = features - features.mean(0), logits - logits.mean(0)
+    head, *_ = np.linalg.lstsq(*map(np.asarray, centred), rcond=None)
+    heads = [k for p, k in jax.tree_util.tree_leaves_with_path(history.client_variables(1)) if k.shape == (200, 10)]
+    errors = [np.abs(centred[0] @ kernel - centred[1]).max() for kernel in heads]
+    mixed = method.mix == "parameters" if isinstance(method, fp.APFL) else False
+    assert mixed or min(errors) < 1e-4
+    assert np.abs(centred[0] @ head - centred[1]).max() < 1e-3
+
+
 def test_clients_of_different_architectures_are_found():
     groups = toy.groups("fedmd", necks=(0, 1, 0, 1, 0))
     history = fp.History("toy", groups.method, groups.federation, RunConfig(), [], groups.start(), {}, groups)

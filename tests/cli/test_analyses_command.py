@@ -225,6 +225,41 @@ def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analy
     assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, plain)
 
 
+def of_task(folder, **options):
+    hyper = {"hyperparameters": {"continual": True}}
+    one = write_run(folder, **{"task": "digits_domains", "method": "fccl", "origin": hyper} | options)
+    summary = json.loads((one / "summary.json").read_text())
+    both = {"inter": [0.2, 0.4], "intra": [0.6, 0.8]}
+    (one / "summary.json").write_text(json.dumps(summary | {"domains": ["mnist", "usps"]} | both))
+    return one
+
+
+def test_an_ablation_is_of_one_setting_and_of_each_seed_once(tmp_path, capsys):
+    one = of_task(tmp_path / "a")
+    assert "differ in method, too" in refused(capsys, "ablation", one, of_task(tmp_path / "b", method="fedmd"))
+    assert "differ in rounds, too" in refused(capsys, "ablation", one, of_task(tmp_path / "c", rounds=7))
+    again = of_task(tmp_path / "d")
+    summary = json.loads((again / "summary.json").read_text())
+    (again / "summary.json").write_text(json.dumps(summary | {"inter": [0.5, 0.5]}))
+    row = said(capsys, "ablation", one, again).splitlines()[-1]
+    assert [cell.strip() for cell in row.split("|")[3:6]] == ["50.00", "50.00", "50.00"]
+
+
+def test_tasks_that_count_differently_are_not_in_one_table(tmp_path, capsys):
+    folders = of_task(tmp_path / "a"), of_task(tmp_path / "b", task="office_home")
+    assert "some of these runs count top-1, others top-5" in refused(capsys, "tasks", *folders)
+
+
+def test_a_column_for_each_partition_is_of_angles_and_is_drawn(tmp_path, capsys):
+    run = write_run(tmp_path / "a")
+    assert "spectrum has no option --by-split" in refused(capsys, "spectrum", run, "--by-split", "--output=a.png")
+    assert "name the picture with --output" in refused(capsys, "angles", run, "--by-split")
+
+
+def test_domains_have_no_heat_map(capsys):
+    assert "--task is divided by domains" in refused(capsys, "partition", "--task=digits_domains")
+
+
 def test_counts_of_a_repeated_class_add_up_and_a_file_without_rows_is_refused(tmp_path, capsys):
     file = tmp_path / "counts.csv"
     file.write_text("centre,fold,class,count\na,train,x,5\na,train,x,6\n")

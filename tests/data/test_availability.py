@@ -1,5 +1,7 @@
 """Clients that are not always there: who is drawn, who is lost, what counts, and files of probabilities."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -9,14 +11,17 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability, availability
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.schedule import cohort
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.models import build
-from fedjax_pcdd.training.config import RunConfig
+from fedjax_pcdd.models import build as build_model
+from fedjax_pcdd.training.config import RunConfig, build
+from fedjax_pcdd.training.inputs import check_inputs
+from fedjax_pcdd.training.tasks import setup
 
 
 def simulated(known=None, name="scaffold"):
     parts, method = toy.federation(), METHODS[name]()
-    model = build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
+    model = build_model("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape)
     experiment = Experiment(parts, method, Local(1, 8, "keep", lr=0.05), 0, availability=known)
     return Simulation(method.build(model), [experiment], pipeline=Pipeline(), cohort=4, rounds=3)
 
@@ -82,9 +87,49 @@ def test_a_file_of_something_else_is_a_sentence(tmp_path, arrays, sentence):
 
 def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
     np.savez(tmp_path / "there.npz", probability=[[0, 1], [1, 0]], lost=[0.0, 1.0])
-    known = availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
+    known = availability(str(tmp_path / "there.npz"), 0.0, 2, 0)
     assert [known.there(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
     assert known.stay(0, 0).tolist() == [True, False]
+    with pytest.raises(fp.UserError, match="says who is lost: drop lost_share"):
+        availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
+
+
+def test_who_is_there_who_is_lost_and_who_is_drawn_are_independent():
+    clients, rounds, size = 20, 6000, 3
+    known = Availability(np.full((1, clients), 0.3), np.full(clients, 0.1))
+    there = np.stack([known.there(5, r) for r in range(rounds)])
+    stay = np.stack([known.stay(5, r) for r in range(rounds)])
+    drawn = np.zeros_like(there)
+    for r in range(rounds):
+        drawn[r, cohort(5, r, np.arange(clients), size, there[r])] = True
+    deviation = np.sqrt(0.09 / there.sum())
+    assert 1 - stay[there].mean() == pytest.approx(0.1, abs=4 * deviation)
+    assert 1 - stay[drawn].mean() == pytest.approx(0.1, abs=4 * np.sqrt(0.09 / drawn.sum()))
+    shares = drawn.sum(0) / there.sum(0)
+    assert np.ptp(shares) < 0.1  # some 0.5, of 1800 rounds each
+    everyone = np.stack([cohort(5, r, np.arange(clients), size) for r in range(rounds)])
+    lost = np.array([1 - stay[(everyone == k).any(1), k].mean() for k in range(clients)])
+    assert lost.max() < 0.16
+
+
+def test_a_run_whose_clients_were_drawn_otherwise_is_not_continued():
+    given = {"method": "fedavg", "clients": 4, "beta": 1.0, "lost_share": 0.5}
+    pairs = [build(given), build(given | {"seed": 1}), build(given | {"lost_share": 0.0})]
+    one, other, nobody = ({"options": {}, "availability": setup([p]).inputs(0, *p)["availability"]} for p in pairs)
+    assert nobody["availability"] is None
+    check_inputs(one, one, Path("run"), print)
+    for before in (other, nobody, {"options": {}}):  # the last as one of before this was noted
+        with pytest.raises(fp.UserError, match="clients were drawn otherwise when the run in run began"):
+            check_inputs(before, one, Path("run"), print)
+    check_inputs({"options": {}}, nobody, Path("run"), print)
+
+
+def test_the_first_round_of_the_model_follows_its_probabilities():
+    known = availability("model", 0.0, 20_000, 3)
+    there, chances = known.there(3, 0), known.probability[0]
+    for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9)):
+        some = (chances >= low) & (chances < high)
+        assert there[some].mean() == pytest.approx(chances[some].mean(), abs=0.03)
 
 
 @pytest.mark.parametrize("options", [{"availability": "night"}, {"lost_share": 0.1, "task": "digits_domains"}])

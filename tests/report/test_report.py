@@ -511,6 +511,19 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys, name)
     assert f"left out: {tmp_path / 'bad' / name} " in capsys.readouterr().err
 
 
+def test_a_table_of_ones_own_counts_the_newest_run_of_a_seed(tmp_path, experiments, capsys):
+    for number, ga in enumerate((0.2, 0.8)):
+        folder = write_run(tmp_path / "runs" / str(number), ga=ga, method="fedavg")
+        for file in folder.iterdir():
+            os.utime(file, (1000 + number, 1000 + number))
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "runs"), "--rows=method", "--metric=ga_best", f"--output={out}"]
+    assert report_main(argv, experiments) == 0
+    table = (out / "report.md").read_text().split("### ")[1]
+    assert "80.00" in table
+    assert "50.00" not in table
+
+
 def test_a_table_of_ones_own_stands_first_in_every_output(tmp_path, experiments, capsys):
     for method in ("fedavg", "fedprox"):
         for beta in (0.5, 0.1):

@@ -8,6 +8,7 @@ import toy
 from in_memory import trained
 
 from fedjax_pcdd.data.sources import load
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import endless_batches
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
@@ -121,6 +122,18 @@ def test_a_run_starts_from_the_backbone_of_a_file(tmp_path):
     before, after = (s.servers.variables["params"] for s in (plain, state))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x + 1, atol=1e-6), before["backbone"], after["backbone"])
     jax.tree.map(np.testing.assert_array_equal, before["head"], after["head"])
+
+
+@pytest.mark.parametrize("kept", ["local_statistics", "local_layers"])
+def test_clients_with_statistics_of_their_own_start_from_those_of_a_file(tmp_path, kept):
+    plain = toy.simulation(model="resnet8")
+    known = names_of(plain) | {n: a + 3 for n, a in names_of(plain).items() if n.startswith("batch_stats")}
+    np.savez(tmp_path / "a.npz", **known)
+    given = {"pipeline": toy.PLAIN, "cohort": 2, kept: True}
+    state = started_from(Simulation(plain.program.model, plain.experiments, **given), tmp_path / "a.npz")
+    server, own = state.servers.variables["batch_stats"], state.statistics["batch_stats"]
+    jax.tree.map(lambda s, c: np.testing.assert_array_equal(np.broadcast_to(s, c.shape), c), server, own)
+    assert min(np.min(leaf) for leaf in jax.tree.leaves(own)) >= 3
 
 
 def test_a_file_may_have_the_head_too_so_that_lg_fedavg_starts_from_a_whole_model(tmp_path):

@@ -1,6 +1,7 @@
 """Callbacks: what they see, how they end a run, and that what they keep is part of a checkpoint."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.metrics import History
 
 SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
 RUN = SMALL | {"method": "fedavg", "clients": 4, "quiet": True}
@@ -105,6 +107,16 @@ def test_early_stopping_waits_for_as_many_evaluations_as_it_is_told(federation):
     assert len(history) == 3  # the first is a rise from nothing
     with pytest.raises(fp.UserError, match="knows no 'gaa'"):
         fp.simulate(federation, callbacks=[fp.EarlyStopping("gaa")], **SMALL)
+    with pytest.raises(fp.UserError, match="of which 'ga_per_class' has several"):
+        fp.simulate(federation, callbacks=[fp.EarlyStopping("ga_per_class")], **SMALL)
+
+
+def test_small_rises_that_add_up_are_one():
+    stopping, run = fp.EarlyStopping("ga", patience=3, least=0.01), SimpleNamespace(history=History())
+    for ga in (0.1, 0.104, 0.108, 0.112, 0.116, 0.12):
+        run.history.rows.append({"ga": ga})
+        assert not stopping.on_round(run, None)  # 0.112 is 0.01 above the first
+    assert (stopping.best, stopping.waited) == (0.112, 2)
 
 
 @pytest.mark.parametrize(

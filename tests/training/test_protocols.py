@@ -24,7 +24,7 @@ SMALL = {
     "lanes": 1, "rounds": 3, "local_epochs": 2, "clients": 4, "lr": 0.1, "beta": 1.0, "batch_size": 50, "cohort": 3,
 }  # fmt: skip
 NAMES = ("last", "received", "best_epoch", "best_mean")
-OF_THE_RULE = ("pa", "pa_std", "pa_worst10")  # PA under the protocol of the run, and its spread
+OF_THE_RULE = ("pa", "pa_std", "pa_worst10", "pa_balanced")  # PA under the protocol of the run, and its spread
 
 
 def test_the_worked_example_of_two_clients():
@@ -146,6 +146,37 @@ def test_the_protocol_is_the_runs_or_the_methods(asked, own, expected):
 def test_two_protocols_at_once_are_refused():
     with pytest.raises(UserError, match="contradict: drop one"):
         trained(method="fedgela", pa_protocol="best_epoch", pa_model="server", **SMALL)
+
+
+@pytest.mark.parametrize("method", ["fedgela", "apfl", "fedrep"])
+@pytest.mark.parametrize("protocol", ["last", "received"])
+def test_accuracies_beside_pa_are_those_of_its_models(method, protocol):
+    """Of clients with one class, whose mean recall is the share of correct answers."""
+    options = SMALL | {"partition": "pcdd", "classes_per_client": 1, "clients": 10, "rounds": 2}
+    run = trained(method=method, pa_protocol=protocol, select_by="balanced", **options)
+    assert run.history.select_on == "test, balanced accuracy"
+    for row in run.history.rows:
+        assert row["pa_balanced"] == pytest.approx(row["pa"]) == row[f"pa_{protocol}"]
+    received = [row["pa_received"] for row in run.history.rows]
+    assert method == "fedrep" or received != [row["pa_last"] for row in run.history.rows]
+
+
+@pytest.mark.parametrize("chosen", [{"select_by": "balanced"}, {"validation": 0.2, "select_on": "validation"}])
+def test_epochs_that_are_chosen_on_tests_choose_no_round_by_something_else(chosen):
+    with pytest.raises(UserError, match="pa_protocol=best_epoch chooses epochs by the share of all tests"):
+        trained(method="fedgela", pa_protocol="best_epoch", **chosen, **SMALL)
+    run = trained(method="fedavg", pa_protocol="best_epoch", **chosen, **SMALL | {"rounds": 1})  # it is of fine-tuning
+    assert run.history.best("pa")[1] == 1
+
+
+def test_models_between_rounds_have_their_best_epochs_counted_in_every_round():
+    with pytest.raises(UserError, match="takes part: use eval_every=1"):
+        trained(method="fedrep", pa_protocol="best_mean", eval_every=2, **SMALL)
+    once, often = (
+        trained(method="fedrep", pa_protocol="best_mean", eval_every=every, **SMALL | {"cohort": 4, "rounds": 2})
+        for every in (2, 1)
+    )
+    assert once.history.rows[-1]["pa"] == often.history.rows[-1]["pa"]
 
 
 def test_a_task_has_no_protocol_to_choose():

@@ -13,9 +13,10 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation, hold_out
-from fedjax_pcdd.data.lists import class_counts
+from fedjax_pcdd.data.lists import class_counts, save_partition
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.metrics import History, balanced
 
@@ -113,6 +114,22 @@ def test_a_run_records_them_and_its_best_round_is_that_of_the_samples_asked_for(
     assert (summary["ga_best"], summary["ga_best_round"]) == (chosen["ga"], chosen["round"])
     assert summary["ga_validation_best"] == chosen["ga_validation"]
     assert {"validation", "train"} <= set(np.load(tmp_path / "run/partition.npz"))
+
+
+def test_the_partition_of_a_run_has_the_validation_samples_that_are_asked_for(tmp_path):
+    file = tmp_path / "lists.npz"
+    whole = federate(build({"clients": 4, "beta": 1.0, "validation": 0.3})[0])
+    save_partition(whole.partition, file, {"validation": whole.validation})
+    options = {"partition": str(file)}
+    again = federate(build(options | {"validation": 0.3})[0])
+    np.testing.assert_array_equal(again.validation.flat, whole.validation.flat)
+    np.testing.assert_array_equal(again.sizes, whole.sizes)
+    without = federate(build(options)[0])
+    assert without.validation is None
+    np.testing.assert_array_equal(without.sizes, whole.sizes + whole.validation.sizes)
+    assert sorted(without.partition.train.flat) == sorted([*whole.partition.train.flat, *whole.validation.flat])
+    with pytest.raises(UserError, match=r"keeps 0\.3 of its samples for validation, not 0\.1: use validation=0\.3"):
+        federate(build(options | {"validation": 0.1})[0])
 
 
 def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
