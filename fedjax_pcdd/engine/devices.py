@@ -82,6 +82,8 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
 
 def _divide_cpu(devices: int) -> None:
     """Let JAX see so many devices in the CPU, unless it has started or was told otherwise."""
+    # A device that waits for another holds a thread, so with one each a factorisation would find none, for ever.
+    os.environ.setdefault("PJRT_NPROC", str(max(2 * devices, os.cpu_count() or 1)))
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" not in flags:
         with contextlib.suppress(RuntimeError):

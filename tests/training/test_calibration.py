@@ -1,5 +1,8 @@
 """`calibrate=ccvr`: the head of any method's global model, retrained after the last round."""
 
+import copy
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +56,19 @@ def test_what_has_no_trained_global_head_is_refused(name):
 def test_what_calibrates_by_itself_is_refused():
     with pytest.raises(UserError, match="calibrates its last model by itself"):
         check_calibration(toy.simulation("ccvr"), 0)
+
+
+def test_samples_that_several_devices_do_not_hold_are_said_before_training():
+    simulation = copy.copy(toy.simulation("fedavg"))
+    simulation.streamed, simulation.program = True, replace(simulation.program, devices=2)
+
+    def alike(experiments, cohort):
+        assert cohort == 5
+        raise UserError("the samples of 5 clients are too many.")
+
+    simulation.alike = alike
+    with pytest.raises(UserError, match="does not hold on several devices: allow more, use devices=1, or drop it"):
+        check_calibration(simulation, 0)
 
 
 def test_a_covariance_that_is_too_large_or_singular_names_what_there_is():

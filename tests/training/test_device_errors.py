@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -317,3 +318,23 @@ def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_
     assert done.returncode == 0, done.stderr
     assert "with 1 of 2 lanes" in done.stderr
     assert noted_lanes(tmp_path / "run") == 1
+
+
+def test_as_many_devices_as_processors_do_not_wait_for_each_other_for_ever(tmp_path):
+    """CCVR's server factorises matrices, for which XLA takes threads of the pool in which devices wait."""
+    run = ["from fedjax_pcdd.cli.run import main", "import sys", "sys.exit(main(sys.argv[1:]))"]
+    words = [
+        "--method=ccvr",
+        "--partition=iid",
+        "--clients=4",
+        "--rounds=1",
+        "--local-epochs=1",
+        "--lanes=1",
+        "--quiet",
+    ]
+    number = max(2, min(8, os.cpu_count() or 2))
+    words += [f"--devices={number}", "--device=cpu", "--fine-tune-epochs=0", f"--run-dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(run), *words], timeout=200, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
