@@ -29,7 +29,7 @@ from fedjax_pcdd.engine.program import (
 )
 from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
-from fedjax_pcdd.methods.checks import shaped
+from fedjax_pcdd.methods.checks import of_kind, of_model, shaped
 from fedjax_pcdd.methods.participant import over_all
 from fedjax_pcdd.trees import select
 
@@ -175,7 +175,8 @@ def generic_correct(
 
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 
-            further = method.further_models(server)
+            further = of_kind(method, "further_models", method.further_models(server), dict)
+            further = {name: of_model(method, "further_models", one) for name, one in further.items()}
             if layers:  # the server's own never trained where clients send differences
                 further = {**further, "server_average": method.generic_variables(server)}
                 further = {name: with_own(model, layers) for name, model in further.items()}

@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.program import (
     with_own,
 )
 from fedjax_pcdd.engine.schedule import Jobs
-from fedjax_pcdd.methods.checks import alike, like, of_kind, scalar
+from fedjax_pcdd.methods.checks import alike, like, of_kind, of_model, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
 from fedjax_pcdd.trees import select
 
@@ -110,7 +110,7 @@ def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job,
     """A lane at the start of a job: the downloaded variables and a fresh optimiser, or the client's own."""
     method, server = method_and_server(program, inputs, job)
     client, statistics = select((clients, statistics), inputs.jobs.slot[job])
-    variables = with_own(method.download(server, client), statistics)
+    variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:
         optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().resumed)

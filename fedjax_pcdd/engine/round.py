@@ -91,6 +91,15 @@ def _setting(
     )
 
 
+def _check_server(method: Method, server: Tree) -> None:
+    """UserError for a server state that is none, or lacks what hooks read that the method does not have itself."""
+    numbers(method, "init_server", server)
+    reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
+    if reads and not hasattr(server, "variables"):
+        name = type(method).__name__
+        raise UserError(f"{name}.init_server must return something with a field variables, which {reads[0]} returns.")
+
+
 def _check_samples(experiment: Experiment, public: Any, stream: int | None) -> None:
     """Refuse a method whose public images or validation samples are not there, with a UserError."""
     traits = experiment.method.traits()
@@ -302,7 +311,7 @@ class Simulation(Planner):
         server_key, client_key = (jax.random.fold_in(jax.random.key(self.experiments[e].seed), i) for i in (2, 3))
         rows = np.arange(setting.num_clients) + e * setting.num_clients
         server = method.init_server(setting, variables, data.class_counts[rows], server_key)
-        numbers(method, "init_server", server)
+        _check_server(method, server)
         known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
 
         def init_client(row):

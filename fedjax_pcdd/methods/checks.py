@@ -1,5 +1,6 @@
 """Shapes of what hooks return, checked when they are traced: a mistake in a method is one sentence with its name."""
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -66,6 +67,14 @@ def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
         wanted = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
         raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {type(value).__name__}.")
     return value
+
+
+def of_model(method: Any, hook: str, variables: Any) -> Any:
+    """The variables that a hook returns; UserError where they are those of no model."""
+    if isinstance(variables, Mapping) and "params" in variables:
+        return variables
+    given = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
+    raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {given}.")
 
 
 def misspelt(method: Any, contract: type) -> list[str]:

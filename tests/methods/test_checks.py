@@ -118,6 +118,36 @@ def test_a_hook_of_the_wrong_shape_is_named(method, sentence):
 
 
 @struct.dataclass
+class Bare(Method):
+    def init_server(self, setting, variables, class_counts, key):
+        return variables
+
+
+@struct.dataclass
+class Empty(Method):
+    def download(self, server, client):
+        return server.variables["params"]
+
+
+@struct.dataclass
+class Further(Method):
+    def further_models(self, server):
+        return {"other": server}
+
+
+def test_a_server_without_variables_and_what_is_no_model_are_named():
+    with pytest.raises(UserError, match=r"Bare\.init_server must return something with a field variables, which downl"):
+        toy.simulation(method=Bare()).start()
+    simulated = toy.simulation(method=Empty())
+    with pytest.raises(UserError, match=r"Empty\.download must return variables of a model, with params, not a dict"):
+        simulated.round.lower(*arguments(simulated))
+    simulated = toy.simulation(method=Further())
+    state = simulated.start()
+    with pytest.raises(UserError, match=r"Further\.further_models must return variables of a model, .*, not Server"):
+        simulated.evaluate(state)
+
+
+@struct.dataclass
 class Weighing(Method):
     given: float = 1.0
 
