@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 
-from fedjax_pcdd.engine.devices import free_memory, full_precision, is_out_of_memory
+from fedjax_pcdd.engine.devices import free_memory, full_precision, is_out_of_memory, processors
 from fedjax_pcdd.engine.jobs import Inputs, load, train_step
 from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State, lift, put
@@ -45,8 +45,7 @@ def candidates(jobs: int, devices: int = 1) -> list[int]:
       jobs: J of a device; devices: of this process.
     """
     if jax.default_backend() == "cpu":
-        affinity = getattr(os, "sched_getaffinity", None)  # not on every system
-        values = {1, max(1, (len(affinity(0)) if affinity else os.cpu_count() or 1) // devices)}
+        values = {1, max(1, processors() // devices)}
     else:
         values = {2**i for i in range(2, 10)} | {math.ceil(jobs / d) for d in (1, 2, 4)}
     return sorted(v for v in values if v <= jobs) or [1]

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.augment import prepare
@@ -19,7 +20,7 @@ from fedjax_pcdd.engine.program import State, Tree, facts_of, with_own
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.models.classifier import Classifier, Outputs
+from fedjax_pcdd.models.classifier import Classifier, Outputs, forward
 from fedjax_pcdd.trees import select
 
 
@@ -42,19 +43,24 @@ def parts_of(simulation: Any) -> list[Part]:
     return [Part(one, own, g) for g, (one, own) in enumerate(zip(simulation.groups, simulation.members, strict=True))]
 
 
-def _answered(ask: Callable[[], jax.Array]) -> Outputs:
-    """The logits that a method gives, and the features of the model that it runs for them, the first of several."""
+def _answered(ask: Callable[[], jax.Array], plain: Callable[[], Outputs]) -> Outputs:
+    """The logits that a method gives, and the features of the model that it runs for them, the first of several.
+
+    Args:
+      plain: the model as it is, for a method that runs none, or only within a transformation as `jax.vmap`.
+    """
     seen: list[Outputs] = []
 
     def note(call, args, kwargs, context):
         result = call(*args, **kwargs)
-        if isinstance(context.module, Classifier) and context.method_name == "__call__":
+        ran = isinstance(context.module, Classifier) and context.method_name == "__call__"
+        if ran and not isinstance(result.features, Tracer):
             seen.append(result)
         return result
 
     with nn.intercept_methods(note):
         logits = ask()
-    return Outputs(seen[0].features, logits)
+    return Outputs((seen or [plain()])[0].features, logits)
 
 
 class TrainedModels:
@@ -106,11 +112,14 @@ class TrainedModels:
         program, method = simulation.program, self.method
         images = self._images(images)
         x = prepare(program.pipeline, jnp.asarray(images), None, train=False, dtype=program.dtype)
-        if client is None:
-            return _answered(lambda: method.logits(program.model, self.variables, x, server))
-        variables, facts = self.client_variables(client), facts_of(program, simulation.data, row)
-        own: Any = {"client": state.clients, "facts": facts, "scope": "personal"}
-        return _answered(lambda: method.logits(program.model, variables, x, server, **own))
+        variables, own = self.variables if client is None else self.client_variables(client), {}
+        if client is not None:
+            facts = facts_of(program, simulation.data, row)
+            own: Any = {"client": state.clients, "facts": facts, "scope": "personal"}
+        return _answered(
+            lambda: method.logits(program.model, variables, x, server, **own),
+            lambda: forward(program.model, variables, x, train=False)[0],
+        )
 
     def _images(self, images: ArrayLike) -> np.ndarray:
         """Images [n, H, W, channels] as those that were trained on; UserError for others."""

@@ -151,6 +151,21 @@ def test_features_and_logits_are_of_one_model(federation, method, options):
     assert np.abs(centred[0] @ head - centred[1]).max() < 1e-3
 
 
+@struct.dataclass
+class Mapped(fp.Method):
+    """Runs its model within a transformation."""
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        return jax.vmap(lambda one: super(Mapped, self).logits(model, variables, one[None], server)[0])(images)
+
+
+def test_a_model_that_runs_within_a_transformation_has_its_plain_features(federation):
+    images = federation.dataset.x_test[:5]
+    mapped, plain = (fp.simulate(federation, method, **small()) for method in (Mapped(), fp.FedAvg()))
+    for one, other in zip(mapped.outputs(images), plain.outputs(images), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_clients_of_different_architectures_are_found():
     groups = toy.groups("fedmd", necks=(0, 1, 0, 1, 0))
     history = fp.History("toy", groups.method, groups.federation, RunConfig(), [], groups.start(), {}, groups)
