@@ -21,9 +21,9 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened, writing
 from fedjax_pcdd.methods.method import Method
-from fedjax_pcdd.training.build import NOTHING, Given
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.metrics import MEASURES
+from fedjax_pcdd.training.setup import NOTHING, Given
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
 

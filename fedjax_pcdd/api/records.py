@@ -18,7 +18,6 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.build import NOTHING, Given, Setup
 from fedjax_pcdd.training.callbacks import Profile, as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
@@ -28,6 +27,7 @@ from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resol
 from fedjax_pcdd.training.loop import Callback, Progress, Run
 from fedjax_pcdd.training.metrics import new_history
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
+from fedjax_pcdd.training.setup import NOTHING, Given, Setup
 from fedjax_pcdd.training.tracking import Tracking, names_of
 
 Result = dict[str, Any]

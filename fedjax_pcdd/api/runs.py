@@ -23,7 +23,6 @@ from fedjax_pcdd.errors import UserError, as_path, nearest, spelled
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.build import Given, Pair
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
@@ -34,6 +33,7 @@ from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
 from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import RunBar
+from fedjax_pcdd.training.setup import Given, Pair
 from fedjax_pcdd.training.tasks import setup
 
 

@@ -19,13 +19,13 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
-from fedjax_pcdd.training.build import Given
 from fedjax_pcdd.training.callbacks import Function, Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, check_names
 from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY
 from fedjax_pcdd.training.loop import Callback, Run
 from fedjax_pcdd.training.progress import RunBar
+from fedjax_pcdd.training.setup import Given
 
 # Run options that have a meaning in memory, beside the arguments of `simulate` that have the same names.
 OPTIONS = tuple(

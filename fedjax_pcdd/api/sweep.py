@@ -28,7 +28,6 @@ from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, as_path, shortened, writing
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.build import Pair, Setup
 from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
@@ -37,6 +36,7 @@ from fedjax_pcdd.training.named_arrays import size
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import CellBar, PartOfSweep, SweepBar
+from fedjax_pcdd.training.setup import Pair, Setup
 from fedjax_pcdd.training.tasks import has_participants
 
 # Run options that may differ within a program, beside a method's traced hyper-parameters: numbers of the local

@@ -34,6 +34,7 @@ from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
+from fedjax_pcdd.training.setup import NOTHING, Given, Pair, Setup
 
 PRETRAIN_EPOCHS = 50
 PRIVATE_BATCH = 500
@@ -48,17 +49,17 @@ def has_participants(config: RunConfig, method: Method) -> bool:
     return config.task is not None or bool(own)
 
 
-def setup(pairs: Sequence[build.Pair], given: build.Given = build.NOTHING) -> build.Setup:
+def setup(pairs: Sequence[Pair], given: Given = NOTHING) -> Setup:
     """The parts of experiments that share a program, of the kind that their options ask for."""
     config, method = pairs[0]
     if not has_participants(config, method):
-        return build.Setup(pairs, given)
+        return Setup(pairs, given)
     if given.pipeline is not None or (given.model is not None and config.task is not None):
         raise UserError(f"{config.method} takes a task's models by name, and the customary pipeline: drop your own.")
     return TaskSetup(pairs, given) if config.task is not None else ParticipantSetup(pairs, given)
 
 
-class ParticipantSetup(build.Setup):
+class ParticipantSetup(Setup):
     """One experiment, in which clients keep their models and may differ in architecture."""
 
     epochs: tuple[int, ...] | None = None  # local epochs of each participant, if they differ

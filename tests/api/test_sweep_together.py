@@ -18,10 +18,10 @@ from fedjax_pcdd.api import runs, sweep
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.methods.method import Method as FedAvg
-from fedjax_pcdd.training.build import Setup
 from fedjax_pcdd.training.config import RunConfig, build
 from fedjax_pcdd.training.named_arrays import size
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
+from fedjax_pcdd.training.setup import Setup
 
 SMALL = {
     "rounds": 3, "local_epochs": 1, "fine_tune_epochs": 0, "clients": 3, "min_samples": 1, "batch_size": 100,

@@ -18,9 +18,9 @@ from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.engine.streaming import Split
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.training import build as training_build
-from fedjax_pcdd.training.build import Setup
+from fedjax_pcdd.training import setup as training_setup
 from fedjax_pcdd.training.config import build as build_config
+from fedjax_pcdd.training.setup import Setup
 from fedjax_pcdd.training.tracking import Tracker
 
 MEGABYTE = 10**6
@@ -146,7 +146,7 @@ def test_a_file_that_changes_under_a_run_is_a_sentence(tmp_path, cut):
 def test_auto_streams_what_exceeds_a_third_of_the_free_memory(monkeypatch, free, share):
     data = fp.load_dataset("digits")
     size = data.x_train.nbytes + data.x_test.nbytes
-    monkeypatch.setattr(training_build, "available_memory", lambda: free * size)
+    monkeypatch.setattr(training_setup, "available_memory", lambda: free * size)
     pair = build_config({"data": "auto", "clients": 3, "cohort": 1, "min_samples": 1, "lanes": 1})
     streamed = Setup([pair]).simulation.streamed
     assert (streamed and streamed.memory) == (share and int(free * size / 3))

@@ -13,8 +13,8 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Batch, Setting
 from fedjax_pcdd.methods.fedgela import FedGELA, Server
 from fedjax_pcdd.models import Outputs, forward, normalises
-from fedjax_pcdd.training.build import Given, Setup
 from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.setup import Given, Setup
 
 C, D, B = 3, 4, 7
 RNG = np.random.default_rng(0)

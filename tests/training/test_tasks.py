@@ -12,7 +12,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import tasks
-from fedjax_pcdd.training.build import Setup
+from fedjax_pcdd.training.setup import Setup
 from fedjax_pcdd.training.tasks import ParticipantSetup, TaskSetup, intra_and_inter
 
 TINY = [

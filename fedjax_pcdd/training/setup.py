@@ -1,0 +1,290 @@
+"""All parts of a run, of one experiment or of several that share a program, as `Setup`.
+
+Letters: E experiments, K clients.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from fedjax_pcdd.data import augment
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
+from fedjax_pcdd.engine.program import State
+from fedjax_pcdd.engine.round import Experiment, Simulation
+from fedjax_pcdd.engine.tuning import choose_lanes
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.checks import misspelt
+from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.convolution_table import Choices, as_json
+from fedjax_pcdd.registry import located
+from fedjax_pcdd.training.accuracies import Accuracies
+from fedjax_pcdd.training.build import (
+    about_norms,
+    build_model,
+    default_model,
+    federate,
+    load,
+    local_training,
+    public_images,
+    validated,
+    who_is_there,
+)
+from fedjax_pcdd.training.config import RunConfig, unused
+from fedjax_pcdd.training.device_choices import Say, convolutions_of
+from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration, from_global, from_last, global_models
+from fedjax_pcdd.training.folder import RunFolder
+from fedjax_pcdd.training.initial_weights import started_from
+from fedjax_pcdd.training.inputs import digest_of, inputs_of
+from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, needs_epochs, protocol_of
+from fedjax_pcdd.training.trained_models import parts_of
+from fedjax_pcdd.trees import select
+
+Pair = tuple[RunConfig, Method]
+
+
+class Given(NamedTuple):
+    """Parts of a run that are objects of the user's own, in place of what the options say."""
+
+    federation: Federation | None = None
+    model: Any = None  # a `Classifier` or what `models.build` takes; a list of these for participants
+    pipeline: augment.Pipeline | None = None
+
+
+NOTHING = Given()
+
+
+class Setup:
+    """Experiments that share a program, ready to be trained: clients of a partition with one architecture.
+
+    Attributes:
+      config: of the first experiment; the others differ in what may differ within a program.
+      federations: of each experiment [E].
+      simulation: with one lane.
+      methods: of each experiment [E], as the simulation uses them.
+      convolutions: forms that were timed on the device, None for those of the packaged table.
+    """
+
+    convolutions: Choices | None = None
+
+    def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
+        """Build everything but the compiled programs; UserError for settings that cannot work."""
+        self.clock, self.started = CompileClock(), perf_counter()
+        self.pairs, self.given, self.config = pairs, given, pairs[0][0]
+        select_device(self.config.device, self.config.devices)
+        self.federations = self.federate()
+        self.simulation = self.make(1)
+        self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
+        for e in range(len(pairs)):
+            self._check(e)
+
+    @property
+    def tunes(self) -> bool:
+        """Whether PA is measured after every client has fine-tuned the global model."""
+        return self.methods[0].traits().fine_tunes and self.config.fine_tune_epochs > 0
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the global variables of the best GA are needed in the end."""
+        return self.tunes and self.methods[0].traits().global_model
+
+    @property
+    def protocol(self) -> Protocol:
+        """Of PA."""
+        return protocol_of(self.config.pa_protocol, self.pairs[0][1].traits())
+
+    @property
+    def tests_epochs(self) -> bool:
+        """Whether clients are tested before every local epoch: not for models that are fine-tuned after training."""
+        traits, config = self.pairs[0][1].traits(), self.config
+        one_model = traits.global_model and config.bn != "local-layers"
+        return needs_epochs(self.protocol) and not (traits.fine_tunes and one_model and config.fine_tune_epochs)
+
+    @cached_property
+    def _digests(self) -> dict[int, str]:
+        """Of each data set, of which there are seldom several."""
+        datasets = {id(federation.dataset): federation.dataset for federation in self.federations}
+        return {key: digest_of(dataset) for key, dataset in datasets.items()}
+
+    def inputs(self, e: int, config: RunConfig, method: Method) -> dict[str, Any]:
+        """What an experiment, as it was asked for, computes from: see `inputs_of`."""
+        federation, one = self.federations[e], self.simulation
+        public = one.data.public if isinstance(one, Simulation) else one.images
+        data = self._digests[id(federation.dataset)]
+        images = () if public is None else public
+        labels = None if isinstance(one, Simulation) else one.public_labels
+        known = one.experiments[e].availability if isinstance(one, Simulation) else None
+        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, known)
+
+    def federate(self) -> list[Federation]:
+        """The clients' data of each experiment [E]."""
+        if self.given.federation is not None:
+            return [validated(self.config, self.given.federation)]
+        dataset = load(self.config)
+        return [federate(config, dataset) for config, _ in self.pairs]
+
+    def make(self, lanes: int) -> Any:
+        """The simulation with so many lanes."""
+        (config, method), federation = self.pairs[0], self.federations[0]
+        private, plain = self.pipelines()
+        experiments = [
+            Experiment(own, m, local_training(c, m), c.seed, availability=who_is_there(c, own.num_clients))
+            for (c, m), own in zip(self.pairs, self.federations, strict=True)
+        ]
+        model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
+        if isinstance(model, list | tuple):
+            raise UserError(f"{config.method} trains one model: give that, not several.")
+        return Simulation(
+            method.build(self.in_form(build_model(config, model, federation.dataset))), experiments,
+            public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
+            pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
+            client_state=config.client_state, stream=self._stream, **self._settings(lanes),
+        )  # fmt: skip
+
+    @cached_property
+    def _stream(self) -> int | None:
+        """Bytes for the samples that are sent to the device; None where all of them are on it."""
+        config, dataset = self.config, self.federations[0].dataset
+        share = int(min(available_memory(), 2**60) / 3)
+        fits = dataset.x_train.nbytes + dataset.x_test.nbytes <= share
+        if config.data == "device" or (config.data == "auto" and fits):
+            return None
+        return share if config.data_memory is None else config.data_memory * 10**6
+
+    def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
+        """Of private and of public images."""
+        config, federation = self.config, self.federations[0]
+        dataset, shape, text = config.dataset, federation.image_shape, federation.dataset.text
+        own = self.given.pipeline
+        more = {"text": text, "own": config.augmentation, "seed": config.seed}
+        own = own or augment.pipeline(dataset, config.augment, shape, **more)
+        augment.check_own(own, shape, federation.dataset.x_train.dtype)
+        return own, augment.pipeline(dataset, False, shape, text=text)
+
+    def in_form(self, model: Classifier) -> Classifier:
+        """A model with the precision of the options, and the forms of convolutions that are used."""
+        precision = model.precision or products(self.config.precision)
+        return model.clone(precision=precision, convolutions=self.convolutions)
+
+    def _settings(self, lanes: int) -> dict[str, Any]:
+        """What a `Simulation` and `Groups` take of the options alike."""
+        config = self.config
+        return {
+            "lanes": lanes, "rounds": config.rounds, "weights": config.weights,
+            "local_statistics": config.bn == "local", "local_layers": config.bn == "local-layers",
+            "keeps_optimiser": config.optimizer_state == "kept",
+            "eval_batch": config.eval_batch, "dtype": TYPES[config.precision],
+            "tests_epochs": self.tests_epochs,
+        }  # fmt: skip
+
+    def _check(self, e: int) -> None:
+        cohort, clients = self.pairs[e][0].cohort, self.federations[e].num_clients
+        if cohort is not None and cohort > clients:
+            raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
+        self._check_protocol(e)
+        if self.pairs[e][0].calibrate == "ccvr":
+            check_calibration(self.simulation, e)
+        if not (self.simulation.steps[e] > 0).any():
+            raise UserError(
+                "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."
+            )
+
+    def _check_protocol(self, e: int) -> None:
+        """UserError where PA of the best epochs cannot be measured, or a round not be chosen beside it."""
+        config, traits = self.pairs[e][0], self.methods[e].traits()
+        if not needs_epochs(self.protocol) or self.keeps_best:
+            return
+        if config.chosen_on != "test":
+            raise UserError(
+                f"`pa_protocol={self.protocol}` chooses epochs by the share of all tests: use `select_on=test` and "
+                "`select_by=plain`, or another `pa_protocol`."
+            )
+        absent = config.availability is not None or config.lost_share
+        sometimes = absent or config.cohort not in (None, self.federations[e].num_clients)
+        if traits.personal_model == "server" and config.eval_every > 1 and sometimes:
+            raise UserError(
+                f"`pa_protocol={self.protocol}` of this method looks at each client in the rounds in which it takes "
+                "part: use `eval_every=1`."
+            )
+
+    def advice(self, e: int) -> list[str]:
+        """Sentences about what is without effect, and what the method thinks of these settings."""
+        config, method = self.pairs[e]
+        calibration = check_calibration(self.simulation, e) if config.calibrate == "ccvr" else []
+        one = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
+        norms = about_norms(config.bn, one.program.model, one.image_shape)
+        return (
+            unused(config, method.traits()) + norms + misspelt(method, Method) + self.simulation.advice[e] + calibration
+        )
+
+    def start(self) -> State:
+        """The state before the first round, from the weights of a file where the options name one.
+
+        Raises:
+          UserError: the file does not suit the models.
+        """
+        path = self.config.initial_weights
+        return self.simulation.start() if path is None else started_from(self.simulation, located(str(path)))
+
+    def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
+        """The simulation with the lanes and the forms of convolutions that are used.
+
+        Args:
+          state: before the first round.
+          noted: what `notes` gave when the run began, None for a new one: then as the options say, or measured.
+          say: told what a user should know.
+        """
+        self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
+        lanes = noted["lanes"] if noted else self.config.lanes
+        if lanes == "auto":
+            jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
+            return self.with_fastest_lanes(state, jobs)
+        return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
+
+    def with_fastest_lanes(self, state: State, jobs: int) -> Any:
+        """The simulation with as many lanes as are measured to be fastest, of so many jobs."""
+        return choose_lanes(self.make, state, jobs, self.config.rounds)
+
+    def notes(self, simulation: Any) -> dict[str, Any]:
+        """What was settled, for resolved.json: with it a resumed run computes the same numbers."""
+        lanes = max(part.simulation.program.lanes for part in parts_of(simulation))  # of the architecture with the most
+        return {"lanes": lanes, "convolutions": as_json(self.convolutions) if self.convolutions else []}
+
+    def prepared(self, simulation: Any, state: State) -> State:
+        """What the first round starts from."""
+        return state
+
+    def accuracies(self, e: int, **more: Any) -> Callback:
+        """The callback that measures an experiment; what more `Accuracies` takes."""
+        config = self.pairs[e][0]
+        rules = {"keeps_best": self.keeps_best, "select_on": config.chosen_on, "protocol": self.protocol}
+        return Accuracies(config.method, every=config.eval_every, **rules, **more)
+
+    def concluded(
+        self, simulation: Any, rounds: int, state: State, best: Any, results: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The results [E] with what fine-tuning and calibration after so many rounds add; `best` as they ask for it."""
+        results = [one | {"pa_protocol": one["pa_protocol"] + IN_WORDS[self.protocol]} for one in results]
+        changes = [{} for _ in results]
+        if self.config.calibrate == "ccvr":
+            changes = calibrated(simulation, state)
+        if self.tunes:
+            tuner = simulation.tuner(self.config.fine_tune_epochs, tests_epochs=needs_epochs(self.protocol))
+            if self.keeps_best:
+                last = global_models(simulation, state)
+                tuned = from_global(tuner, best, last, rounds, results, self.protocol)
+            else:
+                tuned = from_last(tuner, state, rounds, self.protocol)
+            changes = [one | other for one, other in zip(changes, tuned, strict=True)]
+        return [result | change for result, change in zip(results, changes, strict=True)]
+
+    def pictures(self, folder: RunFolder) -> list[Callback]:
+        """Callbacks that write what only this kind of run has."""
+        return []
+
+    def more_results(self, run: Run) -> dict[str, Any]:
+        """What a summary holds beside accuracies and costs."""
+        return {}
