@@ -28,13 +28,13 @@ from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.lanes import aggregated
-from fedjax_pcdd.engine.program import Evaluation, Launched, Report, State, Tree, facts_of, samples_of
+from fedjax_pcdd.engine.program import Evaluation, Launched, Report, State, Tree, facts_of, fresh_variables, samples_of
 from fedjax_pcdd.engine.round import Experiment, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
 from fedjax_pcdd.methods.participant import Participant, model_of, with_model
 from fedjax_pcdd.methods.parts import joined
-from fedjax_pcdd.models.classifier import Classifier, initialise
+from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select
 
 PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
@@ -226,7 +226,8 @@ class Groups:
         shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
         group, numbers = self.groups[g], jnp.array(self.members[g])
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
-        first = jax.vmap(lambda k: initialise(model or group.program.model, jax.random.fold_in(key, k), shape))(numbers)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+        first = fresh_variables(model or group.program.model, keys, shape)
         return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
 
     def _clients(self, g: int, variables: Tree) -> Tree:

@@ -42,6 +42,7 @@ from fedjax_pcdd.engine.program import (
     Tree,
     compiler_options,
     facts_of,
+    fresh_variables,
     layers_of,
     load_data,
 )  # fmt: skip
@@ -324,7 +325,7 @@ class Simulation(Planner):
     def initial(self, e: int) -> Tree:
         """Variables of the model that an experiment starts from."""
         init = jax.random.fold_in(jax.random.key(self.experiments[e].seed), 0)
-        variables = initialise(self.program.model, init, self.image_shape)
+        variables = fresh_variables(self.program.model, init, self.image_shape)
         return jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
 
     def _kept(self, e: int, method: Any, server: Tree, client: Tree) -> Tree:

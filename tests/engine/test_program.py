@@ -1,0 +1,21 @@
+"""What a program is compiled from."""
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from fedjax_pcdd.engine import program
+from fedjax_pcdd.models.classifier import Classifier, initialise
+from fedjax_pcdd.models.mlp import MLP
+
+
+def test_first_variables_are_those_of_a_program_that_is_optimised_throughout(monkeypatch):
+    model, shape, key = Classifier(MLP(), num_classes=3), (8, 8, 3), jax.random.key(3)
+    monkeypatch.setenv("XLA_FLAGS", "")  # those of these tests optimise nothing
+    program._fresh_variables.cache_clear()
+    whole = jax.jit(
+        partial(initialise, model, image_shape=shape), compiler_options={"xla_backend_optimization_level": 3}
+    )
+    jax.tree.map(np.testing.assert_array_equal, program.fresh_variables(model, key, shape), whole(key))
+    program._fresh_variables.cache_clear()
