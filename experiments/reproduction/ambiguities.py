@@ -166,7 +166,8 @@ def _selection(results: Sequence[Result]) -> list[str]:
     for scale in dict.fromkeys(r["scale"] for r in known):
         own = [r for r in known if r["scale"] == scale]
         last, ten = (100 * np.mean([r["ga_best"] - r[name] for r in own]) for name in ("ga_last", "ga_mean_last10"))
-        lines.append(f"- Scale {scale}, {len(own)} runs: {last:.2f} points over the last, {ten:.2f} over the last ten.")
+        runs = f"{len(own)} run{'s' * (len(own) != 1)}"
+        lines.append(f"- Scale {scale}, {runs}: {last:.2f} points over the last, {ten:.2f} over the last ten.")
     return [*lines, *([] if known else ["- Not measured yet."]), ""]
 
 
