@@ -20,6 +20,7 @@ from fedjax_pcdd.engine.program import (
     Samples,
     State,
     Tree,
+    experiment_of,
     facts_of,
     lift,
     of_experiment,
@@ -31,7 +32,7 @@ from fedjax_pcdd.engine.streaming import TESTS, own_shard
 from fedjax_pcdd.losses.classification import correct_per_class
 from fedjax_pcdd.methods.checks import of_kind, of_model, shaped
 from fedjax_pcdd.methods.participant import over_all
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import at, select
 
 
 def evaluation_batch(trained: int) -> int:
@@ -47,7 +48,7 @@ def client_batches(function: Callable, samples: Samples, row, how: Pass) -> Tree
     """Sum of function(index, mask) over the samples of one row, so many at a time."""
     index = jax.ShapeDtypeStruct((how.batch,), jnp.int32)
     template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((how.batch,), bool))
-    return sum_over_samples(function, samples, start_of(samples, row), samples.size[row], how, template)
+    return sum_over_samples(function, samples, start_of(samples, row), at(samples.size, row), how, template)
 
 
 def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
@@ -69,7 +70,7 @@ def personal_logits(program: Program, methods, state: State, data: Data, entry: 
       entry: the client's row, state and statistics.
     """
     row, client, statistics = entry
-    method, server = of_experiment((methods, state.servers), program, row // program.setting.num_clients)
+    method, server = of_experiment((methods, state.servers), program, experiment_of(program, row))
     variables, facts = with_own(method.personal_variables(server, client), statistics), facts_of(program, data, row)
     return lambda images: logits_of(program, method, variables, images, server, client, facts, scope=scope)
 
@@ -141,6 +142,13 @@ def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
     among = (before.sum(1) < min(5, num_classes)) & jnp.isfinite(own[:, 0]) & mask
     top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(among.astype(jnp.int32))
     return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
+
+
+def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> jax.Array:
+    """Correct predictions per class [C] on the tests of the client in a row."""
+    template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
+    start, size, how = start_of(samples, row), at(samples.size, row), program.test_pass
+    return sum_over_samples(counted(predict, program, samples), samples, start, size, how, template)
 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
@@ -235,7 +243,7 @@ def _personal_correct(program: Program, own: bool, methods, state: State, data: 
     def one(entry):
         predict = personal_logits(program, methods, state, data, entry, "personal" if own else "local")
         if own:
-            return client_batches(counted(predict, program, data.test), data.test, entry[0], program.test_pass)
+            return on_own_tests(predict, program, data.test, entry[0])
         return on_whole_test(predict, program, data.test, program.blocks.size)
 
     return by_client(program, one, (rows, state.clients, state.statistics))

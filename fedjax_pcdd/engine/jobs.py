@@ -26,7 +26,7 @@ from fedjax_pcdd.engine.program import (
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.methods.checks import alike, like, of_kind, of_model, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import at, select
 
 
 class Inputs(NamedTuple):
@@ -56,7 +56,7 @@ class Lane(NamedTuple):
 
 def method_and_server(program: Program, inputs: Inputs, job):
     """The job's method and server."""
-    return of_experiment((inputs.methods, inputs.servers), program, inputs.jobs.experiment[job])
+    return of_experiment((inputs.methods, inputs.servers), program, at(inputs.jobs.experiment, job))
 
 
 def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
@@ -67,16 +67,17 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     """
     job, client, jobs = lane.job, lane.client, inputs.jobs
     method, server = method_and_server(program, inputs, job)
-    local = of_experiment(inputs.hyper, program, jobs.experiment[job])
-    facts = facts_of(program, inputs.data, jobs.row[job])
+    local = of_experiment(inputs.hyper, program, at(jobs.experiment, job))
+    facts = facts_of(program, inputs.data, at(jobs.row, job))
     start, untouched = with_own(method.download(server, client), lane.statistics), None
     if program.local_layers:
         untouched = start
         own = jax.lax.stop_gradient(layers_of(program, lane.variables["params"]))
         start = {**start, "params": overlaid(start["params"], own)}
-    epoch, epochs = (n // jnp.maximum(jobs.epoch_steps[job], 1) for n in (step, jobs.steps[job]))
-    keys, public = Keys.of(jax.random.fold_in(inputs.keys[job], step)), unlabelled(program, inputs.data)
-    held = held_out(program, inputs.data, jobs.row[job]) if method.traits().validation else None
+    length, steps = jnp.maximum(at(jobs.epoch_steps, job), 1), at(jobs.steps, job)
+    epoch, epochs = (jax.lax.div(jnp.int32(n), jnp.int32(length)) for n in (step, steps))
+    keys, public = Keys.of(jax.random.fold_in(at(inputs.keys, job), step)), unlabelled(program, inputs.data)
+    held = held_out(program, inputs.data, at(jobs.row, job)) if method.traits().validation else None
     return Context(
         program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
         public, held, untouched,
@@ -85,8 +86,8 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
 
 def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], Tree]], Tree]:
     """For hooks: the sum of a function over batches of the validation samples of the client in a row."""
-    tests, number, how = data.test, data.held[row], program.held_pass
-    start = start_of(tests, row) + tests.size[row] - number  # they lie behind the client's tests
+    tests, number, how = data.test, at(data.held, row), program.held_pass
+    start = start_of(tests, row) + at(tests.size, row) - number  # they lie behind the client's tests
 
     def total(function):
         def of(index, mask):
@@ -102,14 +103,14 @@ def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], T
 
 def _optimiser(program: Program, inputs: Inputs, job):
     method, _ = method_and_server(program, inputs, job)
-    local = of_experiment(inputs.hyper, program, inputs.jobs.experiment[job])
+    local = of_experiment(inputs.hyper, program, at(inputs.jobs.experiment, job))
     return make_optimiser(local, clip=program.clip, apart=method.traits().apart)
 
 
 def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job, step) -> Lane:
     """A lane at the start of a job: the downloaded variables and a fresh optimiser, or the client's own."""
     method, server = method_and_server(program, inputs, job)
-    client, statistics = select((clients, statistics), inputs.jobs.slot[job])
+    client, statistics = select((clients, statistics), at(inputs.jobs.slot, job))
     variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:

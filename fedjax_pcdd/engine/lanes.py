@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.engine.devices import full_precision
-from fedjax_pcdd.engine.evaluation import client_batches, counted, logits_of
+from fedjax_pcdd.engine.evaluation import client_batches, logits_of, on_own_tests
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
 from fedjax_pcdd.engine.program import (
@@ -40,7 +40,7 @@ from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import alike, of_kind
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
-from fedjax_pcdd.trees import select, where
+from fedjax_pcdd.trees import at, select, where
 
 LANES = "lanes"  # the axis over which lanes are mapped
 
@@ -62,7 +62,7 @@ def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -
     summary = method.traits().summary
     if summary is None or not program.summarises:
         return ()
-    row, train = inputs.jobs.row[lane.job], inputs.data.train
+    row, train = at(inputs.jobs.row, lane.job), inputs.data.train
 
     def number(index):
         return index if isinstance(train.numbers, tuple) else train.numbers[index]
@@ -83,7 +83,7 @@ def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -
 def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]:
     """The next state of the lane's client, and its message."""
     method, _ = method_and_server(program, inputs, lane.job)
-    context = context_of(program, inputs, lane, inputs.jobs.steps[lane.job])
+    context = context_of(program, inputs, lane, at(inputs.jobs.steps, lane.job))
     sent = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
     return of_kind(method, "upload", sent, object, Message)
 
@@ -96,20 +96,20 @@ def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     correct = tested(program, inputs, lane, client)
     new = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
     statistics = {k: new[k] for k in lane.statistics} if lane.statistics else ()
-    loss = lane.loss / jnp.maximum(inputs.jobs.steps[lane.job], 1)
+    loss = lane.loss / jnp.maximum(at(inputs.jobs.steps, lane.job), 1)
     return Outcome(message, client, statistics, loss, correct, lane.before)
 
 
 def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Array:
     """Correct predictions [C] of a lane's model on the client's own test set."""
     method, server = method_and_server(program, inputs, lane.job)
-    row, tests = inputs.jobs.row[lane.job], inputs.data.test
+    row, tests = at(inputs.jobs.row, lane.job), inputs.data.test
 
     def predict(images):
         facts = facts_of(program, inputs.data, row)
         return logits_of(program, method, lane.variables, images, server, client, facts, scope="personal")
 
-    return client_batches(counted(predict, program, tests), tests, row, program.test_pass)
+    return on_own_tests(predict, program, tests, row)
 
 
 def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
@@ -118,8 +118,8 @@ def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
     All lanes are tested where one begins, so that this is a branch for all of them and no cost of every step.
     """
     jobs, done = inputs.jobs, step - lane.start
-    length = jnp.maximum(jobs.epoch_steps[lane.job], 1)
-    begins = (done % length == 0) & (done < jobs.steps[lane.job])
+    length = jnp.maximum(at(jobs.epoch_steps, lane.job), 1)
+    begins = (done % length == 0) & (done < at(jobs.steps, lane.job))
     some = begins if program.lanes == 1 else jax.lax.pmax(begins.astype(jnp.int32), LANES) > 0
 
     def test(before):
@@ -253,10 +253,10 @@ def _segments(program: Program, inputs: Inputs, state: State, plan: Plan, first,
 
 def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
     """A segment in which all lanes begin and end their jobs; entry i of its lists is lane i."""
-    first, stop = plan.load_stop[g], plan.load_stop[g + 1]
+    first, stop = at(plan.load_stop, g), at(plan.load_stop, g + 1)
 
     def run(job, indices):
-        lane = load(program, inputs, *_held(program, state, outcome), job, plan.step_stop[g])
+        lane = load(program, inputs, *_held(program, state, outcome), job, at(plan.step_stop, g))
         return finish(program, inputs, train(program, inputs, plan, g, lane, indices))
 
     job = block_of(plan.load_job, first, program.lanes)
@@ -271,7 +271,7 @@ def _segment(program: Program, inputs: Inputs, state: State, plan: Plan, g, carr
     size = program.blocks.size
 
     def load_some(first, live, lanes):
-        begin = partial(load, program, inputs, *_held(program, state, outcome), step=plan.step_stop[g])
+        begin = partial(load, program, inputs, *_held(program, state, outcome), step=at(plan.step_stop, g))
         new = over(size, lambda job: begin(job=job))(block_of(plan.load_job, first, size))
         return put(lanes, block_of(plan.load_lane, first, size), new, live)
 
@@ -279,9 +279,9 @@ def _segment(program: Program, inputs: Inputs, state: State, plan: Plan, g, carr
         some = select(lanes, block_of(plan.finish_lane, first, size))
         return store(program, inputs.jobs, some.job, live, over(size, partial(finish, program, inputs))(some), outcome)
 
-    lanes = _in_blocks(size, plan.load_stop[g], plan.load_stop[g + 1], load_some, lanes)
+    lanes = _in_blocks(size, at(plan.load_stop, g), at(plan.load_stop, g + 1), load_some, lanes)
     lanes = over(program.lanes, partial(train, program, inputs, plan, g), (0, 1), LANES)(lanes, plan.indices)
-    return lanes, _in_blocks(size, plan.finish_stop[g], plan.finish_stop[g + 1], finish_some, outcome)
+    return lanes, _in_blocks(size, at(plan.finish_stop, g), at(plan.finish_stop, g + 1), finish_some, outcome)
 
 
 def _in_blocks(size: int, start, stop, body: Callable, carry: Tree) -> Tree:
@@ -306,12 +306,12 @@ def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, ind
     Where all segments have one step, XLA need not store what a loop would carry; where they have equally many, a GPU's
     host need not ask whether there is another.
     """
-    start, stop, blocks = plan.step_stop[segment], plan.step_stop[segment + 1], program.blocks
+    start, stop, blocks = at(plan.step_stop, segment), at(plan.step_stop, segment + 1), program.blocks
 
     def step(t, lane):
         lane = tested_before(program, inputs, lane, t) if program.tests_epochs else lane
-        after = train_step(program, inputs, lane, indices[t], t)
-        return where(t - lane.start < inputs.jobs.steps[lane.job], after, lane) if blocks.waits else after
+        after = train_step(program, inputs, lane, at(indices, t), t)
+        return where(t - lane.start < at(inputs.jobs.steps, lane.job), after, lane) if blocks.waits else after
 
     if blocks.steps == 1:
         return step(start, lane)

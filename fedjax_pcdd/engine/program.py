@@ -21,7 +21,7 @@ from fedjax_pcdd.engine.blocks import Blocks, Pass
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Facts, Setting, Unlabelled
 from fedjax_pcdd.models.classifier import Classifier, Variables, initialise
-from fedjax_pcdd.trees import select, zeros_like
+from fedjax_pcdd.trees import at, select, zeros_like
 
 Tree = Any
 
@@ -117,7 +117,7 @@ def start_of(samples: Samples, row: Any) -> Any:
     A shard does not tell it of all R rows, which would have to be sent with it each round.
     """
     if isinstance(samples.rows, tuple):
-        return samples.start[row]
+        return at(samples.start, row)
     return jnp.where(samples.rows == row, samples.start, 0).max()
 
 
@@ -230,25 +230,35 @@ def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
       value: leaves [...], or [b, ...].
       live: [b] which of several rows are to be replaced at all; the others are padding.
     """
-    if jnp.ndim(row) == 0:
-        return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0), tree, value)
+    def write_one(x, v):
+        return jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0, allow_negative_indices=False)
 
     def write(x, v):
         nowhere = x.shape[0] + jnp.arange(len(live))  # different rows, as XLA is told of all
         rows = jnp.where(live, row, nowhere)
         return x.at[rows].set(v.astype(x.dtype), mode="drop", unique_indices=True)
 
-    return jax.tree.map(write, tree, value)
+    return jax.tree.map(write if jnp.ndim(row) else write_one, tree, value)
 
 
 def block_of(array: Any, first, size: int) -> jax.Array:
     """Entries [b] of an array from the first on; of a block of one, the entry."""
-    return array[first] if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
+    return at(array, first) if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
+
+
+def experiment_of(program: Program, row) -> Any:
+    """Number of the experiment of which a row is a client."""
+    return 0 if program.experiments == 1 else row // program.setting.num_clients
 
 
 def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
     """Row of a tree with leading axis [E]; no gather where there is one experiment."""
-    return select(tree, 0 if program.experiments == 1 else experiment)
+    return alone(tree) if program.experiments == 1 else select(tree, experiment)
+
+
+def alone(tree: Tree) -> Tree:
+    """The tree without its leading axis, of one."""
+    return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), tree)
 
 
 def over(size: int, function: Callable, in_axes: Any = 0, name: str | None = None) -> Callable:
@@ -262,7 +272,7 @@ def lift(function: Callable, size: int) -> Callable:
         return jax.vmap(function)
 
     def one(*args):
-        return jax.tree.map(lambda x: x[None], function(*select(args, 0)))
+        return jax.tree.map(lambda x: x[None], function(*alone(args)))
 
     return one
 
@@ -282,8 +292,11 @@ def unlabelled(program: Program, data: Data) -> Unlabelled | None:
 def facts_of(program: Program, data: Data, row) -> Facts:
     """What is known of the client in a row."""
     clients, counts = program.setting.num_clients, data.class_counts
-    everyone = of_experiment(counts.reshape(program.experiments, clients, -1), program, row // clients)
-    return Facts(row % clients, counts[row], data.train.size[row], everyone)
+    own = at(counts, row), at(data.train.size, row)
+    if program.experiments == 1:
+        return Facts(row, *own, counts)
+    everyone = select(counts.reshape(program.experiments, clients, -1), experiment_of(program, row))
+    return Facts(row % clients, *own, everyone)
 
 
 def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree) -> Tree:

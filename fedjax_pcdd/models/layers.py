@@ -138,10 +138,17 @@ class Conv(Typed):
 
 def _weights(layer: Any, x: jax.Array, shape: tuple[int, ...], kernel_init: Callable, bias_init: Any = None) -> Any:
     """The input, the kernel of a shape [..., in, out] and the bias [out], or None, in one type."""
-    kernel = layer.param("kernel", kernel_init, shape, layer.param_dtype)
+    kernel = _param(layer, "kernel", kernel_init, shape)
     bias_init = bias_init or linear_bias_init(math.prod(shape[:-1]))
-    bias = layer.param("bias", bias_init, shape[-1:], layer.param_dtype) if layer.use_bias else None
+    bias = _param(layer, "bias", bias_init, shape[-1:]) if layer.use_bias else None
     return promote_dtype(x, kernel, bias, dtype=layer.dtype)
+
+
+def _param(layer: Any, name: str, init: Callable, shape: tuple[int, ...]) -> jax.Array:
+    """A parameter. Of one that is there, Flax traces the initialiser for its shape alone: that of zeros takes less."""
+    if layer.has_variable("params", name):
+        init = nn.initializers.zeros
+    return layer.param(name, init, shape, layer.param_dtype)
 
 
 class BatchNorm(Typed):
