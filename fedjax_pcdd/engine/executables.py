@@ -9,9 +9,7 @@ from typing import Any
 
 import jax
 
-from fedjax_pcdd.engine.program import Program
-
-MOST = 40  # functions that are kept, those of some four programs
+MOST = 100  # functions that are kept: those of some ten programs, or of two tasks whose models have four architectures
 _kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=None)
 
 
@@ -29,24 +27,22 @@ def compiled_once() -> Iterator[None]:
         _kept.reset(token)
 
 
-def compiled(
-    function: Callable, program: Program, compiler_options: dict[str, Any] | None = None, **options: Any
-) -> Any:
+def compiled(function: Callable, *static: Any, compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
     """`jax.jit` of the function of a program's arrays, or one made before in `compiled_once` of an equal program.
 
     Args:
-      function: takes the program, which is static, and arrays.
-      program: whose model and methods may be of others' making, so that it cannot always be compared.
+      function: takes what is static, and arrays.
+      static: a `Program`, say, whose model and methods may be of others' making, so that it cannot always be compared.
       compiler_options, options: of `jax.jit`.
     """
     kept = _kept.get()
-    key = function, program, tuple(sorted((compiler_options or {}).items())), tuple(sorted(options.items()))
+    key = function, static, tuple(sorted((compiler_options or {}).items())), tuple(sorted(options.items()))
     try:
         hash(key)
     except TypeError:
         kept = None
     if kept is None or key not in kept:
-        made = jax.jit(partial(function, program), compiler_options=compiler_options, **options)
+        made = jax.jit(partial(function, *static), compiler_options=compiler_options, **options)
         if kept is None:
             return made
         kept[key] = made

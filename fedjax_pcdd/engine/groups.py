@@ -27,6 +27,7 @@ from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
+from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import aggregated
 from fedjax_pcdd.engine.program import Evaluation, Launched, Report, State, Tree, facts_of, fresh_variables, samples_of
 from fedjax_pcdd.engine.round import Experiment, Simulation
@@ -149,12 +150,12 @@ class Groups:
         programs = [group.program for group in self.groups]
         everyone = self.program.setting._replace(num_clients=self.federation.num_clients)
         self.table = Table(tuple(programs), self.members, pipeline)
-        self._aggregates = [jax.jit(partial(aggregated, replace(p, setting=everyone))) for p in programs]
-        self._exchange = jax.jit(partial(run_exchange, self.table), donate_argnums=(3, 4))
+        self._aggregates = [compiled(aggregated, replace(p, setting=everyone)) for p in programs]
+        self._exchange = compiled(run_exchange, self.table, donate_argnums=(3, 4))
         passes = [client_pass(sizes, p.eval_batch, p.blocks.size) for p in programs]
         on_tests = [replace(p, validated=False) for p in programs]
-        self._domains = [jax.jit(partial(domain_correct, *pair)) for pair in zip(on_tests, passes, strict=True)]
-        self._logits = [jax.jit(partial(public_logits, p, pipeline)) for p in programs]
+        self._domains = [compiled(domain_correct, *pair) for pair in zip(on_tests, passes, strict=True)]
+        self._logits = [compiled(public_logits, p, pipeline) for p in programs]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
     def _check(self, method: Method, options: dict[str, Any]) -> None:

@@ -230,6 +230,7 @@ def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
       value: leaves [...], or [b, ...].
       live: [b] which of several rows are to be replaced at all; the others are padding.
     """
+
     def write_one(x, v):
         return jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0, allow_negative_indices=False)
 

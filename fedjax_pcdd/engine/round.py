@@ -228,14 +228,13 @@ class Simulation(Planner):
         """The compiled functions: a round, its parts where samples come in chunks, and the two evaluations."""
         devices, one_step = self.program.devices, self.program.blocks.steps == 1
         self.round = compiled(
-            training_round, self.program, compiler_options(devices, one_step=one_step), donate_argnums=4,
-            out_shardings=self._shardings(),
+            training_round, self.program, compiler_options=compiler_options(devices, one_step=one_step),
+            donate_argnums=4, out_shardings=self._shardings(),
         )  # fmt: skip
         self._compiled_before = self._compiled
-        options = compiler_options(one_step=one_step)
-        self._begin, self._part, self._end = (
-            compiled(part, self.program, options, donate_argnums=4) for part in (begin_round, part_of_round, end_round)
-        )
+        options = {"compiler_options": compiler_options(one_step=one_step), "donate_argnums": 4}
+        parts = begin_round, part_of_round, end_round
+        self._begin, self._part, self._end = (compiled(part, self.program, **options) for part in parts)
         self._generic_correct = compiled(generic_correct, self.program)
         self._softmax_sums = compiled(softmax_sums, self.program)
         self._ensemble_correct = compiled(ensemble_correct, self.program)

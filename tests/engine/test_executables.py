@@ -47,6 +47,24 @@ def test_another_value_compiles_nothing_and_changes_the_result_as_alone():
     assert not same(first[1], alone)
 
 
+def test_participants_who_exchange_answers_share_the_exchange_and_what_is_tested_too(monkeypatch):
+    monkeypatch.setattr(toy, "groups", toy.groups.__wrapped__)
+
+    def exchanged(**options):
+        table = toy.groups("fccl", **options)
+        state, _ = table.step(table.start(), 0)
+        return table, arrays((state, table.domain_correct(state), table.public_logits(state)))
+
+    _, alone = exchanged(seed=1)
+    with compiled_once():
+        (first, one), (second, other) = exchanged(), exchanged(seed=1)
+    for name in ("_exchange", "_domains", "_logits", "_aggregates"):
+        assert getattr(first, name) == getattr(second, name), name
+    assert second._exchange._cache_size() == 1
+    assert_equal(other, alone)
+    assert not same(one, other)
+
+
 def test_what_hooks_read_from_outside_is_seen_again_in_the_next_simulation(monkeypatch):
     _, before = trained(method=Scaled())
     monkeypatch.setitem(outside, "factor", 0.5)
