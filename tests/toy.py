@@ -12,6 +12,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.methods import METHODS, Context
+from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.testing import CLASSES as CLASSES
 from fedjax_pcdd.testing import OWNED as OWNED
 from fedjax_pcdd.testing import SIZES as SIZES
@@ -50,14 +51,21 @@ def simulation(
     """A simulation of one method on the toy federation; equal arguments share one, and what it has compiled."""
     parts = federation(noise=noise)
     method = METHODS[name](**hyper) if method is None else method
-    plain = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
+    if isinstance(model, str):
+        model = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
     local = Local(epochs, batch_size, last_batch, optimizer, lr, momentum, 1e-4, clip)
     simulated = Simulation(
-        method.build(plain), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
+        method.build(model), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
         rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
         eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype,
     )  # fmt: skip
     return shared(simulated)
+
+
+def narrow_resnet(norm="batch"):
+    """A residual network with batch norm that compiles fast."""
+    plain = models.build("mlp", num_classes=CLASSES, image_shape=(5, 5, 1))
+    return plain.clone(backbone=ResNet((1,), width=4, norm=norm))
 
 
 def architectures(*necks: int) -> list:

@@ -22,7 +22,6 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.models.classifier import forward
-from fedjax_pcdd.models.resnet import ResNet
 
 
 def params(state):
@@ -31,12 +30,6 @@ def params(state):
 
 def close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
-
-
-def narrow_resnet(norm="batch"):
-    """A residual network with batch norm that compiles fast."""
-    plain = models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1))
-    return plain.clone(backbone=ResNet((1,), width=4, norm=norm))
 
 
 def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
@@ -141,9 +134,9 @@ def test_cohort_does_not_depend_on_the_method():
 
 
 def test_running_statistics_are_averaged_with_the_same_weights():
-    simulated = simulate(narrow_resnet())
+    simulated = simulate(toy.narrow_resnet())
     state, _ = simulated.step(simulated.start(), 0)
-    single = [simulate(narrow_resnet(), cohort=5, lanes=1)]
+    single = [simulate(toy.narrow_resnet(), cohort=5, lanes=1)]
     jobs, batches = single[0].jobs(0)
     total = None
     for j in range(5):
@@ -157,7 +150,7 @@ def test_running_statistics_are_averaged_with_the_same_weights():
 
 
 def test_local_statistics_stay_with_their_client():
-    simulated = simulate(narrow_resnet(), cohort=3, local_statistics=True)
+    simulated = simulate(toy.narrow_resnet(), cohort=3, local_statistics=True)
     before = jax.tree.leaves(jax.tree.map(np.array, simulated.start().statistics))
     state, _ = simulated.step(simulated.start(), 0)
     after = jax.tree.leaves(jax.tree.map(np.array, state.statistics))
@@ -166,7 +159,7 @@ def test_local_statistics_stay_with_their_client():
 
 
 def test_group_norm_has_no_running_statistics():
-    state = simulate(narrow_resnet(norm="group")).start()
+    state = simulate(toy.narrow_resnet(norm="group")).start()
     assert set(state.servers.variables) == {"params"}
 
 
@@ -175,7 +168,7 @@ QUICK = ("fedavg", "fedmr", "fedgela", "moon", "solo")
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METHODS])
 def test_batch_norm_model_trains_without_nan(name):
-    simulated = simulate(narrow_resnet(), methods=[METHODS[name]()], cohort=5)
+    simulated = simulate(toy.narrow_resnet(), methods=[METHODS[name]()], cohort=5)
     state, report = simulated.step(simulated.start(), 0)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.tree.map(np.array, state)))
     assert np.isfinite(np.array(report.loss)).all()

@@ -170,7 +170,7 @@ def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused()
 
 
 def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_servers():
-    how = {"model": "resnet8", "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
+    how = {"model": toy.narrow_resnet(), "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
     for local in (False, True):
         simulated = toy.simulation("ccvr", local_statistics=local, **how)
         before, _ = toy.train(simulated, (0, 1))

@@ -123,7 +123,7 @@ def test_fine_tuning_moves_the_own_layers_alone_and_only_if_asked_for():
 
 
 def test_running_statistics_of_base_layers_stand_still_while_own_layers_are_tuned():
-    simulated = toy.simulation("fedper", model="resnet8", epochs=1, fine_tune_layers=True, **everyone)
+    simulated = toy.simulation("fedper", model=toy.narrow_resnet(), epochs=1, fine_tune_layers=True, **everyone)
     trained, _ = toy.train(simulated, (0,))
     tuner = simulated.tuner(1)
     before = arrays(trained.servers.variables["batch_stats"])
