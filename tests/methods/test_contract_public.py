@@ -96,7 +96,7 @@ def test_lanes_do_not_change_results(form):
     assert_trees_all_close(toy.train(groups(form, lanes=2)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", some("fccl", "fml", of=FORMS))
+@pytest.mark.parametrize("form", some("fccl", of=FORMS))
 def test_blocks_of_participants_do_not_change_results(form, x64):
     def outcome(**options):
         # Adam divides a gradient that is rounding by 1e-8.

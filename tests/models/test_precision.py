@@ -61,7 +61,7 @@ def trained(name: str, precision: str):
     return np.array(losses), np.asarray(simulated.evaluate(state).generic).sum(), state
 
 
-@pytest.mark.parametrize("name", ["w1", "resnet"])
+@pytest.mark.parametrize("name", ["w1", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_tf32_is_float32_on_a_cpu(name):
     """A CPU has no shorter products of float32, so the program is the same one."""
     jax.tree.map(np.testing.assert_array_equal, trained(name, "tf32")[0], trained(name, "float32")[0])

@@ -121,7 +121,8 @@ def test_the_other_methods_run_with_four_architectures(tmp_path, method):
     assert (tmp_path / "run" / "correlation.npz").exists() == (method != "fml")
 
 
-@pytest.mark.parametrize("models", ["mlp", pytest.param("mlp,simple_cnn", marks=pytest.mark.slow)])
+@pytest.mark.slow  # as is a killed task among the faults of `.ci/run`
+@pytest.mark.parametrize("models", ["mlp", "mlp,simple_cnn"])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, models):
     options = [*TINY, "--method=fccl", f"--models={models}", "--rounds=8"]
     expected = undisturbed(tmp_path / "whole", *options)
