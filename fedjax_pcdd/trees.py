@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Tree = Any
 
@@ -34,15 +35,15 @@ def add_scaled(total: Tree, tree: Tree, scale: jax.Array | float) -> Tree:
 def select(tree: Tree, row: Any) -> Tree:
     """Row of a stacked tree: leaf[row] for leaves [S, ...]; `row` may be traced."""
     leaves = jax.tree.leaves(tree)
-    if not (leaves and isinstance(row, jax.core.Tracer) and row.ndim == 0):
+    if not (leaves and isinstance(row, Tracer) and row.ndim == 0):
         return jax.tree.map(lambda leaf: leaf[row], tree)
     row = jnp.where(row < 0, row + len(leaves[0]), row)
     return jax.tree.map(lambda leaf: at(leaf, row), tree)
 
 
-def at(array: jax.Array, index: Any) -> jax.Array:
+def at(array: Any, index: Any) -> jax.Array:
     """array[index] for a scalar that is at least 0: JAX asks of every other whether it counts from the end."""
-    if not isinstance(index, jax.core.Tracer):
+    if not isinstance(index, Tracer):
         return array[index]
     zero = np.zeros((), index.dtype)
     start, size = (index, *[zero] * (array.ndim - 1)), (1, *array.shape[1:])

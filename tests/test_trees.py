@@ -66,9 +66,26 @@ def test_add_scaled_keeps_the_dtype_of_the_total():
     assert trees.add_scaled(total, {"w": jnp.ones(2)}, jnp.float32(0.5))["w"].dtype == jnp.bfloat16
 
 
-def test_select_takes_a_traced_row():
+@pytest.mark.parametrize("row", [0, 2, -1, -3])
+def test_select_takes_a_traced_row_which_may_count_from_the_end(row):
     stacked = model(leading=(3,))
-    assert_trees_close(jax.jit(trees.select)(stacked, 2), jax.tree.map(lambda leaf: leaf[2], stacked))
+    assert_trees_close(jax.jit(trees.select)(stacked, row), jax.tree.map(lambda leaf: leaf[row], stacked))
+
+
+def test_select_takes_rows_of_several_at_once():
+    stacked, rows = model(leading=(3,)), jnp.array([2, 0, -1])
+    expected = jax.tree.map(lambda leaf: leaf[rows], stacked)
+    assert_trees_close(trees.select(stacked, rows), expected)
+    assert_trees_close(jax.vmap(trees.select, (None, 0))(stacked, rows), expected)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_at_takes_an_index_that_is_traced_or_known_of_arrays_and_keys(index):
+    for array in (jnp.arange(12.0).reshape(3, 4), jnp.arange(3)):
+        for found in (trees.at(array, index), jax.jit(trees.at)(array, index)):
+            np.testing.assert_array_equal(found, array[index])
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert jax.jit(trees.at)(keys, index) == keys[index]
 
 
 @pytest.mark.parametrize("flag", [True, False])
