@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-MOST = 100  # functions that are kept: those of some ten programs, or of two tasks whose models have four architectures
+MOST = 100  # functions that are kept: of twelve programs, or of a task of four architectures and its pre-training
 _kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=None)
 
 

@@ -50,9 +50,7 @@ def federation():
     return fp.partition(some, "dirichlet", clients=3, beta=0.5)
 
 
-@pytest.mark.parametrize(
-    "method", [fp.FedMR(), pytest.param(fp.FedGELA(ew=4.0), marks=pytest.mark.slow)], ids=["fedmr", "fedgela"]
-)
+@pytest.mark.parametrize("method", [fp.FedMR(), fp.FedGELA(ew=4.0)], ids=["fedmr", "fedgela"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
 def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federation, method, model):
     history = fp.simulate(federation, method, model=model, lr=0.02, momentum=0.0, **SMALL)

@@ -30,9 +30,7 @@ def interrupted(folder, number, *options):
     return process.returncode, err, (folder / "metrics.jsonl").read_bytes().count(b"\n")
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGINT, 130)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_round_saves_it_and_says_how_to_go_on(tmp_path, number, code):
     folder = tmp_path / "run"
     ended, err, rounds = interrupted(folder, number)

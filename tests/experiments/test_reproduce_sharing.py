@@ -90,7 +90,6 @@ def test_two_commands_on_one_folder_run_no_cell_twice(tmp_path, plan):
     assert len(list((tmp_path / "runs").glob("*/*/*/config.yaml"))) == len(cells) - 1
 
 
-@pytest.mark.slow
 def test_workers_divide_the_cells_and_the_command_says_what_is_left(tmp_path, plan):
     text, _ = reproduce(tmp_path, "--workers=2").communicate(timeout=300)
     assert f"{len(plan.cells)} cells done, 0 left." in text
