@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import ENGINE, FEDERATIONS, PARTS, PRECISIONS, Case
+from benchmarks.lowering import Digests, lower
 from benchmarks.targets import TARGETS, environment, imagine, missing
 
 ROOT = Path(__file__).parents[1]
@@ -70,19 +71,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds; what takes longer does not compile")
     made.add_argument("--layer", help=argparse.SUPPRESS)
     made.add_argument("--form", help=argparse.SUPPRESS)
-    made.add_argument("--known", default="", help=argparse.SUPPRESS)
     made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
-def measure(case: Case, target: str, known: str = "", timeout: float = TIMEOUT) -> dict[str, Any]:
-    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how.
-
-    Args:
-      known: digest of a program that is not worth compiling; its record is {"program": known} alone.
-    """
+def measure(case: Case, target: str, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how."""
     command = [sys.executable, "-m", "benchmarks.accelerator", *case.options(), f"--target={target}", "--in-process"]
-    command += [f"--known={known}"] if known else []
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         try:
@@ -117,38 +112,31 @@ def reason_of(code: int, errors: str) -> str:
     return f"ended by signal {-code}: {last}" if code < 0 else last
 
 
-def compute(case: Case, target: str, known: str = "") -> Iterator[dict[str, Any]]:
+def compute(case: Case, target: str) -> Iterator[dict[str, Any]]:
     """The record of a case, in this process, in parts: what does not compile has a digest, too."""
-    from benchmarks import hlo, programs
+    from benchmarks import programs
     from benchmarks.turns import count_turns
 
     imagine(target)
-    traced = programs.trace(case)
-    record, depends, turns = {}, (), {}
-    if case.view in ("loops", "round"):
+    if case.view == "loops":
+        traced = programs.trace(case)
         count = count_turns(traced.jaxpr, traced.args)
-        turns = {loop.name: loop.turns for loop in count.loops}
         record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
-        depends = json.dumps(turns), Path(hlo.__file__).read_text()
-        if case.view == "loops":
-            yield record | {"loops": [loop._asdict() for loop in count.loops]}
-            return
-    lowered = programs.lower(traced, target)
-    program = programs.digest(lowered, target, *depends)
-    yield {"program": program}
-    if program == known:
+        yield record | {"loops": [loop._asdict() for loop in count.loops]}
         return
-    yield record
-    compiled, seconds = programs.compile(lowered)
-    yield {"ok": True, **_cost(compiled, seconds), **(_kernels(compiled, target, turns) if record else {})}
+    program = lower(case, target)
+    yield {"program": program.digest} | program.record
+    compiled, seconds = programs.compile(program.lowered)
+    kernels = _kernels(compiled, target, program.turns) if program.record else {}
+    yield {"ok": True, **_cost(compiled, seconds), **kernels}
 
 
-def run_in_process(case: Case, target: str, known: str) -> int:
+def run_in_process(case: Case, target: str) -> int:
     """Print the record of a case as some lines, or the sentence that says what is wrong with it."""
     from fedjax_pcdd.errors import UserError
 
     try:
-        for part in compute(case, target, known):
+        for part in compute(case, target):
             print(json.dumps(part), flush=True)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -215,7 +203,7 @@ def go_through(args: argparse.Namespace) -> int:
     kept = survey.Survey(args.out or survey.RESULTS, writes=not args.check)
     complaints = []
     timed = partial(measure, timeout=args.timeout)
-    done = survey.run(kept, args.target, timed, quick=args.quick, only=args.only, workers=args.workers)
+    done = survey.run(kept, args.target, timed, Digests, quick=args.quick, only=args.only, workers=args.workers)
     for section, name, record in done:
         print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "program"), flush=True)
         known = committed.get(section, {}).get(name) if args.check else {"ok": True}
@@ -227,7 +215,7 @@ def go_through(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.in_process:
-        return run_in_process(case_of(args, args.program), args.target, args.known)
+        return run_in_process(case_of(args, args.program), args.target)
     if args.view != "loops" and (sentence := missing(args.target)):
         sys.exit(sentence)
     if args.view == "all":

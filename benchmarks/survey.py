@@ -7,10 +7,12 @@ change that leaves the programs as they are makes records stale.
 
 import json
 import os
+import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ LARGE = "resnet10,resnet12,efficientnet_b0,mobilenet_v2"
 RESNETS = ("resnet10", "resnet18", "resnet50")
 SECTIONS = ("rounds", "methods", "other programs", "models", "forms")
 Record = dict[str, Any]
-Measure = Callable[[Case, str, str], Record]
+Measure = Callable[[Case, str], Record]
+Digests = Callable[[str], AbstractContextManager[Callable[[Case], str]]]
 
 
 def all_cases() -> dict[str, dict[str, Case]]:
@@ -134,12 +137,13 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:
 
 
 def run(
-    survey: Survey, target: str, measure: Measure, *, quick: bool, only: str = "", workers: int = 2
+    survey: Survey, target: str, measure: Measure, digests: Digests, *, quick: bool, only: str = "", workers: int = 2
 ) -> Iterator[tuple[str, str, Record]]:
     """Measure what is not the program of its record.
 
     Args:
-      measure: gives the record of a case on a target; {"program": digest} where the case has the given digest.
+      measure: gives the record of a case on a target.
+      digests: gives for a target what gives the digest of a case, one at a time.
       quick: leave out what is not `is_quick`.
       only: leave out those whose "section: name" does not contain this.
       workers: compilations at once, fewer where memory is short.
@@ -151,19 +155,28 @@ def run(
     def one(job: tuple[str, str, Case]) -> tuple[str, str, Record]:
         section, name, case = job
         known = survey.records(target, section).get(name, {})
-        measured = measure(case, target, known.get("program", ""))
-        if "ok" not in measured:
+        if "program" in known and known["program"] == digest(case):
             return section, name, known
-        record = summary(measured)
+        record = summary(measure(case, target))
         if section == "forms" and not record["ok"]:
             record["failing"] = failing_forms(case, target, measure)
         survey.add(target, section, name, record)
         return section, name, record
 
+    def digest(case: Case) -> str:
+        lowering = free.get()
+        try:
+            return lowering(case)
+        finally:
+            free.put(lowering)
+
     survey.cases = all_cases()
     jobs = [(section, name, case) for section, cases in survey.cases.items() for name, case in cases.items()]
     chosen = [job for job in jobs if only in f"{job[0]}: {job[1]}" and (not quick or is_quick(job[0], job[2]))]
-    with ThreadPoolExecutor(affordable(workers)) as pool:
+    workers, free = affordable(workers), queue.SimpleQueue()
+    with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
+        for _ in range(workers):
+            free.put(stack.enter_context(digests(target)))
         yield from pool.map(one, chosen)
 
 
@@ -172,7 +185,7 @@ def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
     from benchmarks.forms import forms_of, model_layers
 
     names = map(str, forms_of(model_layers()[case.layer or ""]))
-    return [name for name in names if not measure(replace(case, form=name), target, "")["ok"]]
+    return [name for name in names if not measure(replace(case, form=name), target)["ok"]]
 
 
 def affordable(workers: int) -> int:

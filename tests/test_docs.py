@@ -99,6 +99,7 @@ def session(tmp_path_factory):
         yield {"__name__": "bring_your_own"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(RECIPES)))
 def test_every_recipe_of_bring_your_own_runs(session, number):
     if "import datasets" in RECIPES[number]:
@@ -106,6 +107,7 @@ def test_every_recipe_of_bring_your_own_runs(session, number):
     exec(compile(RECIPES[number], f"bring_your_own.md, block {number}", "exec"), session)
 
 
+@pytest.mark.thorough
 def test_the_recipes_have_trained_what_they_brought(session):
     assert session["mine"].class_names == session["pictures"].class_names == ("cat", "dog", "fox", "owl")
     assert session["table"].x_train.dtype == np.float32
@@ -118,20 +120,24 @@ def test_the_example_method_has_thirty_lines_at_most():
     assert EXAMPLE.count("\n") <= 30
 
 
+@pytest.mark.thorough
 def test_the_example_method_runs_from_the_command_line(registered, tmp_path):
     options = ["--method=fedkeep", "--mu=0.5", "--clients=3", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=1"]
     assert main([*options, "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
     assert json.loads((tmp_path / "run/summary.json").read_text())["rounds"] == 2
 
 
+@pytest.mark.thorough
 def test_the_example_method_does_not_depend_on_lanes(example):
     assert_close(models(example(mu=1.0), lanes=1), models(example(mu=1.0), lanes=2))
 
 
+@pytest.mark.thorough
 def test_the_example_method_reduces_to_fedavg(example):
     assert_close(models(example(mu=0.0), lanes=2), models(METHODS["fedavg"](), lanes=2))
 
 
+@pytest.mark.thorough
 def test_the_example_method_holds_the_rows_of_absent_classes(example):
     """Class 3 is nobody's: the larger mu, the nearer its column stays to the initial one."""
     kernels = []

@@ -35,6 +35,7 @@ def test_every_notebook_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == {*QUICK, *LONG}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", QUICK)
 def test_quick_notebook_confirms_what_it_claims(name, tmp_path):
     done = run(name, FIGURES=str(tmp_path))

@@ -107,6 +107,7 @@ def refused(sentence, function, *arguments):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_run_of_parts_from_outside_is_recorded_and_resumes_to_the_same_bits(folder, monkeypatch):
     arguments = [*SMALL, "--method=own.py:FedStep", "--eta=0.7", "--partition=lists.npz"]
     assert main([*arguments, "--run-dir=straight"]) == 0
@@ -126,6 +127,7 @@ def test_a_run_of_parts_from_outside_is_recorded_and_resumes_to_the_same_bits(fo
     assert fp.load_run(cut).label == "FedStep"
 
 
+@pytest.mark.thorough
 def test_a_run_is_not_continued_with_another_content(folder):
     main([*SMALL, "--method=own.py:FedStep", "--partition=lists.npz", "--run-dir=run"])
     (folder / "own.py").write_text(METHOD + "# another line\n")
@@ -134,6 +136,7 @@ def test_a_run_is_not_continued_with_another_content(folder):
     refused("own.py:FedStep of this run was in .*, which is gone", read_run, folder / "run")
 
 
+@pytest.mark.thorough
 def test_all_kinds_of_parts_take_an_import_path(folder):
     named = ["--model=parts.py:Net", "--partition=parts.py:by_hand", "--augmentation=parts.py:half_black"]
     followed = ["--track=parts.py:norm", "--loggers=parts.py:Log"]
@@ -391,6 +394,7 @@ class Lion(fp.ServerOptimised):
 """
 
 
+@pytest.mark.thorough
 def test_a_server_optimiser_by_its_path_is_part_of_what_a_run_began_with(tmp_path, capsys):
     file = tmp_path / "lion.py"
     file.write_text(LION)

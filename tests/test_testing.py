@@ -31,19 +31,23 @@ class Forgetting(Method):
         return context.client + context.facts.client, Message(mean=jax.tree.map(lambda x: x * 1.01, variables))
 
 
+@pytest.mark.thorough
 def test_a_method_that_fulfils_the_contract_passes():
     check_method(METHODS["scaffold"])
 
 
+@pytest.mark.thorough
 def test_a_method_that_reduces_to_fedavg_passes():
     check_method(METHODS["fedprox"], as_fedavg={"mu": 0.0}, mu=0.1)
 
 
+@pytest.mark.thorough
 def test_nans_are_named():
     with pytest.raises(AssertionError, match=r"Dividing: (?:a ragged federation gives no nan|lanes do not change)"):
         check_method(Dividing)
 
 
+@pytest.mark.thorough
 def test_another_result_than_fedavgs_is_named():
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_method(Forgetting, as_fedavg={})

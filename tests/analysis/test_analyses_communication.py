@@ -11,6 +11,7 @@ EXPECTED = Path(__file__).parents[2] / "fedjax_pcdd/papers/expected/fedmr_table3
 PRINTED = list(csv.DictReader(EXPECTED.read_text().splitlines()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("split", [split for split in COLUMNS if split != "svhn"])  # whose sizes are CIFAR-10's
 def test_uploads_are_those_that_fedmr_prints(split):
     expected = [float(row["value"]) for row in PRINTED if row["split"] == split]

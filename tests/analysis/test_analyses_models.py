@@ -43,6 +43,7 @@ def features_by_hand(simulated, variables, images):
     return np.asarray(forward(simulated.program.model, variables, images, train=False)[0].features)
 
 
+@pytest.mark.thorough
 def test_features_of_a_pair_with_a_trained_head_count_as_they_are():
     simulated = toy.simulation("fml", method=METHODS["fml"](meme="mlp"))
     variables = simulated.initial(0)
@@ -58,6 +59,7 @@ def test_features_of_a_pair_with_a_trained_head_count_as_they_are():
         np.testing.assert_allclose(means[c], z[labels == c].mean(0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_global_numbers_are_those_of_the_global_model():
     simulated = toy.simulation(cohort=5)
     entry, _, state = tracked(simulated, local=False)
@@ -77,6 +79,7 @@ def test_global_numbers_are_those_of_the_global_model():
     np.testing.assert_allclose(entry["intra"]["global"]["loss"], loss, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_only_client_of_a_round_has_the_model_that_becomes_the_global_one():
     entry, *_ = tracked(toy.simulation(cohort=1, lanes=1), ("angles",), rounds=2)
     known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
@@ -84,6 +87,7 @@ def test_the_only_client_of_a_round_has_the_model_that_becomes_the_global_one():
     assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_local_numbers_are_those_of_the_clients_own_samples():
     simulated = toy.simulation("solo", cohort=5, lanes=1)
     entry, _, state = tracked(simulated, ("features", "spectrum", "intra"), rounds=1)
@@ -101,11 +105,13 @@ def test_local_numbers_are_those_of_the_clients_own_samples():
     assert entry["features"]["local"]["existing"] == pytest.approx(np.mean([a for a in angles if a >= 0]), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_what_is_seen_does_not_depend_on_lanes():
     one, two = (seen_first(toy.simulation("moon", cohort=5, lanes=lanes), ("angles",)) for lanes in (1, 3))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
 
 
+@pytest.mark.thorough
 def test_looking_leaves_the_state_as_it_was():
     simulated = toy.simulation("solo", cohort=5, lanes=1)
     state = simulated.start()
@@ -114,6 +120,7 @@ def test_looking_leaves_the_state_as_it_was():
     jax.tree.map(np.testing.assert_array_equal, copy, jax.tree.map(np.array, state))
 
 
+@pytest.mark.thorough
 def test_clients_on_the_host_are_seen_as_those_on_the_device():
     device, host = (
         seen_first(toy.simulation("solo", cohort=2, lanes=1, client_state=place), ("intra",))
@@ -122,6 +129,7 @@ def test_clients_on_the_host_are_seen_as_those_on_the_device():
     np.testing.assert_array_equal(device["intra"], host["intra"])
 
 
+@pytest.mark.thorough
 def test_an_etf_has_its_angle_everywhere():
     entry, *_ = tracked(toy.simulation("fedgela", cohort=5), ("angles",))
     assert entry["angles"]["etf"] == etf_angle(4)
@@ -129,12 +137,14 @@ def test_an_etf_has_its_angle_everywhere():
         assert entry["angles"][model]["all"] == pytest.approx(etf_angle(4), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_without_a_global_model_clients_are_looked_at_in_any_case():
     entry, *_ = tracked(toy.simulation("solo", cohort=5, lanes=1), ("intra",), local=False)
     assert entry["intra"]["global"] is None
     assert entry["intra"]["local"]["loss"] > 0
 
 
+@pytest.mark.thorough
 def test_no_track_local_trains_nobody_twice():
     entry, seen, *_ = tracked(toy.simulation(cohort=5), ("angles",), local=False)
     assert seen is None
@@ -142,6 +152,7 @@ def test_no_track_local_trains_nobody_twice():
     assert entry["angles"]["global"]["all"] > 0
 
 
+@pytest.mark.thorough
 def test_participants_of_two_architectures_are_seen_between_rounds():
     simulated = toy.groups("fedmd")
     entry, seen, state = tracked(simulated, ("angles",))
@@ -161,6 +172,7 @@ def test_the_random_probe_holds_every_sample_once():
     assert sorted(random_probe(60, 3)[0]) == list(range(60))
 
 
+@pytest.mark.thorough
 def test_of_one_step_the_gradient_is_what_moved_the_weights():
     known = {"cohort": 1, "lanes": 1, "epochs": 1, "batch_size": 64, "last_batch": "keep"}
     for clip, share in ((None, 0.0), (0.01, 1.0)):
@@ -172,6 +184,7 @@ def test_of_one_step_the_gradient_is_what_moved_the_weights():
         assert entry["gradients"]["local"]["clipped"] == share
 
 
+@pytest.mark.thorough
 def test_the_backbones_weights_are_measured_without_the_head():
     entry, seen, state = tracked(toy.simulation(cohort=1, lanes=1), ("gradients",), rounds=1)
     norm = float(optax.tree.norm(state.servers.variables["params"]["backbone"]))
@@ -179,6 +192,7 @@ def test_the_backbones_weights_are_measured_without_the_head():
     assert seen[0]["gradients"]["weights"] == pytest.approx([norm], rel=1e-5)  # the mean of one client
 
 
+@pytest.mark.thorough
 def test_a_step_is_clipped_where_any_part_is():
     gradients, limits = {"a": jnp.float32(3.0), "b": jnp.float32(4.0)}, (4.5, 3.5, 2.0)
     together, apart = ([Steps.none().after(gradients, limit, own) for limit in limits] for own in ((), ("b",)))
@@ -187,6 +201,7 @@ def test_a_step_is_clipped_where_any_part_is():
     assert all(float(one.norm) == pytest.approx(5) and one.count == 1 for one in (*together, *apart))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["apfl", "fedsmoo", "scaffold"])
 def test_watching_the_steps_changes_no_training(method):
     simulated = toy.simulation(method, cohort=5)
@@ -195,6 +210,7 @@ def test_watching_the_steps_changes_no_training(method):
     assert (watched["gradients"]["norm"] > 0).all()
 
 
+@pytest.mark.thorough
 def test_between_rounds_nobody_has_taken_a_step():
     groups = toy.groups("fedmd")
     entry = Tracker(("gradients",), groups, 0).entry(groups.start(), None, None)

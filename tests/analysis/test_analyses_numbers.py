@@ -32,6 +32,7 @@ def test_the_kinds_of_pairs_make_up_all_pairs(g, x64):
     np.testing.assert_allclose(np.array(found[:3]) @ pairs / pairs.sum(), found.all, rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_between_is_the_mean_over_one_existing_and_one_missing_class():
     vectors = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
     found = class_angles(vectors, jnp.asarray([True, False, False, True]))
@@ -39,6 +40,7 @@ def test_between_is_the_mean_over_one_existing_and_one_missing_class():
     np.testing.assert_allclose(found.between, crossing.mean(), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_unknown_rows_are_in_no_pair():
     vectors = jnp.asarray(np.random.default_rng(1).normal(size=(5, 3)))
     present, known = jnp.asarray([True, True, True, False, False]), jnp.asarray([True, True, False, True, False])
@@ -47,11 +49,13 @@ def test_unknown_rows_are_in_no_pair():
     np.testing.assert_allclose(found.existing, pairwise_angles(vectors)[0, 1], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_one_class_has_no_angle():
     found = class_angles(jnp.eye(2), jnp.asarray([True, False]))
     assert (found.existing, found.missing, found.between) == (-1, -1, 90)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("classes", [3, 10, 100])
 def test_etf_angle_is_that_of_a_centred_basis(classes):
     simplex = jnp.eye(classes) - 1 / classes
@@ -89,6 +93,7 @@ def test_class_spectra_are_those_of_each_class_alone():
     np.testing.assert_allclose(class_eigenvalue_variance(features, labels, 4), np.mean(both))
 
 
+@pytest.mark.thorough
 def test_bilateral_curves_are_drawn(tmp_path):
     curves = np.array([[1, 50, 0, 90, 0], [10, 25, 2, 75, 1]])
     draw_bilateral({"digits": curves}, {"digits": (40, 80)}, tmp_path / "a.png")

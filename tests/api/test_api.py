@@ -54,6 +54,7 @@ def test_import_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
+@pytest.mark.thorough
 def test_same_options_give_the_bits_of_a_run(tmp_path):
     options = ["--clients=4", "--beta=0.3", "--seed=5", "--rounds=2", "--local-epochs=2", "--batch-size=32"]
     options += ["--mu=0.1", "--lanes=1", "--fine-tune-epochs=1", "--quiet"]
@@ -94,6 +95,7 @@ def test_unknown_name_is_no_attribute():
         _ = fp.FedNothing  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.thorough
 def test_history_has_the_shapes_it_documents(history):
     assert history.rounds.tolist() == [1, 2, 3]
     assert history.ga.shape == history.pa.shape == history.loss.shape == (3,)
@@ -101,6 +103,7 @@ def test_history_has_the_shapes_it_documents(history):
     assert history.pa_per_client.shape == (3, 4)
 
 
+@pytest.mark.thorough
 def test_rounds_without_evaluation_are_nan(history):
     assert np.isnan(history.ga).tolist() == [True, False, False]
     assert np.isnan(history.ga_per_class[0]).all()
@@ -108,6 +111,7 @@ def test_rounds_without_evaluation_are_nan(history):
     assert not np.isnan(history.loss).any()
 
 
+@pytest.mark.thorough
 def test_callback_sees_every_round(history, seen):
     assert len(seen) == 3
     for first, second in zip(jax.tree.leaves(seen[2]), jax.tree.leaves(history.variables), strict=True):
@@ -115,12 +119,14 @@ def test_callback_sees_every_round(history, seen):
     assert not np.array_equal(jax.tree.leaves(seen[0])[0], jax.tree.leaves(seen[1])[0])
 
 
+@pytest.mark.thorough
 def test_outputs_are_those_that_accuracy_counts(history, federation):
     features, logits = history.outputs(federation.dataset.x_test)
     assert features.shape == (355, 200)
     assert np.mean(np.argmax(logits, 1) == federation.dataset.y_test) == pytest.approx(history.ga[-1])
 
 
+@pytest.mark.thorough
 def test_client_outputs_are_those_of_its_own_model(federation):
     history = fp.simulate(federation, "solo", **small())
     for k, own in enumerate(federation.partition.test):
@@ -131,6 +137,7 @@ def test_client_outputs_are_those_of_its_own_model(federation):
         _ = history.variables
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -159,6 +166,7 @@ class Mapped(fp.Method):
         return jax.vmap(lambda one: super(Mapped, self).logits(model, variables, one[None], server)[0])(images)
 
 
+@pytest.mark.thorough
 def test_a_model_that_runs_within_a_transformation_has_its_plain_features(federation):
     images = federation.dataset.x_test[:5]
     mapped, plain = (fp.simulate(federation, method, **small()) for method in (Mapped(), fp.FedAvg()))
@@ -166,6 +174,7 @@ def test_a_model_that_runs_within_a_transformation_has_its_plain_features(federa
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_clients_of_different_architectures_are_found():
     groups = toy.groups("fedmd", necks=(0, 1, 0, 1, 0))
     history = fp.History("toy", groups.method, groups.federation, RunConfig(), [], groups.start(), {}, groups)
@@ -183,12 +192,14 @@ def test_participants_may_differ_in_architecture(federation):
     assert history.ga.shape == (1,)
 
 
+@pytest.mark.thorough
 def test_nothing_is_written(federation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fp.simulate(federation, **small(rounds=1))
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_model_and_pipeline_of_ones_own_are_used(federation):
     model = fp.build_model("mlp", federation).clone(neck=1, neck_width=3)
     dark = fp.Pipeline(mean=(0.0,), std=(1e9,))
@@ -208,6 +219,7 @@ class Anchored(fp.Method):
         return jnp.mean(jnp.square(outputs.logits - self.anchor))
 
 
+@pytest.mark.thorough
 def test_method_of_ones_own_may_have_arrays(federation):
     anchor = np.arange(10.0)
     history = fp.simulate(federation, Anchored(anchor), **small(local_epochs=5, rounds=3))
@@ -216,6 +228,7 @@ def test_method_of_ones_own_may_have_arrays(federation):
     assert np.corrcoef(logits, anchor)[0, 1] > 0.9
 
 
+@pytest.mark.thorough
 def test_advice_of_a_method_is_a_warning():
     digits = fp.load_dataset("digits")
     alone = fp.partition(digits, "pcdd", clients=10, classes_per_client=1)
@@ -313,6 +326,7 @@ def test_arrays_that_are_no_samples_are_refused(samples, sentence):
         fp.from_arrays(samples, [0], np.zeros((1, 4)), [0])
 
 
+@pytest.mark.thorough
 def test_float_tables_train_as_they_are():
     rng = np.random.default_rng(0)
     y = np.arange(200) % 2
@@ -322,6 +336,7 @@ def test_float_tables_train_as_they_are():
     assert history.ga[-1] == 1
 
 
+@pytest.mark.thorough
 def test_plot_draws_the_evaluated_rounds_in_percent(history):
     figure = fp.plot([history, history], what=("ga", "loss"))
     accuracy, loss = figure.axes
@@ -338,6 +353,7 @@ def test_federation_draws_its_counts(federation):
     np.testing.assert_array_equal(axes.images[0].get_array().filled(0), federation.class_counts.T)
 
 
+@pytest.mark.thorough
 def test_tables_have_a_row_a_round_and_a_row_a_history(history):
     rows = history.to_table()
     assert [row["round"] for row in rows] == [1, 2, 3]
@@ -347,6 +363,7 @@ def test_tables_have_a_row_a_round_and_a_row_a_history(history):
     assert row["ga_last"] == history.ga[-1]
 
 
+@pytest.mark.thorough
 def test_unfinished_history_has_no_row(federation):
     caught = []
 
@@ -359,6 +376,7 @@ def test_unfinished_history_has_no_row(federation):
     assert caught == [1]
 
 
+@pytest.mark.thorough
 def test_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
     text = (Path(__file__).parents[2] / "docs" / "python_api.md").read_text(encoding="utf-8")
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -52,6 +52,7 @@ def result(folder, name):
     return json.loads((folder / "results" / "mlp" / "dir" / f"{name}.json").read_text())
 
 
+@pytest.mark.thorough
 def test_a_method_of_ones_own_runs_its_trials_and_the_seeds_of_the_best(folder):
     own = result(folder, "Keep")
     scores = [one["score"] for one in own["trials"]]
@@ -64,6 +65,7 @@ def test_a_method_of_ones_own_runs_its_trials_and_the_seeds_of_the_best(folder):
     assert summary["selected_on"] == "validation"
 
 
+@pytest.mark.thorough
 def test_a_trial_that_diverges_is_a_result_and_not_a_gap(folder):
     other = result(folder, "fedprox")
     assert other["chosen"] == {"lr": 0.1, "mu": 0}
@@ -72,6 +74,7 @@ def test_a_trial_that_diverges_is_a_result_and_not_a_gap(folder):
     assert other["floats"] == result(folder, "Keep")["floats"] > 0
 
 
+@pytest.mark.thorough
 def test_what_has_a_result_is_not_run_again(folder, capsys):
     before = (folder / "results" / "mlp" / "dir" / "fedprox.json").stat().st_mtime_ns
     assert main(command(folder, "--method=fedprox")) == 0
@@ -83,6 +86,7 @@ def test_what_has_a_result_is_not_run_again(folder, capsys):
     assert "failed" in printed
 
 
+@pytest.mark.thorough
 def test_the_page_has_tables_and_ranks(folder):
     page = folder / "docs" / "leaderboard.md"
     page.parent.mkdir()
@@ -98,6 +102,7 @@ def test_the_page_has_tables_and_ranks(folder):
     assert (page.parent / "images" / "leaderboard_mlp.png").is_file()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("old", "new"), [("rounds: 2", "rounds: 3"), ("seeds: 2", "seeds: 3"), ("beta: 1", "beta: 2"), ("0.0001", "0.001")]
 )
@@ -127,6 +132,7 @@ def test_ranks_of_cells_without_results_are_left_out(tmp_path):
     assert _ranking(tmp_path / "page.md", "mlp", ["fedavg", "fedprox"], [], np.zeros((2, 0, 3))) == []
 
 
+@pytest.mark.thorough
 def test_mistakes_are_said_before_anything_runs(folder, capsys):
     assert main(command(folder, "--split=dri")) == 2
     assert capsys.readouterr().err == "--split names no split of the plan by 'dri': did you mean 'dir'?\n"
@@ -256,6 +262,7 @@ def test_one_split_tells_no_methods_apart_or_together():
     assert cliques(np.array([1.0, 2.0, 3.0]), float("nan")) == []
 
 
+@pytest.mark.thorough
 def test_a_page_in_a_new_folder_and_workers_in_a_fresh_one(tmp_path, folder, capsys):
     assert main(command(folder, f"--page={tmp_path}/new/page.md", "--method=fedprox")) == 0
     assert (tmp_path / "new/page.md").is_file()

@@ -112,6 +112,7 @@ def test_outputs_are_those_of_images_and_clients_that_there_are(history, images,
     assert words in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ["x", None, np.zeros(3)])
 def test_a_metric_gives_one_number(value):
     with pytest.raises(fp.UserError, match="metrics 'a' must give one number"):
@@ -124,6 +125,7 @@ def test_the_history_of_one_run_need_not_be_in_a_list(history):
     assert fp.table(history)[0]["pa_protocol"] == "during training"
 
 
+@pytest.mark.thorough
 def test_an_argument_that_load_run_does_not_know_is_refused(tmp_path):
     simulate(run_dir=tmp_path / "run")
     with pytest.raises(fp.UserError, match="load_run takes no argument 'modle': did you mean 'model'"):

@@ -50,6 +50,7 @@ def federation():
     return fp.partition(some, "dirichlet", clients=3, beta=0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [fp.FedMR(), fp.FedGELA(ew=4.0)], ids=["fedmr", "fedgela"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
 def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federation, method, model):
@@ -59,6 +60,7 @@ def test_methods_that_change_head_and_features_train_a_model_of_ones_own(federat
     assert history.simulation.compilations == 1
 
 
+@pytest.mark.thorough
 def test_layers_of_nnx_that_normalise_stay_with_their_clients(federation):
     kept = fp.simulate(federation, fp.FedAvg(), model=NNX, bn="local-layers", **SMALL)
     assert set(flatten_dict(kept.state.statistics["layers"])) == {
@@ -72,6 +74,7 @@ def test_batch_norms_that_group_norm_would_leave_are_refused(federation, model):
         fp.simulate(federation, fp.FedAvg(), model=model, bn="group", **SMALL)
 
 
+@pytest.mark.thorough
 def test_participants_have_models_of_their_own(federation):
     models = [Backbone(), NNX, "mlp"]
     history = fp.simulate(federation, "solo", model=models, pretrain_epochs=1, **SMALL)
@@ -80,6 +83,7 @@ def test_participants_have_models_of_their_own(federation):
         fp.simulate(federation, "fedavg", model=models, **SMALL)
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_model_in_a_file_resumes_to_the_same_bits(tmp_path, monkeypatch):
     (tmp_path / "net.py").write_text(RECIPES[1])
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,7 @@ from fedjax_pcdd.training.config import build
 NAMES = [b"a [v2]", b"a\\b", b"caf\xe9", "größe".encode(), b"x" * 255, b"gs:", b"new\nline"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[3:])])
 def test_a_run_in_a_folder_of_any_name_can_be_continued(tmp_path, name):
     folder = tmp_path / os.fsdecode(name)
@@ -19,6 +20,7 @@ def test_a_run_in_a_folder_of_any_name_can_be_continued(tmp_path, name):
     assert len(resume(folder).rows) == OPTIONS["rounds"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES[1:3])
 def test_names_that_are_patterns_or_not_utf8_are_continued_too(tmp_path, name):
     folder = tmp_path / os.fsdecode(name)

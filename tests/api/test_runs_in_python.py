@@ -34,6 +34,7 @@ def same(history, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(federation, whole, tmp_path):
     def stop(run, report):
         if run.round == 2:
@@ -50,6 +51,7 @@ def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(fede
         fp.simulate(federation, fp.FedProx(mu=0.2), rounds=3, run_dir=folder, resume=True, **SMALL)
 
 
+@pytest.mark.thorough
 def test_the_command_line_continues_what_python_began(federation, whole, tmp_path):
     def stop(run, report):
         raise KeyboardInterrupt
@@ -61,6 +63,7 @@ def test_the_command_line_continues_what_python_began(federation, whole, tmp_pat
     same(fp.load_run(folder), whole)
 
 
+@pytest.mark.thorough
 def test_objects_that_no_option_describes_are_asked_for(tmp_path):
     digits = fp.load_dataset("digits")
     own = fp.from_arrays(digits.x_train[:200], digits.y_train[:200], digits.x_test, digits.y_test)
@@ -71,6 +74,7 @@ def test_objects_that_no_option_describes_are_asked_for(tmp_path):
     same(fp.load_run(tmp_path / "run", federation=federation), history)
 
 
+@pytest.mark.thorough
 def test_metrics_of_ones_own_stand_in_the_rows(federation, tmp_path):
     metrics = {"worst": lambda run: min(run.history.pa_clients)}
     history = fp.simulate(federation, rounds=2, metrics=metrics, eval_every=2, run_dir=tmp_path / "r", **SMALL)
@@ -81,6 +85,7 @@ def test_metrics_of_ones_own_stand_in_the_rows(federation, tmp_path):
         fp.simulate(federation, rounds=1, metrics={"ga": lambda run: 0.0}, **SMALL)
 
 
+@pytest.mark.thorough
 def test_a_history_can_be_pickled(federation, whole):
     again = pickle.loads(pickle.dumps(whole))
     same(again, whole)
@@ -88,6 +93,7 @@ def test_a_history_can_be_pickled(federation, whole):
     np.testing.assert_array_equal(again.outputs(images).logits, whole.outputs(images).logits)
 
 
+@pytest.mark.thorough
 def test_weights_are_saved_as_safetensors(whole, tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     arrays = numpy.load_file(whole.save(tmp_path / "w.safetensors"))
@@ -115,6 +121,7 @@ def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypat
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = fp.simulate(federation, "fedavg", rounds=1, run_dir="run", **SMALL)
@@ -125,6 +132,7 @@ def test_a_run_of_a_relative_folder_is_loaded_from_anywhere(federation, tmp_path
     assert again.label == "mine"
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_lost_rounds_is_not_loaded_until_it_is_resumed(federation, whole, tmp_path):
     fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", **SMALL)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -135,6 +143,7 @@ def test_a_run_that_has_lost_rounds_is_not_loaded_until_it_is_resumed(federation
     same(fp.load_run(tmp_path / "run"), whole)
 
 
+@pytest.mark.thorough
 def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tmp_path):
     bright, dark = fp.Pipeline(mean=(0.5,)), fp.Pipeline(mean=(0.1,))
     fp.simulate(federation, "fedavg", rounds=1, run_dir=tmp_path / "run", pipeline=bright, **SMALL)
@@ -147,6 +156,7 @@ def test_another_pipeline_is_refused_whatever_became_of_the_notes(federation, tm
             load(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_initial_weights_are_part_of_what_a_run_began_with(federation, tmp_path):
     kernels = fp.simulate(federation, "fedavg", rounds=1, **SMALL).variables["params"]["backbone"]
     flat = {"/".join(["params", *map(str, key)]): np.full_like(x, 0.5) for key, x in flatten_dict(kernels).items()}
@@ -171,6 +181,7 @@ def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
             fp.simulate(federation, "fedavg", rounds=1, initial_weights=tmp_path / name, **SMALL)
 
 
+@pytest.mark.thorough
 def test_epochs_are_measured_where_nothing_is_fine_tuned(federation):
     options = {"rounds": 2, "local_epochs": 2, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
     plain, best = (fp.simulate(federation, "fedavg", pa_protocol=rule, **options) for rule in ("last", "best_epoch"))

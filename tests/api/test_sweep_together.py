@@ -102,6 +102,7 @@ def assert_same_numbers(folder, expected):
         assert found[name] == (pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", GRIDS)
 def test_numbers_are_those_of_single_runs(shared, method):
     single, (folder, results) = shared(alone, method), shared(together, method)
@@ -111,6 +112,7 @@ def test_numbers_are_those_of_single_runs(shared, method):
     assert len({str(numbers(folder / str(i))) for i in range(len(GRIDS[method]))}) == len(GRIDS[method])
 
 
+@pytest.mark.thorough
 def test_a_member_that_diverges_fails_alone(shared):
     folder, (*others, failed) = shared(together, "fedavg")
     assert "is not finite in round" in str(failed)
@@ -118,11 +120,13 @@ def test_a_member_that_diverges_fails_alone(shared):
     assert [result["together"] for result in others] == [5] * 4
 
 
+@pytest.mark.thorough
 def test_lanes_are_those_of_all_members(shared):
     assert [result["lanes"] for result in shared(together, "scaffold")[1]] == [3, 3]
     assert [result["lanes"] for result in shared(together, "fedgela")[1]] == [1, 1]
 
 
+@pytest.mark.thorough
 def test_folders_hold_what_run_py_writes(shared):
     old, new = shared(alone, "fedgela") / "1", shared(together, "fedgela")[0] / "1"
     for part in ("", "checkpoints", "checkpoints/3"):
@@ -134,6 +138,7 @@ def test_folders_hold_what_run_py_writes(shared):
     assert after == before | {"together": 2, "crc": after["crc"]}
 
 
+@pytest.mark.thorough
 def test_seconds_are_a_share_of_the_common_ones(shared):
     folder, results = shared(together, "scaffold")
     rows = [lines(folder / str(i) / "metrics.jsonl") for i in range(2)]
@@ -166,6 +171,7 @@ sweep_main(sys.argv[1:])
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
     argv = ["--method=fedgela", "--ew=1,9", *FLAGS, f"--sweep-dir={tmp_path / 'sweep'}"]
     killed = subprocess.run([sys.executable, "-c", KILLED, *argv], timeout=120)
@@ -179,6 +185,7 @@ def test_a_killed_sweep_continues_and_so_do_its_folders_alone(tmp_path, shared):
         assert_same_numbers(folder, shared(alone, "fedgela") / str(number))
 
 
+@pytest.mark.thorough
 def test_one_that_cannot_be_prepared_is_named_and_the_others_run(tmp_path, capsys):
     options = ["--partition=pcdd", "--classes-per-client=4,11", "--seed=0", "--rounds=1"]
     assert sweep_main([*FLAGS, *options, f"--sweep-dir={tmp_path}"]) == 1
@@ -257,6 +264,7 @@ def test_one_bar_counts_the_rounds_of_all():
     assert "round 5/6" in console.file.getvalue()
 
 
+@pytest.mark.thorough
 def test_what_is_drawn_once_and_who_is_there_is_not_shared():
     method = FedAvg()
     files = [RunConfig(partition=name) for name in ("a.npz", "b.npz")]

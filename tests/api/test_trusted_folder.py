@@ -72,6 +72,7 @@ def edit(file, **changes):
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | changes, sort_keys=False))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "value", "was"), [("beta", 5.0, "0.5"), ("lr", 0.5, "0.01"), ("seed", 7, "0")])
 def test_an_edited_configuration_is_refused_with_the_option_that_differs(folder, name, value, was):
     edit(folder / "config.yaml", **{name: value})
@@ -79,6 +80,7 @@ def test_an_edited_configuration_is_refused_with_the_option_that_differs(folder,
         resume(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("keep", [0, 1, 5, 20, 40])
 def test_a_configuration_that_was_cut_short_never_continues_as_another_run(folder, whole, keep):
     lines = (folder / "config.yaml").read_text().splitlines(keepends=True)
@@ -97,6 +99,7 @@ def test_an_edited_configuration_is_refused_even_where_resolved_json_was_edited_
         resume(folder)
 
 
+@pytest.mark.thorough
 def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
     rng = np.random.default_rng(0)
     data = {f"x_{part}": rng.integers(0, 255, (60, 8, 8), np.uint8) for part in ("train", "test")}
@@ -113,6 +116,7 @@ def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
         resume(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_a_module_that_changed_is_refused_even_where_the_configuration_forgets_it(tmp_path):
     module = tmp_path / "mine.py"
     module.write_text(
@@ -126,6 +130,7 @@ def test_a_module_that_changed_is_refused_even_where_the_configuration_forgets_i
         resume(tmp_path / "run")
 
 
+@pytest.mark.thorough
 def test_another_version_is_a_warning_that_bits_may_differ(folder, monkeypatch):
     version = inputs.metadata.version
     monkeypatch.setattr(inputs.metadata, "version", lambda name: "9.9" if name == "jax" else version(name))
@@ -139,6 +144,7 @@ def test_models_are_loaded_only_with_what_they_were_trained_on(folder):
         load_run(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "{}", '{"lanes": 3}', "\x00\xff"])
 def test_a_damaged_resolved_json_comes_back_from_the_checkpoint(folder, whole, damage):
     file = folder / "resolved.json"
@@ -154,6 +160,7 @@ def test_a_damaged_resolved_json_comes_back_from_the_checkpoint(folder, whole, d
     assert results(folder) == results(whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["partition.npz", "partition.png"])
 @pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(b""), lambda f: f.write_bytes(b"PK")])
 def test_a_damaged_partition_is_made_again(folder, monkeypatch, name, damage):
@@ -170,6 +177,7 @@ def same_arrays(*files):
         return all(np.array_equal(one[key], other[key]) for key in other)
 
 
+@pytest.mark.thorough
 def test_a_second_resume_of_a_live_run_is_refused(folder):
     code = "import sys; from fedjax_pcdd.api.runs import resume; resume(sys.argv[1])"
     tried = []
@@ -185,6 +193,7 @@ def test_a_second_resume_of_a_live_run_is_refused(folder):
     assert not (folder / "lock").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_that_lost_its_lock_writes_no_further(folder):
     class Lose(Callback):
         def on_round(self, run, report):
@@ -205,6 +214,7 @@ class Overflowing(FedAvg):
         return jax.tree.map(lambda x: jnp.where(context.round >= 2, x.at[..., 0].set(jnp.inf), x), after)
 
 
+@pytest.mark.thorough
 def test_a_server_that_is_not_finite_ends_the_run_and_is_never_the_newest_checkpoint(tmp_path):
     config, _ = build(OPTIONS | {"method": "fedavg", "run_dir": tmp_path / "run"})
     with pytest.raises(UserError, match=r"the server's .* is not finite in round 3.*the checkpoint of round 2 is good"):
@@ -242,6 +252,7 @@ DIVERGING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "own", "method", "sentence"), DIVERGING.values(), ids=DIVERGING.keys())
 def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path, name, own, method, sentence):
     config, chosen = build(OPTIONS | {"method": name, "run_dir": tmp_path / "run"} | own)
@@ -250,6 +261,7 @@ def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path,
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in sentence)
 
 
+@pytest.mark.thorough
 def test_an_exchange_that_is_not_finite_is_named_and_never_saved(tmp_path):
     task = {"task": "digits_domains", "models": "mlp", "pretrain_epochs": 0, "public_samples": 64, "public_batch": 32}
     small = {"local_epochs": 1, "batch_size": 64, "lanes": 1, "quiet": True, "rounds": 2}
@@ -266,12 +278,14 @@ def test_a_loss_that_is_not_finite_says_which_checkpoint_is_good_if_any(tmp_path
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_deleted_lines_of_clients_are_said(folder, capsys):
     (folder / "clients.jsonl").unlink()
     resume(folder)
     assert "clients.jsonl has lost the accuracies of the clients in round 1, 2." in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_damaged_lines_and_files_of_others_do_not_stop_a_resume(folder, whole):
     (folder / "clients.jsonl").write_text('{"round": 1}\n{{{\n[]\n')
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
@@ -282,6 +296,7 @@ def test_damaged_lines_and_files_of_others_do_not_stop_a_resume(folder, whole):
     assert (folder / "mine.jsonl").read_text() == '{"name": "mine"}\nnot JSON\n'
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients.jsonl", "resolved.json", "summary.json", "partition.npz"])
 def test_links_in_a_run_folder_are_not_written_through(folder, tmp_path, name):
     target = tmp_path / "precious"
@@ -310,6 +325,7 @@ def test_a_link_in_place_of_a_folder_that_is_written_into_is_refused(folder, tmp
     assert [path.name for path in (tmp_path / "precious").iterdir()] == ["7"]
 
 
+@pytest.mark.thorough
 def test_a_killed_start_leaves_a_folder_that_can_be_started_again(tmp_path, whole):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jax import lax
 from jax.extend import core
 
-from benchmarks import accelerator, forms, hlo, programs, survey, targets
+from benchmarks import accelerator, forms, hlo, lowering, programs, survey, targets
 from benchmarks.cases import PARTS, PRECISIONS, Case
 from benchmarks.convolutions import Layer
 from benchmarks.turns import count_turns, has_loop, tagged
@@ -195,6 +196,7 @@ def test_a_failed_check_of_the_compiler_is_the_reason():
     assert accelerator.reason_of(1, "Traceback\nValueError: no such shape\n") == "ValueError: no such shape"
 
 
+@pytest.mark.thorough
 def test_loops_prints_one_json_object_and_needs_no_accelerator():
     command = ["-m", "benchmarks.accelerator", "loops", "--workload=w4lr", "--clients=3", "--lanes=2", "--json"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -219,6 +221,7 @@ def test_all_goes_through_every_model_and_method(monkeypatch):
     assert [case.layer for case in cases["forms"].values()] == ["a layer"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_has_a_loop_before_whose_turns_a_gpu_asks_the_host(name, monkeypatch):
     """Not in FedAvg's round, hence neither in the passes of others, where all clients train at once."""
@@ -245,15 +248,13 @@ def all_of_two(monkeypatch, tmp_path):
     """`accelerator all` of two programs; the list has the names of those that are compiled, the mapping digests."""
     compiled, programs = [], {"w1": "one", "w4": "four"}
 
-    def measure(case, target, known, timeout):
-        program = {"program": programs[case.workload]}
-        if program["program"] == known:
-            return program
+    def measure(case, target, timeout):
         compiled.append(case.workload)
-        return program | {"ok": True, "turns": 10, "kernels": 100, "temp_mb": 50.0}
+        return {"program": programs[case.workload], "ok": True, "turns": 10, "kernels": 100, "temp_mb": 50.0}
 
     monkeypatch.setattr(accelerator, "missing", lambda target: "")
     monkeypatch.setattr(accelerator, "measure", measure)
+    monkeypatch.setattr(accelerator, "Digests", lambda target: nullcontext(lambda case: programs[case.workload]))
     monkeypatch.setattr(survey, "all_cases", lambda: {"rounds": {n: Case("round", workload=n) for n in ("w1", "w4")}})
 
     def run(*options):
@@ -279,6 +280,15 @@ def test_all_compiles_what_is_another_program_than_its_record(all_of_two):
     assert run() == 0
     assert compiled == ["w1", "w4", "w4"]
     assert json.loads(file.read_text())["h100"]["rounds"]["w4"]["program"] == "another"
+
+
+def test_a_process_that_ends_while_it_lowers_has_no_digest_and_is_followed_by_another(monkeypatch, tmp_path):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nread case\necho one\nread case\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(lowering.sys, "executable", str(script))
+    with lowering.Digests("h100") as digest:
+        assert [digest(Case("round")) for _ in range(5)] == ["one", "", "one", "", "one"]
 
 
 def lowered(function):
@@ -351,10 +361,11 @@ def test_check_fails_where_a_count_grew_by_more_than_a_tenth(all_of_two, count, 
 
 
 def test_check_fails_where_something_no_longer_compiles_or_was_never_committed(all_of_two, monkeypatch, capsys):
-    run, *_ = all_of_two
+    run, _, programs, _ = all_of_two
     run("--only=w1")
+    programs["w1"] = "another"
     aborted = {"ok": False, "reason": "aborted"}
-    monkeypatch.setattr(accelerator, "measure", lambda case, target, known, timeout: aborted)
+    monkeypatch.setattr(accelerator, "measure", lambda case, target, timeout: aborted)
     assert run("--check") == 1
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "rounds, w1: aborted.",

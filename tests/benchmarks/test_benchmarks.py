@@ -37,6 +37,7 @@ def record(module):
     return json.loads(line)
 
 
+@pytest.mark.thorough
 def test_round_time_prints_one_json_line():
     found = record("round_time")
     assert found.keys() >= SHARED | {"lanes", "clients", "backend", "device", "device_peak_memory_mb", "jax"}
@@ -59,6 +60,7 @@ def test_without_pytorch_torch_loop_says_what_to_install():
     assert "install torch" in done.stderr
 
 
+@pytest.mark.thorough
 def test_round_time_needs_neither_the_command_line_library_nor_data_sets():
     missing = ("tyro", "tensorflow_datasets", "tensorflow", "array_record")
     code = f"""
@@ -89,6 +91,7 @@ def test_batches_that_are_not_whole_are_refused():
     assert "--batch=7 must divide --per-client=500" in run("-c", code).stderr
 
 
+@pytest.mark.thorough
 def test_convolutions_of_a_model_are_found_measured_and_written_as_a_table():
     code = """
 import json
@@ -111,6 +114,7 @@ print(json.dumps([record, text, json.loads(table)]))
     ]
 
 
+@pytest.mark.thorough
 def test_large_prints_the_keys_of_one_setting():
     done = run("-m", "benchmarks.large", "--clients=120", "--method=scaffold", "--rounds=1", "--json")
     assert done.returncode == 0, done.stderr

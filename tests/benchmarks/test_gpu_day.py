@@ -43,6 +43,7 @@ def test_a_crash_is_a_result_and_the_next_item_runs(tmp_path):
     assert known["third"]["error"].endswith("of which this is the last")
 
 
+@pytest.mark.thorough
 def test_failures_are_tried_again_only_when_asked_and_what_was_lacking_always(tmp_path):
     items = [named("fails", gpu_items.fail), named("lacks", gpu_items.lack, file=str(tmp_path / "data"))]
     assert work_off(tmp_path, items, shared=True)["lacks"]["reason"] == "there is no data"
@@ -53,6 +54,7 @@ def test_failures_are_tried_again_only_when_asked_and_what_was_lacking_always(tm
     assert [line["name"] for line in read(tmp_path / "results.jsonl")][3:] == ["fails"]
 
 
+@pytest.mark.thorough
 def test_a_call_ends_before_its_minutes_are_over_and_the_next_one_goes_on(tmp_path):
     log = tmp_path / "log"
     long = Item("long", gpu_items.sleep, {"log": str(log)}, interruptible=True)
@@ -191,6 +193,7 @@ def test_the_page_says_so_where_nothing_was_measured():
     assert "Not measured yet." in page.page([])
 
 
+@pytest.mark.thorough
 def test_the_engine_and_the_benchmarks_import_without_the_command_line_library_and_data_sets():
     code = f"""
 import importlib, pkgutil, sys

@@ -109,6 +109,7 @@ def test_an_option_of_another_option_is_said_to_have_no_effect(tmp_path, capsys,
     assert sentence in said(tmp_path, capsys, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,6 +123,7 @@ def test_an_option_that_is_looked_at_is_not(tmp_path, capsys, options):
     assert "no effect" not in said(tmp_path, capsys, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bn", ["local", "local-layers", "group"])
 def test_an_option_about_norms_that_the_model_has_not_is_said_to_have_no_effect(tmp_path, capsys, bn):
     sentence = f"warning: --bn={bn} has no effect: the model has no such norms.\n"

@@ -42,6 +42,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["angles", "spectrum"])
 def test_a_last_checkpoint_says_what_the_last_tracked_line_says(run, name, capsys):
     found = cells(said(capsys, name, run))
@@ -52,17 +53,20 @@ def test_a_last_checkpoint_says_what_the_last_tracked_line_says(run, name, capsy
     assert found["plain"][0] == "2"
 
 
+@pytest.mark.thorough
 def test_looking_at_a_run_leaves_its_records(run, capsys):
     before = {path: path.stat().st_mtime_ns for path in (run / "plain").glob("*.*")}
     said(capsys, "intra", run / "plain")
     assert {path: path.stat().st_mtime_ns for path in (run / "plain").glob("*.*")} == before
 
 
+@pytest.mark.thorough
 def test_a_picture_of_several_runs_is_drawn(run, tmp_path, capsys):
     said(capsys, "angles", run / "tracked", f"--output={tmp_path / 'a.png'}")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
     parameters = 64 * 200 + 200 + 200 * 10 + 10
     each, total = cells(said(capsys, "traffic", run / "plain"))["plain"][2:]
@@ -70,6 +74,7 @@ def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
     assert float(total) == pytest.approx(2 * float(each), abs=0.06)
 
 
+@pytest.mark.thorough
 def test_burden_of_a_run_is_beside_fedavg(run, capsys):
     found = cells(said(capsys, "burden", run))
     assert found["plain"][0] == found["tracked"][0] == "P"
@@ -95,6 +100,7 @@ def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys
     assert (found["c"][0], found["d"][0]) == ("7", "-")
 
 
+@pytest.mark.thorough
 def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
     for i, ew in enumerate((1.0, 100.0)):
         write_run(tmp_path / str(i), 0.25 * (i + 1), method="fedgela", origin={"hyperparameters": {"ew": ew}})
@@ -136,6 +142,7 @@ def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_pa
     assert [row.split("|")[2].strip() for row in rows] == ["1", "FedAvg, PA after fine-tuning"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", ["{home}", "~"])
 def test_a_partition_is_drawn_without_training(tmp_path, capsys, monkeypatch, folder):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -177,6 +184,7 @@ def test_columns_of_a_table_are_aligned():
     assert np.char.count(lines, "|").tolist() == [3, 3, 3]
 
 
+@pytest.mark.thorough
 def test_options_may_follow_a_space_and_formats_are_checked(run, tmp_path, capsys):
     assert "| run" in said(capsys, "angles", run / "tracked", "--output", tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
@@ -250,6 +258,7 @@ def test_tasks_that_count_differently_are_not_in_one_table(tmp_path, capsys):
     assert "some of these runs count top-1, others top-5" in refused(capsys, "tasks", *folders)
 
 
+@pytest.mark.thorough
 def test_a_column_for_each_partition_is_of_angles_and_is_drawn(tmp_path, capsys):
     run = write_run(tmp_path / "a")
     assert "spectrum has no option --by-split" in refused(capsys, "spectrum", run, "--by-split", "--output=a.png")

@@ -22,6 +22,7 @@ def counted(name, **hyper) -> Traffic:
     return traffic(METHODS[name](**hyper), models.build("mlp", num_classes=C, image_shape=SHAPE), SHAPE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "down", "up", "client"),
     [
@@ -47,6 +48,7 @@ def test_a_client_holds_what_the_equations_need(name, held):
     assert counted(name).held == held
 
 
+@pytest.mark.thorough
 def test_an_option_changes_the_count():
     assert counted("fedgela", layers=2).model > counted("fedgela", layers=0).model
 
@@ -67,6 +69,7 @@ def test_readme_and_command_line_show_all_methods_with_their_counts(capsys):
     assert all(row.name in shown and row.up in shown for row in rows())
 
 
+@pytest.mark.thorough
 def test_committed_counts_are_those_of_the_program():
     """A few of them; all are written by one command."""
     plain = models.build("mlp", num_classes=10, image_shape=(28, 28, 1))

@@ -399,12 +399,14 @@ def test_every_bound_of_a_method_is_enforced(name, runs, capsys):
             )
 
 
+@pytest.mark.thorough
 def test_the_script_exits_with_the_code():
     script = Path(__file__).parents[2] / "experiments/run.py"
     done = subprocess.run([sys.executable, script, "--lr=x"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "--lr takes a number, not 'x'.\n")
 
 
+@pytest.mark.thorough
 def test_mistakes_and_help_do_not_import_the_runner():
     code = (
         "import sys; from fedjax_pcdd.cli.run import main; main(['--help']); main(['--x=1']);"

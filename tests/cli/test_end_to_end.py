@@ -51,6 +51,7 @@ def test_run_folder_is_complete(trained):
     assert all({"round", "ga", "pa", "loss", "seconds"} <= set(row) for row in rows)
 
 
+@pytest.mark.thorough
 def test_config_alone_repeats_the_run(tmp_path, trained):
     code, _, err = call_here(f"--preset={trained / 'config.yaml'}", f"--run-dir={tmp_path / 'again'}")
     assert code == 0, err
@@ -58,6 +59,7 @@ def test_config_alone_repeats_the_run(tmp_path, trained):
 
 
 # FedDC keeps state on the server and at its clients, FedMR on the server, Solo at its clients.
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "lanes"),
     [("feddc", 2), *(pytest.param(*given, marks=pytest.mark.slow) for given in (("fedmr", 1), ("solo", 2)))],
@@ -70,6 +72,7 @@ def test_killed_run_resumes_to_the_same_bits(tmp_path, method, lanes):
     assert resumed(tmp_path / "killed") == expected
 
 
+@pytest.mark.thorough
 def test_damaged_newest_checkpoint_is_said_and_skipped(tmp_path, trained):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
@@ -97,6 +100,7 @@ def test_resume_with_another_setting_names_it(trained):
     assert "--lr" in err
 
 
+@pytest.mark.thorough
 def test_loss_that_is_not_finite_stops_the_run(tmp_path):
     code, _, err = call_here("--method=fedavg", "--lr=1e30", *SMALL, f"--run-dir={tmp_path / 'run'}")
     assert code == 2
@@ -130,7 +134,9 @@ if importlib.util.find_spec("wandb") is None:
 ALONE = {"unknown method", "missing data set", "gpu asked for and absent"}  # each stops at another stage of a run
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.thorough if case in ALONE else ()) for case in BAD]
+)
 def test_users_mistake_is_one_sentence_and_leaves_nothing(tmp_path, case):
     options, word = BAD[case]
     code, _, err = (call if case in ALONE else call_here)(*options, cwd=tmp_path)

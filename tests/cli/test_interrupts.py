@@ -30,6 +30,7 @@ def interrupted(folder, number, *options):
     return process.returncode, err, (folder / "metrics.jsonl").read_bytes().count(b"\n")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_round_saves_it_and_says_how_to_go_on(tmp_path, number, code):
     folder = tmp_path / "run"
@@ -105,6 +106,7 @@ with interrupts.watch(0.5, lambda: "last words"), interrupts.rounds():
 """
 
 
+@pytest.mark.thorough
 def test_a_round_that_does_not_end_in_time_is_given_up():
     process = subprocess.Popen([sys.executable, "-c", LONG], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "training\n"

@@ -3,11 +3,14 @@
 import gzip
 import json
 
+import pytest
+
 from fedjax_pcdd.cli.run import main
 
 RUN = ("--method=fedavg", "--clients=3", "--local-epochs=1", "--fine-tune-epochs=0", "--quiet")
 
 
+@pytest.mark.thorough
 def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
     for name, *more in (("plain",), ("profiled", "--profile")):
         assert main([*RUN, "--rounds=3", f"--run-dir={tmp_path / name}", *more]) == 0
@@ -21,6 +24,7 @@ def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
     assert [(r["ga"], r["loss"]) for r in profiled] == [(r["ga"], r["loss"]) for r in plain]
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_round_has_a_profile_of_nothing(tmp_path):
     assert main([*RUN, "--rounds=1", f"--run-dir={tmp_path / 'run'}", "--profile"]) == 0
     assert (tmp_path / "run" / "summary.json").is_file()

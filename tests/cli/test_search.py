@@ -40,6 +40,7 @@ def test_an_interrupted_search_makes_the_same_suggestions():
     assert tried(16, seed=1)[0].trials != whole.trials
 
 
+@pytest.mark.thorough
 def test_suggestions_stay_within_their_bounds_and_come_nearer_to_the_best():
     search, _ = tried(40)
     rates = [float(trial.options["lr"]) for trial in search.trials]
@@ -86,6 +87,7 @@ def test_without_the_extra_one_sentence_names_it(monkeypatch, capsys):
     assert capsys.readouterr().err == "optuna is missing: pip install 'fedjax-pcdd[search]'.\n"
 
 
+@pytest.mark.thorough
 def test_a_search_is_a_sweep_that_python_reads_and_more_trials_continue(tmp_path, monkeypatch, capsys):
     folder, words = tmp_path / "search", [f"--{name.replace('_', '-')}={text}" for name, text in SMALL.items()]
     assert search_main([*words, "--trials=2", f"--sweep-dir={folder}"]) == 0

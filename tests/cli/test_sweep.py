@@ -121,6 +121,7 @@ def test_means_and_deviations_are_over_seeds():
     assert (row["seeds"], row["failed"], row["ga_best_std"]) == (1, 1, None)
 
 
+@pytest.mark.thorough
 def test_a_sweep_writes_runs_as_run_py_does_and_does_not_repeat_them(tmp_path, monkeypatch, capsys):
     argv = ["--method=fedavg,solo", "--seed=0:2", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 0
@@ -153,6 +154,7 @@ def test_mistakes_are_said_before_anything_runs(tmp_path, capsys, argument, word
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.thorough
 def test_a_failed_experiment_does_not_stop_the_others(tmp_path, capsys):
     argv = ["--method=fedavg", "--lr=0.01,1e30", "--momentum=0", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 1
@@ -164,6 +166,7 @@ def table_of(folder):
     return (folder / "summary.csv").read_text()
 
 
+@pytest.mark.thorough
 def test_another_sweep_in_a_folder_is_refused_with_what_differs(tmp_path, capsys):
     argv = ["--method=fedavg", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 0
@@ -175,6 +178,7 @@ def test_another_sweep_in_a_folder_is_refused_with_what_differs(tmp_path, capsys
     assert table_of(tmp_path) == before
 
 
+@pytest.mark.thorough
 def test_a_sweep_without_a_folder_is_named_by_its_grid_whatever_the_seeds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--method=fedavg", *SMALL]
@@ -185,6 +189,7 @@ def test_a_sweep_without_a_folder_is_named_by_its_grid_whatever_the_seeds(tmp_pa
     assert [path.name for path in one.glob("fedavg*")] == ["fedavg"]
 
 
+@pytest.mark.thorough
 def test_experiments_that_another_process_has_are_left_to_it_until_it_dies(tmp_path, capsys):
     argv = ["--method=fedavg", "--seed=0,1", *SMALL, f"--sweep-dir={tmp_path}"]
     (tmp_path / "claims").mkdir()
@@ -211,6 +216,7 @@ sys.stdin.readline()
     assert "2 done, 0 running" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_sweeps_folder_alone_tells_how_far_it_is(swept, tmp_path, capsys):
     assert sweep_main([f"--sweep-dir={swept}", "--status"]) == 0
     shown = capsys.readouterr().out
@@ -235,6 +241,7 @@ def swept_again(swept, folder, damaged):
     return sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={folder}"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "text"), [("summary.json", "{\n"), ("summary.json", "{}"), ("config.yaml", "{\n")])
 def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_path, capsys, name, text):
     capsys.readouterr()
@@ -244,6 +251,7 @@ def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_pat
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "metrics.jsonl", "mine.jsonl", "partition.npz"])
 def test_what_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):
     monkeypatch.delattr(sweep, "run")  # nothing is trained
@@ -266,6 +274,7 @@ def kill_at_the_start(own):
     (own / ".config.yaml.tmp").write_text("meth")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damaged", [unfinish, kill_at_the_start])
 def test_a_damaged_experiment_that_is_not_finished_ends_with_the_same_numbers(swept, tmp_path, damaged):
     assert swept_again(swept, tmp_path / "sweep", damaged) == 0
@@ -314,6 +323,7 @@ class Refusing:
             raise RuntimeError("no partition gpu")
 
 
+@pytest.mark.thorough
 def test_a_grid_of_python_is_a_sweep(tmp_path):
     grid = {"method": ["fedavg", "fedprox"], "mu": 0.1, "seed": range(2), "rounds": 1, "local_epochs": 1, "lanes": 1}
     grid |= {"fine_tune_epochs": 0, "clients": 3, "min_samples": 1}

@@ -32,6 +32,7 @@ def test_an_option_that_cannot_work_is_one_sentence_and_writes_nothing(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_by_itself_is_said_before_jax_is_loaded():
     code = """
 import sys
@@ -86,6 +87,7 @@ def is_accepted_or_one_sentence(argv):
     return (code, err) == (0, "") or (code == 2 and err.count("\n") == 1 and len(err.strip()) > 10)
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     method=st.sampled_from(sorted(METHODS)),

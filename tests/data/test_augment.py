@@ -92,6 +92,7 @@ def test_normalisation_scales_then_standardises(x64):
     np.testing.assert_allclose(result, expected, rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
 def test_result_has_the_dtype_asked_for(x64, dtype):
     images = made_up(2, 32, 32, 3)
@@ -125,6 +126,7 @@ def test_nothing_random_needs_no_key():
     np.testing.assert_allclose(result, images.astype(np.float32) / 255, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_same_key_gives_the_same_images():
     images = made_up(8, 32, 32, 3)
     first, second = (prepare(CIFAR100, images, jax.random.key(7), train=True) for _ in range(2))
@@ -143,6 +145,7 @@ def test_images_of_a_batch_draw_differently():
     assert len(np.unique(result.reshape(8, -1), axis=0)) == 8
 
 
+@pytest.mark.thorough
 def test_draws_cover_their_ranges_evenly():
     draws = draw(CIFAR100, jax.random.key(1), 9000)
     counts = np.stack([np.bincount(np.asarray(draws.offset)[:, axis] + 4, minlength=9) for axis in (0, 1)])
@@ -152,6 +155,7 @@ def test_draws_cover_their_ranges_evenly():
     assert -15 <= float(draws.degrees.min()) < -14.9 < 14.9 < float(draws.degrees.max()) <= 15
 
 
+@pytest.mark.thorough
 def test_draws_do_not_depend_on_x64():
     narrow = draw(CIFAR100, jax.random.key(3), 50)
     with jax.enable_x64(True):
@@ -159,6 +163,7 @@ def test_draws_do_not_depend_on_x64():
     jax.tree.map(np.testing.assert_array_equal, narrow, wide)
 
 
+@pytest.mark.thorough
 def test_lanes_equal_single_batches():
     images, keys = made_up(2, 8, 32, 32, 3), jax.random.split(jax.random.key(5), 2)
     lanes = jax.jit(jax.vmap(lambda x, key: augment.prepare(CIFAR100, x, key, train=True)))(images, keys)

@@ -35,6 +35,7 @@ def test_nobody_is_drawn_who_is_not_there_and_nobody_counts_who_is_lost():
     assert jobs.weight.sum() == pytest.approx(1)
 
 
+@pytest.mark.thorough
 def test_a_round_is_that_of_the_clients_that_stayed():
     """Which `test_contract` asks of every method: those absent keep their state, weights are of those who trained."""
     known = Availability(np.array([[1, 0, 1, 1, 1]]), np.array([0, 0, 0, 1, 0]))
@@ -44,6 +45,7 @@ def test_a_round_is_that_of_the_clients_that_stayed():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 def test_a_round_without_anybody_changes_nothing():
     one = simulated(Availability(np.zeros((1, 5)), np.zeros(5)))
     before = jax.tree.map(np.array, one.start())
@@ -94,6 +96,7 @@ def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
         availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
 
 
+@pytest.mark.thorough
 def test_who_is_there_who_is_lost_and_who_is_drawn_are_independent():
     clients, rounds, size = 20, 6000, 3
     known = Availability(np.full((1, clients), 0.3), np.full(clients, 0.1))

@@ -70,12 +70,14 @@ def test_phi_of_centre_4_needs_no_images():
     np.testing.assert_allclose(phi, [2.0275, 4.2626, 0, 0, 1.7099, 0, 0, 0], atol=5e-5)
 
 
+@pytest.mark.thorough
 def test_nothing_drawn_is_a_window_of_the_image():
     np.testing.assert_array_equal(SMALL.apply(IMAGE, NOTHING), IMAGE[:25, :25])
     last = SMALL.apply(IMAGE, NOTHING._replace(corner=jnp.full(2, 0.999)))
     np.testing.assert_array_equal(last, IMAGE[3:, 3:])
 
 
+@pytest.mark.thorough
 def test_a_half_turn_is_both_flips():
     turned = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(rotation=jnp.float32(np.pi)))
     flipped = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(flip=jnp.ones(2, bool)))
@@ -83,12 +85,14 @@ def test_a_half_turn_is_both_flips():
     np.testing.assert_array_equal(turned, flipped)
 
 
+@pytest.mark.thorough
 def test_brightness_and_contrast_are_of_the_bytes():
     bright = SMALL.apply(IMAGE, NOTHING._replace(gain=jnp.float32(1.1), offset=jnp.float32(-20)))
     wanted = np.clip(np.round(np.float32(1.1) * np.array(IMAGE[:25, :25], np.float32) - 20), 0, 255)
     assert np.abs(np.array(bright, int) - wanted).max() <= 1
 
 
+@pytest.mark.thorough
 def test_holes_are_squares_of_a_fourteenth_of_the_side():
     holed = Dermoscopy(window=200).apply(
         jnp.full((224, 224, 3), 7, jnp.uint8), NOTHING._replace(holes=jnp.asarray(1), places=jnp.full((8, 2), 0.5))
@@ -97,6 +101,7 @@ def test_holes_are_squares_of_a_fourteenth_of_the_side():
     assert int((holed == 7).all(-1).sum()) == 200 * 200 - 16 * 16
 
 
+@pytest.mark.thorough
 def test_each_transform_is_drawn_half_of_the_times():
     own = jax.vmap(Dermoscopy(holes=5).draw)(jax.random.split(jax.random.key(0), 4000))
     assert np.mean(own.scale != 1) == pytest.approx(0.5, abs=0.03)
@@ -114,6 +119,7 @@ def test_the_largest_number_of_holes_is_drawn_once():
     assert drawn_once(200, 3) == drawn_once(200, 3)
 
 
+@pytest.mark.thorough
 def test_tests_see_the_middle_and_training_another_window():
     made = pipeline("isic2019", True, (28, 28, 3), seed=1)
     assert made.shape((28, 28, 3)) == (window_of(28), window_of(28), 3) == (25, 25, 3)

@@ -88,6 +88,7 @@ def test_every_part_is_made_of_digits_of_its_own(monkeypatch):
     assert sorted(image.tobytes() for image in used[..., 0]) == sorted(image.tobytes() for image in stored)
 
 
+@pytest.mark.thorough
 def test_the_seed_moves_no_image_into_the_tests():
     assert all(same(a[3:], b[3:]) for a, b in zip(builtin(0).domains, builtin(1).domains, strict=True))
 
@@ -336,6 +337,7 @@ def test_public_labels_are_those_of_the_images_that_are_drawn(tmp_path, keys):
     np.testing.assert_array_equal(load_public_labels("mine", tmp_path, **draw), numbers(drawn))
 
 
+@pytest.mark.thorough
 def test_the_built_in_public_digits_have_labels():
     labels = load_public_labels("digits_public", samples=1000, seed=0)
     assert np.bincount(labels).min() > 70
@@ -456,6 +458,7 @@ def test_other_public_sets_are_augmented_alike_with_the_constants_of_imagenet(na
 # Real files
 
 
+@pytest.mark.thorough
 def test_digits2_tests_on_the_full_test_sets():
     task = real("digits2")
     assert [domain.x_test.shape for domain in task.domains] == [(10000, 32, 32, 3), (2007, 32, 32, 3)]
@@ -468,6 +471,7 @@ def test_office_caltech10_is_used_whole():
     assert [a + b for a, b in zip(private(task), tests, strict=True)] == [958, 1123, 157, 295]
 
 
+@pytest.mark.thorough
 def test_public_fashion_mnist_is_resized_and_replicated():
     if not (DATA / "fashion_mnist.npz").is_file():
         pytest.skip(f"fashion_mnist.npz is not in {DATA}; set PCDD_DATA")

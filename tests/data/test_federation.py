@@ -126,6 +126,7 @@ def test_a_partition_needs_clients_with_both_lists(lists):
         Federation(dataset(), lists)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clients", [5, 500])
 def test_heat_map_shows_absent_classes_blank(tmp_path, clients):
     fed = federation(clients, n_train=5000)
@@ -137,6 +138,7 @@ def test_heat_map_shows_absent_classes_blank(tmp_path, clients):
     assert blank > (imread(tmp_path / "full.png")[..., :3] == 1.0).all(-1).mean() + 0.2
 
 
+@pytest.mark.thorough
 def test_heat_map_draws_class_names_and_an_empty_federation(tmp_path):
     names = tuple("abcdefghij")
     heat_map(federation(name="iid", n_train=0, class_names=names), tmp_path / "map.svg")

@@ -56,6 +56,7 @@ def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.thorough
 def test_a_federation_trains_from_disk_to_the_same_numbers(tmp_path):
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3)
     folder = fp.write_federation(tmp_path / "digits_by_client", federation)
@@ -110,6 +111,7 @@ def test_a_folder_is_not_written_twice(folder):
         fp.write_federation(folder, made())
 
 
+@pytest.mark.thorough
 def test_a_million_clients_start_within_a_minute_and_two_gigabytes(tmp_path):
     clients, each = 1_000_000, 20
     for part, rows in (("train", clients * each), ("test", clients)):

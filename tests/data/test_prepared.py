@@ -83,6 +83,7 @@ def multiset(x, y):
     return sorted((label, image.tobytes()) for image, label in zip(x, y.tolist(), strict=True))
 
 
+@pytest.mark.thorough
 def test_prepared_folder_gives_back_the_images(prepared, no_network):
     dataset = sources.load("pcdd_tiny", prepared)
     for x, y, n, seed in ((dataset.x_train, dataset.y_train, 9, 0), (dataset.x_test, dataset.y_test, 4, 1)):
@@ -255,6 +256,7 @@ def test_no_folder_for_copies_is_a_sentence(prepared, monkeypatch):
     assert str(caught.value).count("cannot be") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*was unpacked from")
 def test_a_run_that_streams_a_prepared_folder_has_the_bits_of_one_on_the_device(prepared, tmp_path):
     options = ["--method=fedmr", "--dataset=pcdd_tiny", f"--data-dir={prepared}", "--clients=2", "--beta=100"]

@@ -181,6 +181,7 @@ def test_every_truncation_is_refused(tmp_path):
             sources.load("mine", tmp_path)
 
 
+@pytest.mark.thorough
 def test_damaged_bytes_are_refused_or_harmless(tmp_path):
     expected = stored(tmp_path, made_up())
     content = np.frombuffer((tmp_path / "mine.npz").read_bytes(), np.uint8)
@@ -199,6 +200,7 @@ def test_damaged_bytes_are_refused_or_harmless(tmp_path):
 # Large files
 
 
+@pytest.mark.thorough
 def test_of_a_large_file_only_the_samples_that_are_wanted_are_in_memory(tmp_path, monkeypatch):
     x = np.arange(2000, dtype=np.uint8).reshape(-1, 1, 1) + np.zeros((1, 160, 160), np.uint8)  # 51 MB
     y = np.arange(2000) % 3
@@ -229,6 +231,7 @@ def test_arrays_larger_than_memory_are_refused_by_their_header(tmp_path):
         sources.load("huge", tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_class_names_take_seconds(tmp_path):
     y = np.random.default_rng(0).integers(0, 100_000, 5000)
     x, names = np.zeros((5000, 2, 2), np.uint8), np.char.add("class ", np.arange(100_000).astype(str))
@@ -280,12 +283,14 @@ def test_every_known_set_is_described():
 # Real files
 
 
+@pytest.mark.thorough
 def test_cifar10_decodes_to_the_published_class_counts():
     dataset = real("cifar10")
     assert dataset.x_train.shape == (50000, 32, 32, 3)
     np.testing.assert_array_equal(np.bincount(dataset.y_train), [5000] * 10)
 
 
+@pytest.mark.thorough
 def test_cifar10_mean_is_the_normalisation_constant():
     dataset = real("cifar10")
     mean = dataset.x_train.mean(axis=(0, 1, 2)) / 255
@@ -303,6 +308,7 @@ def test_femnist_has_its_writers():
     assert len(np.unique(dataset.groups_train)) == 105
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
 def test_mnist_files_are_whole(name):
     dataset = real(name)

@@ -170,6 +170,7 @@ def narrow(*hidden):
     return Classifier(LSTM(6, hidden=hidden), num_classes=6)
 
 
+@pytest.mark.thorough
 def test_the_lstm_is_that_of_the_textbook():
     model, codes = narrow(5, 7), np.random.default_rng(0).integers(0, 6, (3, 7, 1, 1), dtype=np.uint8)
     variables = jax.tree.map(lambda w: w + 0.1, models.initialise(model, jax.random.key(0), (7, 1, 1)))
@@ -191,6 +192,7 @@ def test_the_lstm_is_that_of_the_textbook():
     np.testing.assert_allclose(outputs.features, x[:, -1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_bfloat16_tells_neighbouring_codes_apart():
     model = Classifier(LSTM(256, hidden=(7,), dtype=jnp.bfloat16), num_classes=3, dtype=jnp.bfloat16)
     variables = models.initialise(model, jax.random.key(0), (1, 1, 1))
@@ -230,6 +232,7 @@ def simulation(method, lanes=1):
     return Simulation(hyper.build(narrow(7)), [experiment], pipeline=pipeline, cohort=3, lanes=lanes, rounds=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedmr", "fedgela", "moon", "fedrep"])
 def test_methods_train_every_weight_of_the_lstm(method):
     before = jax.tree.map(np.array, simulation(method).start().servers.variables["params"]["backbone"])
@@ -239,12 +242,14 @@ def test_methods_train_every_weight_of_the_lstm(method):
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_results():
     one, two = (jax.tree.leaves(train(simulation("fedmr", lanes), (0, 1))[0]) for lanes in (1, 2))
     for a, b in zip(one, two, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("fedmr", marks=pytest.mark.slow)])
 def test_natural_federation_runs_on_the_command_line(tmp_path, method):
     np.savez(tmp_path / "play.npz", **made_up(window=3, stride=6))
@@ -304,6 +309,7 @@ def real(name, **given):
     return federate(config)
 
 
+@pytest.mark.thorough
 def test_shakespeare_has_its_speakers_and_characters():
     made = real("shakespeare", clients=50)
     assert (made.num_clients, made.dataset.num_classes, made.image_shape) == (50, 65, (80, 1, 1))

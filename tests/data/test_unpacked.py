@@ -99,6 +99,7 @@ def test_a_full_disk_is_another_folder_or_a_sentence_and_leaves_nothing(tmp_path
     assert not list(tmp_path.rglob(".*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*was unpacked from")
 def test_a_copy_that_is_cut_under_a_run_is_a_sentence_and_the_resumed_run_has_another(tmp_path, monkeypatch, capsys):
     np.savez(tmp_path / "mine.npz", **made_up())

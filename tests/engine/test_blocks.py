@@ -75,22 +75,26 @@ def _loops(jaxpr, depth):
                     yield from _loops(getattr(inner, "jaxpr", inner), depth + unknown)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedmr"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_equal_clients_in_as_many_lanes_are_a_round_without_a_loop_of_unknown_length(gpu, name, steps):
     assert loops(simulated([20 * steps] * 6, 6, name=name)) == []
 
 
+@pytest.mark.thorough
 def test_ten_times_as_many_clients_turn_no_loop_more_often(gpu):
     assert loops(simulated([20] * 60, 60)) == loops(simulated([20] * 6, 6)) == []
 
 
+@pytest.mark.thorough
 def test_equal_clients_in_fewer_lanes_turn_one_loop_once_a_block(gpu):
     simulation = simulated([40] * 12, 5)
     assert loops(simulation) == [1]
     assert simulation.plan(0)[0].num_segments == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cohort", [100, 40])
 def test_unequal_clients_in_as_many_lanes_begin_and_end_together(gpu, cohort):
     simulation = simulated(dirichlet(100), 100, cohort=cohort)
@@ -156,6 +160,7 @@ def test_a_pass_over_a_block_takes_no_more_samples_than_a_step_of_all_lanes(gpu)
     assert program.train_pass.batch * program.blocks.size <= 50 * 20
 
 
+@pytest.mark.thorough
 def test_what_a_sample_draws_in_a_pass_depends_on_no_batch():
     def prototypes(size):
         simulation = toy.simulation(
@@ -172,6 +177,7 @@ def look(data, server, variables, row):
     return variables["params"]["head"]["kernel"] + row
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", [2, 3])
 def test_models_are_looked_at_in_blocks_as_one_after_another(block):
     def seen(**options):
@@ -185,6 +191,7 @@ def test_models_are_looked_at_in_blocks_as_one_after_another(block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), seen(lanes=3, block=block), seen())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", [2, 3])
 def test_fine_tuning_in_blocks_is_that_of_one_lane(block):
     def tuned(**options):

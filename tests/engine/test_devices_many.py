@@ -33,30 +33,36 @@ def found(tmp_path_factory):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_devices_do_not_change_results(found, case):
     assert max(one["difference"] for one in found[case]) < 1e-12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_every_test_sample_is_counted_once(found, case):
     assert all(one["counts"] for one in found[case])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_rounds_on_several_devices_compile_once(found, case):
     assert {one["compilations"] for one in found[case]} == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_several_devices_give_the_same_bits_again(found, case):
     assert all(one["repeated"] for one in found[case])
 
 
+@pytest.mark.thorough
 def test_clients_from_the_host_are_divided_among_the_devices(found):
     assert found["placement"] == {"shards": [found["placement"]["most"]], "most": 3, "servers": [4]}
 
 
+@pytest.mark.thorough
 def test_a_run_on_two_devices_writes_the_same_metrics(found):
     np.testing.assert_allclose(found["run on 1"], found["run on 2"], 1e-5)
 

@@ -56,6 +56,7 @@ def by_hand(table, round, *, carry):
     return [held[k][1] for k in range(len(held))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimiser", ["per_batch", "per_round"])
 def test_the_exchange_is_a_plain_loop_in_which_all_speak_before_anybody_moves(optimiser):
     table = toy.groups("fedmd", public_optimizer=optimiser, **SGD)
@@ -84,12 +85,14 @@ def test_one_pass_is_the_default():
     assert toy.groups("fedmd", necks=ONE).public_plan(0).shape == (2, 8)
 
 
+@pytest.mark.thorough
 def test_augmented_public_images_change_the_exchange():
     plain = exchanged(toy.groups("fedmd", necks=ONE, **SGD))
     flipped = exchanged(toy.groups("fedmd", necks=ONE, public=Pipeline(flip=True), **SGD))
     assert not same(plain, flipped)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["drop", "keep"])
 def test_a_batch_larger_than_the_clients_is_one_step_on_all_they_have(rule):
     small, large = (toy.groups("solo", batch_size=b, last_batch=rule, necks=ONE) for b in (30, 512))
@@ -109,11 +112,13 @@ def test_local_epochs_may_differ_between_participants():
     assert [len(b) for b in batches] == [5, 3, 4, 6, 16]
 
 
+@pytest.mark.thorough
 def test_participants_begin_with_models_of_their_own():
     clients = arrays(toy.groups("solo", necks=ONE).start().clients)
     assert not same(row(clients, 0), row(clients, 1))
 
 
+@pytest.mark.thorough
 def test_pretraining_is_training_of_each_alone():
     table = toy.groups("fccl", necks=ONE, epochs=2, **SGD)
     start = table.start()
@@ -133,6 +138,7 @@ def test_pretraining_is_training_of_each_alone():
 LABELS = tuple(i % 7 for i in range(21))  # more classes than the private images have
 
 
+@pytest.mark.thorough
 def test_transfer_is_a_step_on_public_labels_for_the_body_alone():
     options = {"necks": ONE, "labels": LABELS, "transfer_epochs": 1, **SGD}
     table = toy.groups("fedmd", **options)
@@ -156,6 +162,7 @@ def test_transfer_is_a_step_on_public_labels_for_the_body_alone():
     assert_equal(after["params"]["head"], before["params"]["head"])
 
 
+@pytest.mark.thorough
 def test_private_images_come_after_public_ones():
     table = toy.groups("fedmd", labels=LABELS, transfer_epochs=1, **SGD)
     both = arrays(table.pretrain(table.start(), 1, 8, transfer=1).clients)
@@ -200,6 +207,7 @@ def test_own_models_and_local_statistics_exclude_each_other():
         Groups(toy.architectures(*ONE), base.federation, METHODS["solo"](), base.local, seed=0, local_statistics=True)
 
 
+@pytest.mark.thorough
 def test_logits_on_public_images_are_those_of_each_participant():
     table = toy.groups("fedmd", **SGD)
     state = table.start()
@@ -231,6 +239,7 @@ def test_models_that_are_averaged_begin_alike_unless_told_otherwise():
         assert any(np.any(x[0] != x[1]) for x in jax.tree.leaves(own))
 
 
+@pytest.mark.thorough
 def test_one_architecture_of_a_common_model_is_a_plain_simulation():
     table = toy.groups("fedavg", necks=ONE, **SGD)
     plain = table.groups[0]

@@ -36,6 +36,7 @@ def trained(**options):
     return simulated.compilations, arrays(state)
 
 
+@pytest.mark.thorough
 def test_another_value_compiles_nothing_and_changes_the_result_as_alone():
     _, alone = trained(method=FedProx(mu=0.5), seed=1)
     with compiled_once():
@@ -47,6 +48,7 @@ def test_another_value_compiles_nothing_and_changes_the_result_as_alone():
     assert not same(first[1], alone)
 
 
+@pytest.mark.thorough
 def test_participants_who_exchange_answers_share_the_exchange_and_what_is_tested_too(monkeypatch):
     monkeypatch.setattr(toy, "groups", toy.groups.__wrapped__)
 
@@ -65,6 +67,7 @@ def test_participants_who_exchange_answers_share_the_exchange_and_what_is_tested
     assert not same(one, other)
 
 
+@pytest.mark.thorough
 def test_what_hooks_read_from_outside_is_seen_again_in_the_next_simulation(monkeypatch):
     _, before = trained(method=Scaled())
     monkeypatch.setitem(outside, "factor", 0.5)
@@ -86,6 +89,7 @@ def test_what_cannot_be_compared_is_compiled_alone_and_not_all_is_kept():
     assert compiled(max, 1) is not compiled(max, 1)
 
 
+@pytest.mark.thorough
 def test_trials_with_validation_samples_are_compiled_once(tmp_path):
     options = {"rounds": 1, "local_epochs": 1, "validation": 0.2, "select_on": "validation", "fine_tune_epochs": 0}
     grid = {"dataset": "digits", "method": "fedprox", "mu": [0.1, 1.0], "lanes": 1, "min_samples": 10, **options}

@@ -36,6 +36,7 @@ def differ(one, other):
     return max(np.abs(a - b).max() for a, b in zip(arrays(one), arrays(other), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("optimizer", "lanes"), [("sgd", 1), ("adam", 2)])
 def test_two_rounds_of_one_epoch_are_one_of_two(optimizer, lanes):
     """Nobody averages under SOLO, so only the optimiser's state could tell them apart."""
@@ -46,6 +47,7 @@ def test_two_rounds_of_one_epoch_are_one_of_two(optimizer, lanes):
     assert differ(fresh.clients, expected.clients) > 1e-4
 
 
+@pytest.mark.thorough
 def test_it_lives_where_the_clients_live():
     on_host, _ = toy.train(solo(1, keeps_optimiser=True, client_state="host"), (0, 1))
     on_device, _ = toy.train(solo(1, keeps_optimiser=True), (0, 1))
@@ -61,6 +63,7 @@ def test_parts_that_a_method_does_not_resume_begin_anew():
     assert METHODS["fml"]().traits().resumed == ("private",)
 
 
+@pytest.mark.thorough
 def test_participants_keep_theirs_but_for_the_meme():
     method = METHODS["fml"](meme="mlp")
     public = Public(toy.public_images(), toy.PLAIN, 8)
@@ -75,6 +78,7 @@ def test_participants_keep_theirs_but_for_the_meme():
     assert all(np.abs(x).max() > 0 for x in arrays(momentum[0]["private"]))
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_them_and_can_beresumed(tmp_path):
     common = ["--method=fedavg", "--rounds=2", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--quiet"]
     results = {}

@@ -24,6 +24,7 @@ def assert_same(one, other):
 without_steps = pytest.mark.parametrize("name", ["fednova", "moon", "feddyn", "feddc", "scaffold"])
 
 
+@pytest.mark.thorough
 @without_steps
 def test_a_client_without_steps_keeps_its_state_and_spoils_nothing(name):
     simulated = toy.simulation(name, last_batch="strict", cohort=5)
@@ -33,6 +34,7 @@ def test_a_client_without_steps_keeps_its_state_and_spoils_nothing(name):
     assert all(np.isfinite(x).all() for x in arrays(state))
 
 
+@pytest.mark.thorough
 @without_steps
 def test_a_cohort_without_steps_changes_nothing(name):
     simulated = toy.simulation(name, last_batch="strict", cohort=5)
@@ -41,6 +43,7 @@ def test_a_cohort_without_steps_changes_nothing(name):
     assert_same(state, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["moon", "scaffold"])
 def test_a_cohort_without_weight_does_not_train(name):
     simulated = toy.simulation(name, weights="batches", batch_size=30, cohort=1)
@@ -69,6 +72,7 @@ class Starting(Method):
         return context.start, Message(mean=variables)
 
 
+@pytest.mark.thorough
 def test_the_start_has_the_statistics_of_the_client_where_they_are_local():
     simulated = toy.simulation(method=Starting(), cohort=5, local_statistics=True)
     state, _ = simulated.step(simulated.start(), 0)
@@ -96,6 +100,7 @@ class Drawing(Method):
         return summary, Message(mean=variables)
 
 
+@pytest.mark.thorough
 def test_every_batch_of_a_pass_over_the_data_draws_anew():
     state, _ = toy.train(toy.simulation(method=Drawing(), cohort=5, eval_batch=8), (0,))
     total, squares, batches = np.array(state.clients).T

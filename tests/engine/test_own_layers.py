@@ -120,6 +120,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(a, b, 1e-5, 1e-5)
 
 
+@pytest.mark.thorough
 def test_layers_of_clients_that_did_not_train_do_not_move():
     simulation = simulated()
     before = arrays(simulation.start().statistics[LAYERS])
@@ -128,12 +129,14 @@ def test_layers_of_clients_that_did_not_train_do_not_move():
     np.testing.assert_array_equal(np.flatnonzero(np.any(changed, axis=0)), simulation.clients_of(0)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"lanes": 3, "block": 2}, {"lanes": 2}, {"client_state": "host"}])
 def test_lanes_blocks_and_where_clients_live_change_nothing(options):
     results = [toy.train(simulated(**more), (0, 1)) for more in ({}, options)]
     assert_close(*[(state.servers, state.statistics) for state, _ in results])
 
 
+@pytest.mark.thorough
 def test_a_model_without_such_layers_is_trained_as_ever():
     mlp = perceptron(norm=False)
     states = [toy.train(simulated(model=mlp, local_layers=own), (0, 1))[0] for own in (True, False)]
@@ -154,6 +157,7 @@ class Watching(Method):
         return jax.lax.stop_gradient(moved)
 
 
+@pytest.mark.thorough
 def test_terms_on_parameters_see_own_layers_as_they_are_and_the_received_model_answers_with_those_it_had():
     losses = {}
     for compared in ("start", "received"):
@@ -166,12 +170,14 @@ def test_terms_on_parameters_see_own_layers_as_they_are_and_the_received_model_a
     assert apart.max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_scale_and_shift_of_group_norm_stay_with_their_client_too():
     state, _ = toy.train(simulated(model=perceptron(norm=False, backbone=Grouped())), (0,))
     assert {path[-1] for path in flatten_dict(state.statistics[LAYERS])} == {"scale", "bias"}
     assert set(state.statistics) == {LAYERS}
 
 
+@pytest.mark.thorough
 def test_accuracies_are_those_of_the_averaged_part_with_the_own_layers():
     simulation = simulated()
     state, _ = toy.train(simulation, (0, 1))
@@ -193,6 +199,7 @@ def guesses(simulation, variables):
     return np.argmax(forward(simulation.program.model, variables, x, train=False)[0].logits, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"client_state": "host"}, {"method": FedDyn()}, {"weights": "uniform"}])
 def test_the_server_average_has_the_mean_of_all_clients_layers(options):
     simulation = simulated(**options)
@@ -221,6 +228,7 @@ class OnlyLayers(FedProx):
         return {name: jax.tree.map(lambda _, name=name: name == "feature_norm", part) for name, part in params.items()}
 
 
+@pytest.mark.thorough
 def test_a_term_of_the_method_sees_the_shared_parameters_alone():
     near, free = (toy.train(simulated(method=OnlyLayers(mu=mu)), (0,))[0] for mu in (5.0, 0.0))
     for a, b in zip(arrays(near.statistics), arrays(free.statistics), strict=True):
@@ -236,6 +244,7 @@ def test_methods_with_models_of_another_kind_are_refused(name):
         simulated(name)
 
 
+@pytest.mark.thorough
 def test_a_run_can_be_resumed(tmp_path):
     folder, module = tmp_path / "run", tmp_path / "own.py"
     module.write_text(OWN_MODEL)
@@ -260,6 +269,7 @@ class Normed(nn.Module):
 """
 
 
+@pytest.mark.thorough
 def test_a_method_with_a_second_global_model_is_refused():
     with pytest.raises(UserError, match="only model is the average of all, which CCVR's is not"):
         simulated("ccvr")

@@ -29,6 +29,7 @@ def test_pa_is_of_the_model_that_a_round_ends_with(method, kept):
     assert method.traits().personal_model == kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedmd", "fml"])
 def test_where_pa_is_read_in_training_nothing_changes_the_model_afterwards(name):
     more = {"meme": "mlp"} if name == "fml" else {}
@@ -39,6 +40,7 @@ def test_where_pa_is_read_in_training_nothing_changes_the_model_afterwards(name)
     np.testing.assert_array_equal(report.correct[1:], counts.personal[1:])  # the first participant makes no step
 
 
+@pytest.mark.thorough
 def test_fml_counts_the_mean_meme_beside_the_private_models():
     simulated = toy.groups("fml", necks=(0, 1, 0, 1, 0), meme="mlp")
     state, _ = simulated.step(simulated.start(), 0)
@@ -57,6 +59,7 @@ def test_a_meme_too_large_for_the_images_is_one_sentence():
         initialise(FML(meme="simple_cnn").build(plain), jax.random.key(0), (5, 5, 1))
 
 
+@pytest.mark.thorough
 def test_a_model_that_says_nothing_is_not_among_the_first_five():
     labels, mask = jnp.arange(10), jnp.ones(10, bool)
     assert both_tops(jnp.zeros((10, 65)), labels, mask, 65)[1].sum() == 5
@@ -89,6 +92,7 @@ def test_participants_speak_in_the_mode_that_the_methods_say(method, mode):
     np.testing.assert_allclose(jax.tree.leaves(said)[0], said_in(mode, own), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_fedmatch_speaks_in_evaluation_and_learns_in_training():
     method, own = FedMatch(), moved_statistics()
     split = method.init_client(None, Server(own), None, None)

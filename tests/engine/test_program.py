@@ -4,12 +4,14 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 from fedjax_pcdd.engine import program
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.models.mlp import MLP
 
 
+@pytest.mark.thorough
 def test_first_variables_are_those_of_a_program_that_is_optimised_throughout(monkeypatch):
     model, shape, key = Classifier(MLP(), num_classes=3), (8, 8, 3), jax.random.key(3)
     monkeypatch.setenv("XLA_FLAGS", "")  # those of these tests optimise nothing

@@ -45,6 +45,7 @@ def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
     )
 
 
+@pytest.mark.thorough
 def test_one_client_is_centralised_training():
     simulated = toy.simulation(cohort=5, lanes=1)
     k = 4
@@ -79,6 +80,7 @@ def test_one_client_is_centralised_training():
     close(params(state), jax.tree.map(lambda x: x[None], weights), 1e-6)
 
 
+@pytest.mark.thorough
 def test_clients_with_the_same_data_agree_with_their_mean():
     base = toy.simulation(cohort=5, lanes=1)
     federation, k = base.experiments[0].federation, 4
@@ -97,6 +99,7 @@ class Normed(Method):
         return model.clone(feature_norm=True)
 
 
+@pytest.mark.thorough
 def test_without_learning_rate_only_running_statistics_move():
     simulated = toy.simulation(method=Normed(), lr=0.0, cohort=1, lanes=1)
     before = jax.tree.map(np.array, simulated.start().servers.variables)
@@ -133,6 +136,7 @@ def test_cohort_does_not_depend_on_the_method():
     assert cohorts[0] == cohorts[1]
 
 
+@pytest.mark.thorough
 def test_running_statistics_are_averaged_with_the_same_weights():
     simulated = simulate(toy.narrow_resnet())
     state, _ = simulated.step(simulated.start(), 0)
@@ -149,6 +153,7 @@ def test_running_statistics_are_averaged_with_the_same_weights():
     close(jax.tree.map(np.array, state.servers.variables), total)
 
 
+@pytest.mark.thorough
 def test_local_statistics_stay_with_their_client():
     simulated = simulate(toy.narrow_resnet(), cohort=3, local_statistics=True)
     before = jax.tree.leaves(jax.tree.map(np.array, simulated.start().statistics))
@@ -158,6 +163,7 @@ def test_local_statistics_stay_with_their_client():
     np.testing.assert_array_equal(np.flatnonzero(moved), simulated.clients_of(0)[0])
 
 
+@pytest.mark.thorough
 def test_group_norm_has_no_running_statistics():
     state = simulate(toy.narrow_resnet(norm="group")).start()
     assert set(state.servers.variables) == {"params"}
@@ -166,6 +172,7 @@ def test_group_norm_has_no_running_statistics():
 QUICK = ("fedavg", "fedmr", "fedgela", "moon", "solo")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METHODS])
 def test_batch_norm_model_trains_without_nan(name):
     simulated = simulate(toy.narrow_resnet(), methods=[METHODS[name]()], cohort=5)
@@ -174,6 +181,7 @@ def test_batch_norm_model_trains_without_nan(name):
     assert np.isfinite(np.array(report.loss)).all()
 
 
+@pytest.mark.thorough
 def test_bfloat16_keeps_float32_parameters_and_stays_close():
     runs = []
     for dtype in (None, jnp.bfloat16):
@@ -184,6 +192,7 @@ def test_bfloat16_keeps_float32_parameters_and_stays_close():
     close(params(runs[0]), params(runs[1]), 2e-2)
 
 
+@pytest.mark.thorough
 def test_a_sweep_gives_each_experiment_its_own_result():
     model = toy.simulation().program.model
     methods, seeds = [METHODS["fedprox"](mu=mu) for mu in (0.0, 1.0, 1.0)], (0, 0, 1)
@@ -199,6 +208,7 @@ def test_a_sweep_gives_each_experiment_its_own_result():
         close(jax.tree.map(lambda x, e=e: x[e], params(state)), jax.tree.map(lambda x: x[0], params(single)))
 
 
+@pytest.mark.thorough
 def test_evaluation_counts_every_test_sample_once():
     simulated = toy.simulation(cohort=5)
     state, report = toy.train(simulated, (0,))
@@ -215,6 +225,7 @@ def test_evaluation_counts_every_test_sample_once():
     assert np.array(report.correct).sum() > 0
 
 
+@pytest.mark.thorough
 def test_fine_tuning_starts_from_the_given_model_and_moves_it():
     simulated = toy.simulation(cohort=5)
     state, _ = toy.train(simulated, (0,))
@@ -226,6 +237,7 @@ def test_fine_tuning_starts_from_the_given_model_and_moves_it():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).any(), given["params"], params(tuned))))
 
 
+@pytest.mark.thorough
 def test_auto_lanes_are_among_the_candidates():
     base = toy.simulation()
 
@@ -235,6 +247,7 @@ def test_auto_lanes_are_among_the_candidates():
     assert tuning.choose_lanes(make, base.start(), 3, 10).program.lanes in tuning.candidates(3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedavg", "fedmr", "scaffold"])
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
@@ -260,6 +273,7 @@ def test_learning_rate_falls_at_the_given_rounds():
     np.testing.assert_allclose(rates, [0.05, 0.05, 0.005, 0.005, 0.0005, 0.0005], 1e-6)
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_do_not_move_at_all():
     model = toy.simulation().program.model
     simulated = simulate(model, methods=[HeadOnly()], cohort=1)

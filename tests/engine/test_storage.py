@@ -13,6 +13,7 @@ from fedjax_pcdd.engine.storage import OnHost
 from fedjax_pcdd.errors import UserError
 
 
+@pytest.mark.thorough
 def test_the_device_sees_the_cohort_alone():
     simulated = toy.simulation("moon", client_state="host")
     state, rows = simulated.start(), np.array([4, 1, 3])
@@ -36,6 +37,7 @@ def test_chunks_are_equally_long_and_cover_all_rows():
     assert np.concatenate(chunks)[:5].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.thorough
 def test_local_statistics_live_on_the_host_too():
     kept = {}
     for where in ("device", "host"):
@@ -77,6 +79,7 @@ def test_a_disk_without_room_for_clients_is_a_sentence(monkeypatch):
         toy.simulation("moon", client_state="disk").start()
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_when_state_is_written_is_a_sentence(monkeypatch):
     simulation = toy.simulation("moon", client_state="disk")
     state, plan = simulation.start(), simulation.plan(0)
@@ -89,6 +92,7 @@ def test_a_disk_that_is_full_when_state_is_written_is_a_sentence(monkeypatch):
         simulation.step(state, 0, plan)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedrep", "feddyn"])
 def test_a_run_gives_the_same_result_and_can_be_resumed(method, tmp_path):
     """Fine-tuning included, which visits everybody."""

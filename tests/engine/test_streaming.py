@@ -52,6 +52,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -66,6 +67,7 @@ def test_rounds_and_evaluations_are_those_of_samples_on_the_device(name, options
     assert_same(trained(simulated(name, stream=MEGABYTE, **options)), trained(simulated(name, **options)))
 
 
+@pytest.mark.thorough
 def test_evaluation_in_chunks_has_the_batches_of_the_whole(tmp_path):
     """Memory for two of the batches of 7 at a time, and samples in a mapped file."""
     parts = toy.federation()
@@ -98,6 +100,7 @@ def test_what_is_sent_for_a_round_does_not_grow_with_the_clients():
     assert sent[0] == sent[1]
 
 
+@pytest.mark.thorough
 def test_fine_tuning_goes_through_the_clients_in_portions():
     tuners = [simulated("fedavg", stream=stream, cohort=2).tuner(1) for stream in (MEGABYTE, None)]
     assert tuners[0].cohort_size == 2
@@ -107,6 +110,7 @@ def test_fine_tuning_goes_through_the_clients_in_portions():
     assert_same(losses[0], losses[1][~np.isnan(losses[1])])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options"), [("scaffold", {"lanes": 2}), ("fedmr", {"client_state": "host"})])
 def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, options):
     """Memory for the samples of little more than the clients in lanes."""
@@ -152,6 +156,7 @@ def test_auto_streams_what_exceeds_a_third_of_the_free_memory(monkeypatch, free,
     assert (streamed and streamed.memory) == (share and int(free * size / 3))
 
 
+@pytest.mark.thorough
 def test_a_run_streams_where_it_is_asked_to():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=6, beta=0.3)
     given = {"rounds": 2, "local_epochs": 1, "lanes": 1, "cohort": 2, "fine_tune_epochs": 1}

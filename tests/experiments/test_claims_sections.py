@@ -234,6 +234,7 @@ def test_what_is_not_in_percent_points_or_not_tried_is_in_no_picture():
     assert figures_section(judged([], claim)) == ([], {})
 
 
+@pytest.mark.thorough
 def test_pages_and_pictures_are_the_same_bytes_each_time():
     first, second = (pages(REPOSITORY / "results", EXPERIMENTS) for _ in range(2))
     assert first == second
@@ -256,6 +257,7 @@ def check_ten(texts):
         assert not re.search(r"[.!?] [A-Z]", text), text
 
 
+@pytest.mark.thorough
 def test_there_are_ten_sentences_of_whatever_results_there_are(facts):
     check_ten(sentences(facts))
     check_ten(sentences(Facts([], [], [], [])))
@@ -263,6 +265,7 @@ def test_there_are_ten_sentences_of_whatever_results_there_are(facts):
     check_ten(sentences(facts._replace(results=single)))
 
 
+@pytest.mark.thorough
 def test_every_claim_that_was_tried_is_counted_once(facts):
     first, second, *_ = sentences(facts)
     pairs = {(one.claim.text, one.split) for one in facts.findings}

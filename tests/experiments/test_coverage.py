@@ -53,6 +53,7 @@ def given(words):
 # The list
 
 
+@pytest.mark.thorough
 def test_the_list_is_printed_as_json(capsys):
     assert reproduce_main(EXPERIMENTS, ["--coverage", "--json", f"--results-dir={ROOT / 'results'}"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -117,6 +117,7 @@ def test_a_cell_that_cannot_run_is_named_before_anything_runs(folders):
 # Sessions
 
 
+@pytest.mark.thorough
 def test_a_finished_cell_has_its_numbers_and_is_not_run_again(folders, monkeypatch):
     chosen = one(folders, "tiny-A-fedavg-s0")
     assert work(folders, chosen)[0] == (1, 0, False)
@@ -130,6 +131,7 @@ def test_a_finished_cell_has_its_numbers_and_is_not_run_again(folders, monkeypat
     assert work(folders, chosen)[0] == (0, 0, False)
 
 
+@pytest.mark.thorough
 def test_an_interrupted_cell_continues_and_ends_with_the_same_numbers(folders, monkeypatch, tmp_path):
     chosen = one(folders, "tiny-A-fedavg-s0")
     append, stop = records.RunFolder.append, {"at": 2}
@@ -149,6 +151,7 @@ def test_an_interrupted_cell_continues_and_ends_with_the_same_numbers(folders, m
     assert result(folders, chosen[0])["ga"] == result(whole, chosen[0])["ga"]
 
 
+@pytest.mark.thorough
 def test_a_diverging_cell_is_failed_and_not_tried_again(folders):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg], settings: {lr: 1.0e30}}]"
     chosen = one(folders, "tiny-A-fedavg-s0", text)
@@ -160,6 +163,7 @@ def test_a_diverging_cell_is_failed_and_not_tried_again(folders):
     assert unfinished(chosen, folders) == []
 
 
+@pytest.mark.thorough
 def test_a_full_disk_ends_the_session_and_fails_no_cell(folders, monkeypatch):
     def full(*_, **__):
         raise UserError("no space left on the disk") from OSError("no space")
@@ -171,6 +175,7 @@ def test_a_full_disk_ends_the_session_and_fails_no_cell(folders, monkeypatch):
     assert unfinished(chosen, folders) == chosen
 
 
+@pytest.mark.thorough
 def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg]}, {table: toy/table3, splits: [A]}]"
     (folders.presets / "toy/table3.yaml").write_text(PRESET.split("methods:")[0] + "methods: {fedavg: {}}")
@@ -183,6 +188,7 @@ def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
     assert kept["ga"] == result(folders, first)["ga"]
 
 
+@pytest.mark.thorough
 def test_results_of_another_version_are_replaced_where_asked_for(folders, tmp_path):
     first, other = one(folders, "tiny-A-fedavg-s0")[0], one(folders, "tiny-A-fedprox-s0")[0]
     work(folders, [first])
@@ -207,6 +213,7 @@ def test_cells_without_their_data_wait_for_it(folders):
     assert unfinished(chosen, folders) == list(chosen)
 
 
+@pytest.mark.thorough
 def test_a_table_of_eigenvalues_gets_them_from_the_last_checkpoint(folders):
     chosen = [cell for cell in planned(folders) if cell.table == "toy/table2"]
     work(folders, chosen)
@@ -228,6 +235,7 @@ def test_a_request_to_end_interrupts_as_the_deadline_does():
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
 def test_what_comes_while_garbage_is_collected_interrupts_after_it(number):
     def callback(phase, info):
@@ -270,6 +278,7 @@ def test_the_typical_time_is_that_of_the_same_method_where_there_is_one(folders)
 # Command line
 
 
+@pytest.mark.thorough
 def test_the_command_line_lists_runs_and_prints_what_is_left(folders, capsys):
     base = folders.presets.parent
     flags = [f"--runs-dir={folders.runs}", f"--results-dir={folders.results}", "--scale=tiny"]
@@ -302,6 +311,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(folders, capsys, flags):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_the_data_folder_is_no_part_of_a_result(folders):
     data = folders.runs.parent / "data"
     data.mkdir()
@@ -310,6 +320,7 @@ def test_the_data_folder_is_no_part_of_a_result(folders):
     assert str(folders.runs.parent) not in results.result_path(folders.results, chosen[0]).read_text()
 
 
+@pytest.mark.thorough
 def test_compiled_programs_of_a_cell_are_let_go(folders, monkeypatch):
     cleared = []
     monkeypatch.setattr(cells_module.jax, "clear_caches", lambda: cleared.append(True))

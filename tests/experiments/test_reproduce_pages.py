@@ -150,6 +150,7 @@ def test_claims_are_listed_with_what_only_a_gpu_can_decide():
     assert (not_tried["gpu_hours_predicted"], not_tried["gpu_part"]) == (3.0, 3)
 
 
+@pytest.mark.thorough
 def test_the_papers_claims_are_printed_as_json(capsys):
     assert reproduce_main(EXPERIMENTS, ["--claims", "--json", f"--results-dir={REPOSITORY / 'results'}"]) == 0
     keys = {
@@ -219,6 +220,7 @@ def test_a_file_of_prose_with_a_wrong_key_is_refused(tmp_path, reader, key):
 # Pages
 
 
+@pytest.mark.thorough
 def test_the_committed_pages_are_what_the_committed_results_give():
     for name, text in pages(REPOSITORY / "results", EXPERIMENTS).items():
         committed = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
@@ -249,6 +251,7 @@ def test_versions_and_processors_are_told():
     assert "Scale `cpu`: 2 runs (1 of version 0.9, 1 of version 0.1), 0.0 hours on cpu, Abacus 1; 2 failed." in text
 
 
+@pytest.mark.thorough
 def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
     command = "python experiments/run.py --preset=fccl/table1 --split=digits --method=fccl --seed=0"
     own = {"ga_best_round": None, "table": "fccl/table1", "split": "digits", "command": command, "decisive": {}}
@@ -259,6 +262,7 @@ def test_pages_are_written_of_participants_without_a_global_model(tmp_path):
     assert "- Not measured yet.\n" in text
 
 
+@pytest.mark.thorough
 def test_pages_are_written_where_they_are_wanted(tmp_path):
     written = write_pages(tmp_path / "none", EXPERIMENTS, tmp_path / "docs")
     assert [path.name for path in written] == ["reproduction.md", "ambiguities.md", "coverage.md"]

@@ -90,6 +90,7 @@ def test_two_commands_on_one_folder_run_no_cell_twice(tmp_path, plan):
     assert len(list((tmp_path / "runs").glob("*/*/*/config.yaml"))) == len(cells) - 1
 
 
+@pytest.mark.thorough
 def test_workers_divide_the_cells_and_the_command_says_what_is_left(tmp_path, plan):
     text, _ = reproduce(tmp_path, "--workers=2").communicate(timeout=300)
     assert f"{len(plan.cells)} cells done, 0 left." in text
@@ -100,6 +101,7 @@ def test_workers_divide_the_cells_and_the_command_says_what_is_left(tmp_path, pl
     )
 
 
+@pytest.mark.thorough
 def test_a_cell_that_another_process_runs_is_left_to_it(folders, plan, held, monkeypatch):
     cell = plan.cells[0]
     held(claims(folders) / claim_name(cell, folders))
@@ -115,6 +117,7 @@ def test_a_cell_of_a_process_that_died_is_taken_over(folders, plan, held):
         assert mine
 
 
+@pytest.mark.thorough
 def test_a_folder_that_another_process_writes_to_fails_no_cell(folders, plan, held):
     cell = plan.cells[0]
     work_off([cell], folders, Budget(None), lambda text: None)

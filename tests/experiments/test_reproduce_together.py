@@ -53,6 +53,7 @@ def read(cell, folders):
     return json.loads(results.result_path(folders.results, cell).read_text())
 
 
+@pytest.mark.thorough
 def test_cells_of_one_program_are_trained_together_and_what_they_share_once(tmp_path, programs):
     cells, whole, alone = cells_of(tmp_path), folders_in(tmp_path / "whole"), folders_in(tmp_path / "alone")
     assert work(cells, whole, 4).done == 3
@@ -65,12 +66,14 @@ def test_cells_of_one_program_are_trained_together_and_what_they_share_once(tmp_
         assert (read(cell, whole).get("together"), read(cell, alone).get("together")) == (2, None)
 
 
+@pytest.mark.thorough
 def test_a_cell_that_diverges_fails_none_of_the_others(tmp_path):
     cells, folders = cells_of(tmp_path, fast=1e30)[:2], folders_in(tmp_path)
     assert work(cells, folders, 2).done == 2
     assert [read(cell, folders)["status"] for cell in cells] == ["finished", "failed"]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_program_goes_on_with_all_its_cells(tmp_path, monkeypatch, programs):
     cells, folders = cells_of(tmp_path)[:2], folders_in(tmp_path)
     append = records.RunFolder.append

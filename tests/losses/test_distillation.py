@@ -167,6 +167,7 @@ def test_correlations_are_at_most_one(batch, sign):
     assert np.all(np.abs(cross_correlation(logits, sign * logits)) <= 1)
 
 
+@pytest.mark.thorough
 def test_two_opposite_classes_have_the_least_loss_but_for_the_divisor():
     column = normal(B)
     logits = jnp.stack([column, 3 - 2 * column], axis=1)
@@ -198,6 +199,7 @@ def test_eps_limits_the_gradient_of_a_class_of_nearly_equal_logits():
 # Teachers (FCCL, FML)
 
 
+@pytest.mark.thorough
 def test_kl_of_equal_outputs_is_zero_with_zero_gradient():
     logits = normal((B, C))
     value, gradient = jax.value_and_grad(lambda z: kl_to_teacher(logits, z))(logits + normal((B, 1), 1))
@@ -222,6 +224,7 @@ def test_mutual_learning_with_full_weight_on_labels_is_cross_entropy():
     np.testing.assert_array_equal(losses, [cross_entropy(private, LABELS), cross_entropy(meme, LABELS)])
 
 
+@pytest.mark.thorough
 def test_each_mutual_loss_holds_the_other_model_constant():
     jacobian = jax.jit(jax.jacrev(lambda a, b: jnp.stack(mutual_losses(a, b, LABELS)), argnums=(0, 1)))
     of_private, of_meme = jacobian(normal((B, C)), normal((B, C), 1))
@@ -312,6 +315,7 @@ def test_without_helpers_the_label_is_the_local_prediction(helpers):
     np.testing.assert_array_equal(labels, jnp.argmax(logits, axis=-1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("helpers", [normal((0, B, C)), normal((K, B, C), 1)], ids=["absent", "invalid"])
 def test_without_helpers_consistency_is_zero_with_zero_gradient(helpers):
     valid = jnp.zeros(len(helpers), bool)
@@ -326,6 +330,7 @@ def test_invalid_helpers_equal_removed_helpers():
     np.testing.assert_allclose(value, helper_consistency(logits, helpers[valid], SOME), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_no_confident_sample_gives_zero_and_zero_gradients():
     helpers = normal((K, B, C), 1)
 
@@ -339,12 +344,14 @@ def test_no_confident_sample_gives_zero_and_zero_gradients():
     assert np.all(np.stack(gradients) == 0)
 
 
+@pytest.mark.thorough
 def test_consistency_without_a_floor_is_the_mean_kl_to_the_helpers():
     logits, helpers = 30 * normal((B, C)), normal((K, B, C), 1)
     value = helper_consistency(logits, helpers, SOME, floor=0.0)
     np.testing.assert_allclose(value, ensemble_kl(helpers, logits, form="avg_losses", mask=SOME), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_floor_raises_both_probabilities():
     local, helper = jnp.asarray([[0.0, -50.0]]), jnp.asarray([[[-50.0, 0.0]]])
     expected = np.log(1e7) - 1e-7 * np.log(1e7)

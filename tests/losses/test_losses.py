@@ -110,6 +110,7 @@ every_gradient = pytest.mark.parametrize("value_and_grad", GRADIENTS.values(), i
 EVERYONE, SOME = jnp.ones(B, bool), jnp.arange(B) % 3 != 1
 
 
+@pytest.mark.thorough
 @every_gradient
 def test_masked_rows_equal_removed_rows(value_and_grad):
     features = normal((B, D))
@@ -174,12 +175,14 @@ def test_stacked_lanes_equal_lanes_one_by_one(value_and_grad):
 # Classification
 
 
+@pytest.mark.thorough
 def test_cross_entropy_restricted_to_classes_equals_the_smaller_problem():
     logits, kept = normal((3, C)), jnp.asarray([0, 1, 3, 4])
     restricted = cross_entropy(logits, kept[:3], classes=PRESENT)
     np.testing.assert_allclose(restricted, cross_entropy(logits[:, kept], jnp.arange(3)), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_cross_entropy_with_one_class_is_zero_with_zero_gradient():
     loss = partial(cross_entropy, labels=jnp.full(4, 3), classes=jnp.arange(C) == 3)
     value, gradient = jax.value_and_grad(loss)(100 * normal((4, C)))
@@ -308,11 +311,13 @@ def test_intra_class_makes_no_array_of_size_classes_times_dimensions_squared():
 # FedMR, between classes
 
 
+@pytest.mark.thorough
 def test_inter_class_has_the_sheets_value():
     prototypes, ones = jnp.asarray([[3.0, 4.0], [1.0, 0.0]]), jnp.ones(2, bool)
     assert inter_class(jnp.zeros((1, 2)), jnp.zeros(1, int), prototypes, ones, ones) == 4
 
 
+@pytest.mark.thorough
 def test_inter_class_is_zero_for_features_on_their_prototypes():
     value, gradient = jax.value_and_grad(margin)(PROTOTYPES[LABELS], LABELS)
     assert value == 0
@@ -498,6 +503,7 @@ def test_generic_prediction_does_not_depend_on_kappa():
     np.testing.assert_array_equal(predict(1.0), predict(1e3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("classes", "trains"), [(jnp.arange(C) == 0, False), (None, True)], ids=["present", "all"])
 def test_client_with_one_class_trains_only_against_all_classes(classes, trains):
     scales = class_scales(jnp.asarray([9, 0, 0, 0, 0]), jnp.ones((2, C)))
@@ -513,11 +519,13 @@ def test_normalised_vectors_have_length_one():
     np.testing.assert_allclose(jnp.linalg.norm(l2_normalise(normal((B, D))), axis=1), 1, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_zero_vector_stays_zero_with_zero_gradient():
     value, gradient = jax.value_and_grad(lambda v: l2_normalise(v).sum())(jnp.zeros((2, D)))
     assert value == 0
     assert np.all(gradient == 0)
 
 
+@pytest.mark.thorough
 def test_vectors_shorter_than_epsilon_are_divided_by_epsilon():
     np.testing.assert_allclose(l2_normalise(jnp.asarray([[3e-13, 0.0]])), [[0.3, 0.0]], rtol=1e-6)

@@ -158,6 +158,7 @@ def test_permuting_classes_permutes_the_gradient():
     np.testing.assert_allclose(permuted, expected[:, order], 1e-5, 1e-7)
 
 
+@pytest.mark.thorough
 def test_unknown_treatment_of_empty_samples_is_refused():
     with pytest.raises(UserError, match="Unknown treatment 'drop'"):
         label_masking_distillation(TEACHER, LOGITS, LABELS, MAJORITY, empty="drop")

@@ -20,7 +20,7 @@ IDLE = {"sam": {"rho": 0.0}, "lesam": {"rho": 0.0}, "decorr": {"beta_dec": 0.0}}
 
 
 def rest(*values):
-    """Further cases of a claim that the fast suite has a few of."""
+    """Further cases of a claim that the other tests have a few of."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -34,6 +34,7 @@ def assert_alike(one, other, **tolerance):
         np.testing.assert_allclose(a, b, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "same"), [("fedavg+sam", "fedsam"), ("fedavg+lesam", "fedlesam"), ("fedavg+decorr", "feddecorr")]
 )
@@ -41,12 +42,14 @@ def test_in_front_of_fedavg_it_is_the_method_of_that_name(name, same):
     jax.tree.map(np.testing.assert_array_equal, trained(name).servers.variables, trained(same).servers.variables)
 
 
+@pytest.mark.thorough
 def test_in_front_of_fedcm_the_perturbation_of_fedsam_is_mofedsam():
     one, other = trained("fedcm+sam", rho=0.2, alpha=0.3), trained("mofedsam", rho=0.2, alpha=0.3)
     assert_alike(one.servers.variables, other.servers.variables)
     assert_alike(one.servers.direction, other.servers.direction)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", IDLE)
 @pytest.mark.parametrize("name", ["feddyn", "scaffold", *rest("fedprox", "moon", "fednova", "fedrod")])
 def test_without_its_weight_it_leaves_a_method_and_its_clients_as_they_are(name, suffix):
@@ -55,6 +58,7 @@ def test_without_its_weight_it_leaves_a_method_and_its_clients_as_they_are(name,
     assert_alike(plain.clients, added.clients.own if suffix == "lesam" else added.clients)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", IDLE)
 @pytest.mark.parametrize("name", ["scaffold", "fedgela", *rest("feddyn", "feddc", "fedbabu")])
 def test_it_changes_what_a_method_trains(name, suffix):
@@ -86,6 +90,7 @@ def at_start(method, values):
     return context(method, server, client)._replace(step=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_what_feddyn_adds_to_a_gradient_is_as_at_w_under_the_perturbation_of_fedlesam():
     method = methods.get("feddyn+lesam")(rho=0.1, alpha=0.5)
@@ -108,6 +113,7 @@ def test_the_perturbation_of_fedsam_is_of_the_whole_objective_and_its_correction
     np.testing.assert_allclose(given["w"], 2 * 1.1 - 0.25, rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_is_not_perturbed():
     method = methods.get("fedbabu+sam")(rho=0.5)
     tree = {"backbone": jnp.asarray([3.0]), "head": jnp.asarray([4.0])}
@@ -119,6 +125,7 @@ def test_what_is_frozen_is_not_perturbed():
     np.testing.assert_array_equal(points[1]["head"], [4.0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["feddyn", "feddc", "scaffold"])
 def test_the_model_received_last_lies_beside_what_clients_keep_anyway(name):
     simulated = toy.simulation(method=methods.get(f"{name}+lesam")())
@@ -149,6 +156,7 @@ def test_with_scaffold_the_gradient_is_of_the_perturbed_point_and_the_controls_a
     np.testing.assert_array_equal(kept.received["w"], [1.0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("claim", testing.CLAIMS, ids=lambda claim: claim.__name__)
 @pytest.mark.parametrize("name", ["scaffold+lesam", *rest("feddyn+lesam")])
 def test_states_of_two_methods_with_one_client_keep_the_contract(name, claim):
@@ -173,6 +181,7 @@ class Counted(Addition):
         return self.Client(own, context.client.rounds + 1), message
 
 
+@pytest.mark.thorough
 def test_several_additions_keep_something_with_a_client():
     counted = in_front(Counted, "counted")(methods.get("scaffold+lesam"), "scaffold+lesam")
     state, _ = toy.train(toy.simulation(method=counted()))
@@ -201,12 +210,14 @@ def test_where_it_cannot_be_the_reason_is_one_sentence(name, reason):
         methods.get(name)
 
 
+@pytest.mark.thorough
 def test_a_method_of_the_clients_own_models_can_look_for_flat_minima():
     for name in ("fedrep", "fedper", "solo"):
         state = trained(f"{name}+sam", rounds=(0, 1))
         assert all(np.isfinite(x).all() for x in map(np.asarray, jax.tree.leaves(state)))
 
 
+@pytest.mark.thorough
 def test_the_order_of_suffixes_does_not_matter():
     one = methods.get("fedprox+sam+prototypes+decorr+adam")
     assert one is methods.get("fedprox+adam+decorr+prototypes+sam")

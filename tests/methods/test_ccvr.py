@@ -74,6 +74,7 @@ def test_the_retrained_classifier_agrees_with_the_reference(g):
     np.testing.assert_allclose(head["bias"], g["out_b"], RTOL, ATOL)
 
 
+@pytest.mark.thorough
 def test_two_clients_in_one_dimension_have_the_sheets_variance():
     one = class_moments(jnp.asarray([[0.0], [2.0]]), jnp.zeros(2, int), 1, diagonal=False)
     other = class_moments(jnp.asarray([[4.0]]), jnp.zeros(1, int), 1, diagonal=False)
@@ -81,6 +82,7 @@ def test_two_clients_in_one_dimension_have_the_sheets_variance():
     assert (mean.item(), covariance.item()) == (2, 4)
 
 
+@pytest.mark.thorough
 def test_drawn_features_have_the_gaussians_covariance():
     root = np.random.default_rng(0).normal(size=(3, 3))
     covariance = jnp.asarray(root @ root.T, jnp.float32)[None]
@@ -88,6 +90,7 @@ def test_drawn_features_have_the_gaussians_covariance():
     np.testing.assert_allclose(directions.T @ directions, covariance[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_one_sample_is_drawn_as_it_is():
     one = class_moments(jnp.asarray([[1.0, 2.0]]), jnp.zeros(1, int), 2, diagonal=False)
     features = draw_features(*gaussians(one), jax.random.normal(jax.random.key(0), (2, 5, 2)))
@@ -103,11 +106,13 @@ def toy_moments(order=None):
     return class_moments(features, labels if order is None else order[labels], 4, diagonal=False)
 
 
+@pytest.mark.thorough
 def test_no_epochs_change_nothing():
     head = CCVR(calibration_epochs=0).calibrated(HEAD, toy_moments(), jax.random.key(0))
     assert same(head, HEAD)
 
 
+@pytest.mark.thorough
 def test_a_class_without_samples_is_pushed_down_unless_it_leaves_the_softmax():
     down, still = (CCVR(softmax=s).calibrated(HEAD, toy_moments(), jax.random.key(0)) for s in ("all", "present"))
     assert down["bias"][3] < -0.01
@@ -123,6 +128,7 @@ def states(name="ccvr", **options):
     return simulated, before, arrays(state)
 
 
+@pytest.mark.thorough
 def test_it_is_fedavg_until_the_last_round_which_changes_the_second_head_alone():
     _, before, after = states(**ALL)
     fedavg, _ = toy.train(toy.simulation("fedavg", cohort=5), (0, 1))
@@ -132,6 +138,7 @@ def test_it_is_fedavg_until_the_last_round_which_changes_the_second_head_alone()
     assert not same(before.servers.head, after.servers.head)
 
 
+@pytest.mark.thorough
 def test_the_last_round_calibrates_with_the_features_of_all_clients_under_the_global_model():
     simulated, before, after = states(**ALL)
     data = simulated.experiments[0].federation.dataset
@@ -145,6 +152,7 @@ def test_the_last_round_calibrates_with_the_features_of_all_clients_under_the_gl
     assert_close(jax.tree.map(lambda x: x[0], after.servers.head), arrays(expected), 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ga", "name"), [("trained", "ccvr"), ("calibrated", "trained")])
 def test_ga_is_of_the_model_asked_for_and_the_other_is_beside_it(ga, name):
     _, _, after = states(ga=ga, **ALL)
@@ -156,6 +164,7 @@ def test_ga_is_of_the_model_asked_for_and_the_other_is_beside_it(ga, name):
     assert same(heads[1]["params"]["head"], own["calibrated" if ga == "trained" else "trained"])
 
 
+@pytest.mark.thorough
 def test_it_may_have_prototypes_too():
     simulated = toy.simulation(method=methods.get("ccvr+prototypes")(drawn=20, calibration_epochs=2), cohort=5)
     state = arrays(toy.train(simulated)[0]).servers
@@ -169,6 +178,7 @@ def test_a_step_of_the_server_which_would_move_the_calibrated_model_is_refused()
             methods.get(name)
 
 
+@pytest.mark.thorough
 def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_servers():
     how = {"model": toy.narrow_resnet(), "cohort": 5, "epochs": 1, "drawn": 20, "calibration_epochs": 2}
     for local in (False, True):
@@ -185,6 +195,7 @@ def test_with_running_statistics_of_the_clients_own_it_still_calibrates_on_the_s
         assert_close(jax.tree.map(lambda x: np.array(x[0]), after.servers.head), arrays(expected), 1e-3)
 
 
+@pytest.mark.thorough
 def test_the_round_of_the_shift_sends_no_squares_and_those_before_it_nothing():
     simulated, before, _ = states(**ALL)
     server, program = jax.tree.map(lambda x: jnp.asarray(x[0]), before.servers), simulated.program
@@ -227,6 +238,7 @@ class Counting(Method):
         return server._replace(variables=message.mean, seen=message.total)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3, "block": 3}], ids=["jobs", "blocks"])
 @pytest.mark.parametrize("last", [1, 2])
 def test_a_pass_of_the_last_rounds_is_made_in_no_other(last, options):
@@ -320,6 +332,7 @@ def test_a_shift_changes_no_gaussian():
     assert_close(plain, gaussians(class_moments(features, labels, 4, diagonal=False, shift=shift), shift), 1e-12)
 
 
+@pytest.mark.thorough
 def test_the_shift_is_the_mean_feature_of_the_round_before_the_last():
     simulated = toy.simulation("ccvr", lr=0.0, **ALL)
     state = simulated.start()

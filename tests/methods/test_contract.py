@@ -3,6 +3,7 @@
 Methods that exchange logits: test_contract_public.py.
 """
 
+import itertools
 from functools import partial
 
 import jax.numpy as jnp
@@ -72,12 +73,22 @@ def simulation(name, **options):
     return toy.simulation(name, **BUILT.get(name, {}), **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("claim", testing.CLAIMS, ids=lambda claim: claim.__name__)
+FURTHER = (testing.blocks_do_not_change_results, testing.client_state_on_the_host_does_not_change_results)
+
+
+def every(claims, methods):
+    """A case for each claim and method; those that compile further programs are of a few methods in the fast suite."""
+    for claim, name in itertools.product(claims, methods):
+        further = pytest.mark.thorough if claim in FURTHER and name not in QUICK else ()
+        yield pytest.param(claim, name, marks=further, id=f"{claim.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("claim", "name"), [*every(testing.CLAIMS, NAMES)])
 def test_every_method(claim, name):
     claim(partial(simulation, name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_a_lane_for_every_client_does_not_change_results(name):
     assert_trees_all_close(
@@ -89,6 +100,7 @@ ALL = 5
 SHAPES = [(3, 1), (3, 2), (3, 3), (ALL, 1), (ALL, 2), (ALL, ALL)]  # lanes and b
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES])
 def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
     def outcome(lanes, block):

@@ -36,9 +36,12 @@ every_form = pytest.mark.parametrize("form", FORMS)
 BASIC = ["fccl", "fedmd-per-round", "rcfl", "feddf-participants", "fedmatch", "fml"]
 
 
-def some(*quick, of=BASIC):
-    """All these forms, the others than `quick` with the slow tests."""
-    return [form if form in quick else pytest.param(form, marks=pytest.mark.slow) for form in of]
+def some(*quick, of=BASIC, mark=pytest.mark.slow):
+    """All these forms, the others than `quick` with the slow tests or those of a mark."""
+    return [form if form in quick else pytest.param(form, marks=mark) for form in of]
+
+
+fast_for_one = pytest.mark.parametrize("form", some("fccl", of=FORMS, mark=pytest.mark.thorough))
 
 
 def groups(form, necks=TWO, **options):
@@ -72,11 +75,13 @@ def test_the_two_contracts_together_cover_all_methods():
     assert here | set(test_contract.NAMES) == set(METHODS)
 
 
+@pytest.mark.thorough
 @every_form
 def test_three_rounds_compile_once(form):
     assert_compiles_once(groups(form))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", some("fccl", "fml"))
 def test_three_rounds_of_one_architecture_compile_once(form):
     assert_compiles_once(groups(form, ONE))
@@ -90,12 +95,14 @@ def assert_compiles_once(table):
     assert (table.compilations, clock.count) == (1, 0)
 
 
+@pytest.mark.thorough
 @every_form
 def test_lanes_do_not_change_results(form):
     expected = toy.train(groups(form, lanes=1))
     assert_trees_all_close(toy.train(groups(form, lanes=2)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", some("fccl", of=FORMS))
 def test_blocks_of_participants_do_not_change_results(form, x64):
     def outcome(**options):
@@ -110,7 +117,7 @@ def test_blocks_of_participants_do_not_change_results(form, x64):
         assert_trees_all_close(outcome(lanes=3, block=block), expected, rtol=1e-10, atol=1e-10)
 
 
-@every_form
+@fast_for_one
 def test_continuing_from_a_copied_state_is_bitwise_the_same(form):
     assert_continues(groups(form))
 
@@ -124,7 +131,7 @@ def assert_continues(table):
         np.testing.assert_array_equal(a, b)
 
 
-@every_form
+@fast_for_one
 def test_ragged_federation_gives_no_nan(form):
     assert_finite(*toy.train(groups(form)))
 
@@ -134,6 +141,7 @@ def assert_finite(state, report):
     assert np.isfinite(np.array(report.loss)).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["fccl", "fccl-own-previous", "fedmatch"])
 def test_public_batches_of_one_image_give_no_nan(form):
     state, _ = toy.train(groups(form, images=3, batch=1), (0, 1))
@@ -151,6 +159,7 @@ def empty_handed():
 EMPTY = empty_handed()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["fccl", "rcfl", "fml"])
 def test_a_participant_without_samples_gives_no_nan(form):
     table = groups(form, parts=EMPTY)
@@ -161,6 +170,7 @@ def test_a_participant_without_samples_gives_no_nan(form):
     assert np.isfinite(np.array(report.loss)[jobs.steps > 0]).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", some("fccl", "fml"))
 def test_equal_models_in_several_groups_are_as_in_one(form):
     # Necks of None and 0 layers are the same model under two names.
@@ -173,6 +183,7 @@ def test_equal_models_in_several_groups_are_as_in_one(form):
     assert_trees_all_close(several.domain_correct(state), one.domain_correct(expected), rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", some("fccl", of=["fccl", "rcfl", "fedmatch", "fml"]))
 def test_order_of_participants_does_not_change_results(form):
     order = np.array([3, 0, 4, 2, 1])
@@ -205,17 +216,21 @@ def numbered(table, order):
     table._initial = initial
 
 
+@pytest.mark.thorough
 def test_the_server_form_of_feddf_compiles_once():
     assert_compiles_once(at_server())
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_the_server_form_of_feddf():
     assert_trees_all_close(toy.train(at_server(2)), toy.train(at_server(1)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_the_server_form_of_feddf_continues_to_the_same_bits():
     assert_continues(at_server())
 
 
+@pytest.mark.thorough
 def test_the_server_form_of_feddf_gives_no_nan():
     assert_finite(*toy.train(at_server()))

@@ -56,6 +56,7 @@ def test_the_weight_of_different_classes_is_that_asked_for():
     np.testing.assert_allclose(two - one, one - none, 1e-5)
 
 
+@pytest.mark.thorough
 def test_a_column_with_almost_no_spread_has_a_bounded_gradient_only_with_eps():
     z, mean = np.random.default_rng(2).normal(size=(2, 9, 4))
     z[:, 0] *= 1e-9
@@ -76,6 +77,7 @@ def penalty(method, own, previous, pretrained):
     return method.penalty(own, forward(MODEL, own, x, train=True)[0], batch, held)
 
 
+@pytest.mark.thorough
 def test_equal_models_teach_nothing():
     own = variables(0)
     value, gradient = jax.value_and_grad(lambda w: penalty(FCCL(), w, own, own))(own)
@@ -129,6 +131,7 @@ def test_the_previous_models_logits_are_asked_for_only_if_they_count():
     np.testing.assert_allclose(said.current, logits(variables(0), images()), 1e-5)
 
 
+@pytest.mark.thorough
 def test_a_round_makes_the_model_the_previous_one_and_leaves_the_pretrained_one():
     table = toy.groups("fccl", necks=ONE, **SGD)
     start = table.pretrain(table.start(), 1, 8)
@@ -142,6 +145,7 @@ def test_a_round_makes_the_model_the_previous_one_and_leaves_the_pretrained_one(
     assert not same(after.variables, pretrained)
 
 
+@pytest.mark.thorough
 def test_without_both_parts_it_is_solo():
     one = toy.groups("fccl", necks=ONE, collaborate=False, continual=False, **SGD)
     state, _ = toy.train(one, (0, 1))
@@ -159,6 +163,7 @@ def mean_of(clients):
     return jax.tree.map(lambda x: x.mean(0), clients)
 
 
+@pytest.mark.thorough
 def test_models_are_averaged_between_exchange_and_local_training():
     # With next to no learning rate the models stay what they were averaged to.
     table = toy.groups("fccl", necks=ONE, average="exchanged", optimizer="sgd", lr=1e-12)
@@ -168,12 +173,14 @@ def test_models_are_averaged_between_exchange_and_local_training():
         assert_close(row(after, k), mean, 1e-6)
 
 
+@pytest.mark.thorough
 def test_models_are_averaged_before_local_training_not_after_it():
     table = toy.groups("fccl", necks=ONE, average="exchanged", **SGD)
     after = arrays(table.step(table.start(), 0)[0].clients[0].variables)
     assert not same(row(after, 0), row(after, 4))
 
 
+@pytest.mark.thorough
 def test_models_are_averaged_after_local_training():
     trained = toy.groups("fccl", necks=ONE, common_start=False, **SGD)
     table = toy.groups("fccl", necks=ONE, average="trained", common_start=False, **SGD)
@@ -183,6 +190,7 @@ def test_models_are_averaged_after_local_training():
         assert_close(row(after, k), mean, 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", [{"own": "previous"}, {"public_epochs": 2}, {"lambda_col": 1.0}])
 def test_an_option_of_the_exchange_changes_it(option):
     base = toy.groups("fccl", necks=ONE, **SGD)

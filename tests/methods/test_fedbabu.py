@@ -26,6 +26,7 @@ def moved(before, after, part):
     return np.any([(a != b).any(axis=tuple(range(1, a.ndim))) for a, b in pairs], axis=0)
 
 
+@pytest.mark.thorough
 def test_head_keeps_its_bits_in_all_rounds():
     simulated = toy.simulation("fedbabu")
     first = simulated.start().servers.variables
@@ -45,6 +46,7 @@ class Kept(FedBABU):
         return variables, super().upload(variables, summary, context)[1]
 
 
+@pytest.mark.thorough
 def test_no_client_trains_its_head():
     simulated = toy.simulation(method=Kept(), cohort=5)
     before = jax.tree.map(jnp.copy, simulated.start().clients)
@@ -53,6 +55,7 @@ def test_no_client_trains_its_head():
     assert moved(before, state.clients, "backbone").all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("part", "moving"), [("all", (True, True)), ("head", (True, False)), ("body", (False, True))])
 def test_fine_tuning_moves_the_part_asked_for(part, moving):
     simulated = toy.simulation("fedbabu", fine_tune_part=part, ga="mean_best_local")
@@ -64,6 +67,7 @@ def test_fine_tuning_moves_the_part_asked_for(part, moving):
     assert (moved(first, clients, "head").any(), moved(first, clients, "backbone").any()) == moving
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ga", ["global", "mean_best_local"])
 def test_fine_tuned_models_are_kept_only_for_their_accuracy_on_all_classes(ga):
     simulated = toy.simulation("fedbabu", ga=ga)
@@ -74,6 +78,7 @@ def test_fine_tuned_models_are_kept_only_for_their_accuracy_on_all_classes(ga):
     assert (local is None) == (ga == "global")
 
 
+@pytest.mark.thorough
 def test_accuracy_of_kept_models_is_that_of_the_models_just_trained():
     method = FedBABU(ga="mean_best_local")
     simulated = toy.simulation(method=method, cohort=5)
@@ -94,12 +99,14 @@ def last_row(folder):
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_ga_of_a_run_is_that_of_the_fine_tuned_models_where_asked_for(tmp_path):
     summary = small_run(tmp_path / "run", "fedbabu", ga="mean_best_local")
     assert summary["ga_global_last"] == last_row(tmp_path / "run")["ga"]
     assert 0 <= summary["ga_last"] != summary["ga_global_last"]
 
 
+@pytest.mark.thorough
 def test_run_reports_heads_fine_tuned_after_the_last_round_beside_the_others(tmp_path):
     summary = small_run(tmp_path / "run", "fedrep", fine_tune_heads=True)
     assert summary["pa_last"] == last_row(tmp_path / "run")["pa"]

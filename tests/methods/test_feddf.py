@@ -53,10 +53,12 @@ def distance(student, **hyper):
     return float(kl_to_target(target, logits(student, prepared(jnp.arange(20), None)), **hyper))
 
 
+@pytest.mark.thorough
 def test_the_student_comes_nearer_to_its_teachers():
     assert distance(distilled(server_steps=30)) < 0.5 * distance(variables(9))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
     [
@@ -69,6 +71,7 @@ def test_an_option_of_the_server_changes_its_training(option):
     assert not same(distilled(), distilled(**option))
 
 
+@pytest.mark.thorough
 def test_the_learning_rate_falls_to_nothing():
     assert_equal(distilled(server_steps=2, server_decay_steps=2), distilled(server_steps=5, server_decay_steps=2))
 
@@ -89,12 +92,14 @@ def simulated(method, cohort=3):
     )
 
 
+@pytest.mark.thorough
 def test_without_steps_on_the_server_it_is_fedavg_to_the_bit():
     state, _ = toy.train(simulated(FedDF(server_steps=0)), (0, 1))
     expected, _ = toy.train(simulated(Method()), (0, 1))
     assert_equal(arrays(state.servers), arrays(expected.servers))
 
 
+@pytest.mark.thorough
 def test_the_student_begins_as_the_weighted_mean():
     state, _ = toy.train(simulated(FedDF(server_steps=2, server_lr=1e-12, server_batch=8)), (0,))
     expected, _ = toy.train(simulated(Method()), (0,))
@@ -148,6 +153,7 @@ def test_in_the_exchange_all_participants_have_the_same_target():
         np.testing.assert_allclose(target, said.mean(0), 1e-5, 1e-6)
 
 
+@pytest.mark.thorough
 def test_participants_send_no_models():
     _, message = FedDF(form="participants").upload(variables(), (), context(client=variables()))
     assert jax.tree.leaves(message) == []

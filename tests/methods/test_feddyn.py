@@ -97,6 +97,7 @@ def test_the_server_holds_the_mean_of_all_drifts():
     np.testing.assert_allclose(server.drift["w"], np.mean([c.drift["w"] for c in clients], 0), **EXACT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["method", "batches"])
 @pytest.mark.parametrize("name", ["feddyn", "feddc"])
 def test_the_servers_drift_is_that_mean_however_the_models_are_weighted(name, weights):
@@ -119,6 +120,7 @@ def crowd(method, weights, clients=100):
     return Simulation(model, experiment, pipeline=Pipeline(), cohort=clients, rounds=30, weights=weights)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", ["method", "batches"])
 @pytest.mark.parametrize(
     ("method", "kept"),
@@ -137,6 +139,7 @@ def test_what_the_server_holds_stays_the_mean_of_many_clients_in_single_precisio
         assert np.linalg.norm(found[0] - mean) < 3e-6 * np.linalg.norm(mean)
 
 
+@pytest.mark.thorough
 def test_the_term_on_the_parameters_is_clipped_with_the_loss():
     simulated = toy.simulation("feddyn", alpha=100.0, clip=0.01, epochs=1, momentum=0.0, cohort=1, batch_size=30)
     chosen = simulated.clients_of(0)[0]
@@ -163,6 +166,7 @@ def test_the_mean_is_unweighted():
     assert float(w(server.variables)[0]) == 4
 
 
+@pytest.mark.thorough
 def test_alpha_zero_is_uniform_fedavg():
     dynamic, _ = toy.train(toy.simulation("feddyn", alpha=0.0))
     plain, _ = toy.train(toy.simulation(method=Method(), weights="uniform"))
@@ -192,6 +196,7 @@ def test_without_the_servers_step_the_models_are_averaged():
     assert method.further_models(server) == {}
 
 
+@pytest.mark.thorough
 def test_without_the_servers_step_a_small_alpha_is_fedavg():
     averaged, _ = toy.train(toy.simulation("feddyn", alpha=1e-9, server_step="none"))
     plain, _ = toy.train(toy.simulation(method=Method()))
@@ -239,6 +244,7 @@ def correct(simulated, variables):
     return np.bincount(dataset.y_test, weights=guess == dataset.y_test, minlength=toy.CLASSES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("choice", "others"),
     [("all_mean", {"cloud", "selected_mean"}), ("selected_mean", {"cloud"}), ("cloud", {"selected_mean"})],
@@ -264,6 +270,7 @@ def one_round():
     return trained(method="feddyn", lanes=1, rounds=1, local_epochs=2, lr=0.1)
 
 
+@pytest.mark.thorough
 def test_a_run_records_the_models_that_are_not_chosen(one_round):
     (row,) = one_round.history.rows
     counts = one_round.simulation.evaluate(one_round.state).further["cloud"]
@@ -271,6 +278,7 @@ def test_a_run_records_the_models_that_are_not_chosen(one_round):
     assert row["ga_cloud"] != row["ga"]
 
 
+@pytest.mark.thorough
 def test_a_run_keeps_the_model_that_was_evaluated_as_its_best(one_round):
     server = one_round.state.servers
     evaluated = jax.tree.map(lambda x, v: np.asarray(x - v), server.variables["params"], server.drift)

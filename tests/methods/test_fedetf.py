@@ -33,6 +33,7 @@ def value_and_gradient(method, params, counts=COUNTS, etf=ETF, labels=LABELS):
     return jax.value_and_grad(lambda params: method.loss({"params": params}, batch, known)[0])(params)
 
 
+@pytest.mark.thorough
 def test_loss_has_the_sheets_value():
     etf = jnp.asarray([[1.0, -1.0], [-1.0, 1.0]]) / np.sqrt(2)
     method = FedETF()
@@ -88,6 +89,7 @@ def stepped(method, variables, batch, known):
     return {**variables, **state, "params": params}, loss
 
 
+@pytest.mark.thorough
 def test_epochs_before_the_tuning_leave_the_etf_alone_and_train_all_else():
     method = FedETFTuning(tuning_cycles=1, tuning_epochs=1, epochs=1)
     server = Server({"params": parameters()}, ETF)
@@ -103,6 +105,7 @@ def test_epochs_before_the_tuning_leave_the_etf_alone_and_train_all_else():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), moved[part], gradient[part])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_relative_rates_of_the_tuning_go_with_the_learning_rate_of_the_run(epoch):
     moved = []
@@ -125,6 +128,7 @@ def test_tuning_takes_the_published_number_of_epochs_after_those_of_a_round():
     assert tuner.traits().epochs == 127
 
 
+@pytest.mark.thorough
 def test_tuned_clients_have_etfs_of_their_own_and_the_server_keeps_its():
     simulated = toy.simulation("fedetf", cohort=5, tuning_cycles=1, tuning_epochs=1, last_batch="keep")
     state, tuner = simulated.start(), simulated.tuner(epochs=1)

@@ -89,6 +89,7 @@ def test_pa_model_is_another_name_of_a_protocol(pa_model, protocol):
     assert FedGELA(pa_model=pa_model).traits().protocol == protocol
 
 
+@pytest.mark.thorough
 def test_pa_of_the_server_model_counts_what_is_predicted_with_each_clients_phi():
     simulated = toy.simulation("fedgela", pa_model="server", cohort=5, lanes=1)
     state = jax.tree.map(jnp.array, toy.train(simulated, (0,))[0])
@@ -147,6 +148,7 @@ def test_learned_classifier_is_rescaled_by_phi_and_reads_raw_features():
     np.testing.assert_allclose(generic(method, head=dense(HEAD)), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_learned_classifier_has_no_bias_and_no_etf():
     simulated = toy.simulation("fedgela", classifier="learned")
     server = simulated.start().servers

@@ -82,6 +82,7 @@ def test_labels_are_drawn_from_all_allowed_classes_alone():
     assert set(labels.tolist()) == {1, 3}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("noise", "low", "mean"), [("uniform", 0.0, 0.5), ("gaussian", -9.0, 0.0)])
 def test_noise_has_its_law(noise, low, mean):
     generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 50, 3)
@@ -91,6 +92,7 @@ def test_noise_has_its_law(noise, low, mean):
     np.testing.assert_allclose(drawn.mean(), mean, atol=0.02)
 
 
+@pytest.mark.thorough
 def test_a_generator_in_training_moves_its_statistics_and_in_use_does_not():
     generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 2, 3)
     arguments = generator, jax.random.key(1), jnp.arange(CLASSES), CLASSES
@@ -139,6 +141,7 @@ def generator_after(counts=COUNTS, trained=0, seed=0, **options):
     return server.generator["params"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,6 +163,7 @@ def test_options_of_the_generator_change_it(options):
     assert jnp.abs(default - other).max() > 1e-6
 
 
+@pytest.mark.thorough
 def test_the_generator_learns_what_the_heads_teach():
     method = small(generator_lr=0.02, diversity=0.0)
     server = trained = fresh(method)
@@ -175,11 +179,13 @@ def test_the_generator_learns_what_the_heads_teach():
     assert loss(trained.generator) < 0.3 * loss(server.generator)
 
 
+@pytest.mark.thorough
 def test_the_generator_knows_classes_with_more_than_one_sample():
     method = small()
     np.testing.assert_array_equal(aggregated(method, fresh(method), message()).known, OWNED)
 
 
+@pytest.mark.thorough
 def test_counts_of_seen_labels_make_no_missing_class_known():
     method = small(label_counts="seen")
     np.testing.assert_array_equal(aggregated(method, fresh(method), message(COUNTS + 1)).known, OWNED)
@@ -221,6 +227,7 @@ def test_decay_of_the_generator_is_part_of_the_gradient():
     np.testing.assert_allclose(updates, -0.1, rtol=1e-4)  # beside it, it would be -0.1 * 0.01
 
 
+@pytest.mark.thorough
 def test_the_generator_draws_by_the_key_of_the_round():
     first, second = (generator_after(seed=round)["fc2"]["kernel"] for round in (0, 1))
     assert jnp.abs(first - second).max() > 1e-6
@@ -263,6 +270,7 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+@pytest.mark.thorough
 def test_penalty_is_the_sheets_in_a_later_round_with_another_batch_and_an_unknown_label():
     method, size, labels = small(synthetic_batch=4), 4, np.array([0, 1, 2, 1, 0, 1])
     server = fresh(method, known=jnp.array(OWNED))
@@ -280,11 +288,13 @@ def test_penalty_is_the_sheets_in_a_later_round_with_another_batch_and_an_unknow
     np.testing.assert_allclose(penalty(round=2, labels=labels, synthetic_batch=size), expected, 1e-5)
 
 
+@pytest.mark.thorough
 def test_no_term_counts_before_the_generator_knows_a_class():
     assert penalty(known=[False] * CLASSES) == 0
     assert not any(x.any() for x in jax.tree.leaves(penalty(known=[False] * CLASSES, gradient=True)))
 
 
+@pytest.mark.thorough
 def test_generated_features_train_the_head_alone():
     of_head, of_features = penalty(beta_kl=0.0, gradient=True)
     assert jnp.abs(of_head["kernel"]).max() > 1e-3
@@ -319,6 +329,7 @@ def test_generated_terms_end_after_their_epochs():
     assert penalty(epoch=2, synthetic_epochs=2) == 0
 
 
+@pytest.mark.thorough
 def test_more_generated_features_weigh_more():
     few, many = (penalty(beta_kl=0.0, synthetic_batch=size) for size in (500, 1000))
     np.testing.assert_allclose(many / few, 2, 0.1)
@@ -338,6 +349,7 @@ def test_seen_labels_are_counted_from_1():
     np.testing.assert_array_equal(seen_after_two_batches().each[1], [5, 1, 1, 1])
 
 
+@pytest.mark.thorough
 def test_a_round_that_counts_seen_labels_teaches_the_classes_seen():
     simulated = toy.simulation("fedgen", label_counts="seen", generator_steps=2)
     state, _ = simulated.step(simulated.start(), 0)
@@ -346,5 +358,6 @@ def test_a_round_that_counts_seen_labels_teaches_the_classes_seen():
     assert set(np.flatnonzero(state.servers.known[0])) == owned
 
 
+@pytest.mark.thorough
 def test_counts_are_no_part_of_the_model_sent():
     assert set(seen_after_two_batches().mean) == {"params"}

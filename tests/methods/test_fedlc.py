@@ -40,6 +40,7 @@ def test_margins_have_the_sheets_values():
     np.testing.assert_allclose(calibration_margins(jnp.asarray([16.0, 1.0]), 1.0), [0.5, 1.0])
 
 
+@pytest.mark.thorough
 def test_loss_has_the_sheets_value():
     value, _ = value_and_gradient(FedLC(tau=1.0), np.zeros((1, 2), np.float32), np.array([0]), [16, 1])
     np.testing.assert_allclose(value, 0.474077, 1e-6)
@@ -94,6 +95,7 @@ def test_global_counts_are_those_of_all_clients():
     jax.tree.map(np.testing.assert_array_equal, pooled, expected)
 
 
+@pytest.mark.thorough
 def test_advice_is_given_where_something_is_masked_or_unbounded():
     few = Setting(3, 2, 5, 1, 1, 4, False, one_class_clients=2)
     assert len(FedLC().configure(few, None)[1]) == 1

@@ -124,6 +124,7 @@ def test_a_row_of_zeros_stays_one():
     np.testing.assert_array_equal(raw[0], 0)
 
 
+@pytest.mark.thorough
 def test_heads_do_not_move_the_body_nor_the_model_of_the_sparse_etf():
     bodies = []
     for method in (FedLoGe(), Deaf()):
@@ -140,6 +141,7 @@ class Deaf(FedLoGe):
         return 0.0
 
 
+@pytest.mark.thorough
 def test_a_client_with_one_class_is_right_on_all_of_its_samples():
     simulated = toy.simulation("fedloge")
     state, _ = toy.train(simulated)

@@ -50,6 +50,7 @@ def test_the_parts_sum_to_the_initial_model():
     np.testing.assert_allclose(found, logits(own, images()), 1e-4, 1e-5)
 
 
+@pytest.mark.thorough
 def test_the_exchange_moves_psi_alone():
     table = toy.groups("fedmatch", necks=ONE, confidence=0.0, weight_decay=0.1, **SGD)
     before, after = arrays(table.start().clients[0]), exchanged(table)[0]
@@ -57,6 +58,7 @@ def test_the_exchange_moves_psi_alone():
     assert not same(psi_of(before), psi_of(after))
 
 
+@pytest.mark.thorough
 def test_local_training_moves_sigma_alone():
     table = toy.groups("fedmatch", necks=ONE, weight_decay=0.1, **SGD)
     state, group = table.start(), table.groups[0]
@@ -66,6 +68,7 @@ def test_local_training_moves_sigma_alone():
     assert not same(sigma_of(before), sigma_of(after.clients))
 
 
+@pytest.mark.thorough
 def test_without_unsupervised_terms_psi_never_moves():
     table = toy.groups("fedmatch", necks=ONE, **OFF, **SGD)
     before = arrays(psi_of(table.start().clients[0]))
@@ -78,6 +81,7 @@ def supervised(parts, **hyper):
     return FedMatch(**hyper).loss(parts, batch, context())[0]
 
 
+@pytest.mark.thorough
 def test_the_supervised_loss_has_its_weight_and_no_gradient_for_psi():
     parts = split()
     np.testing.assert_allclose(supervised(parts, lambda_s=6.0), 3 * supervised(parts, lambda_s=2.0), 1e-5)
@@ -93,6 +97,7 @@ def unsupervised(parts, helpers=HELPERS, **hyper):
     return FedMatch(**{"confidence": 0.0} | OFF | hyper).imitate(parts, public_batch(helpers), context())[0]
 
 
+@pytest.mark.thorough
 def test_sigma_takes_no_gradient_of_the_unsupervised_loss():
     gradient = arrays(
         jax.grad(lambda p: unsupervised(p, lambda_i=1.0, lambda_a=1.0, lambda_l1=1.0, lambda_l2=1.0))(split())
@@ -100,6 +105,7 @@ def test_sigma_takes_no_gradient_of_the_unsupervised_loss():
     assert all(not np.any(g) for g in jax.tree.leaves(sigma_of(gradient)))
 
 
+@pytest.mark.thorough
 def test_consistency_is_the_mean_divergence_from_the_helpers():
     student = np.asarray(jax.nn.log_softmax(logits(variables(), images())))[:, None]
     teacher = np.asarray(jax.nn.log_softmax(HELPERS))
@@ -129,6 +135,7 @@ def test_the_regularisers_are_those_of_the_paper():
     np.testing.assert_allclose(unsupervised(parts, lambda_l1=1.0), l1, 1e-4)
 
 
+@pytest.mark.thorough
 def test_helpers_are_the_participants_with_the_nearest_outputs():
     said = jnp.asarray([[[0.0, 0]], [[5, 0]], [[0.1, 0]], [[4, 0]]])
     _, one = FedMatch(helpers=1).agree((), said, None)
@@ -143,6 +150,7 @@ def test_without_helpers_the_models_own_vote_decides():
     np.testing.assert_allclose(unsupervised(split(), nobody, lambda_a=1.0, lambda_i=1.0), -own.max(1).mean(), 1e-4)
 
 
+@pytest.mark.thorough
 def test_a_federation_without_helpers_can_talk():
     table = toy.groups("fedmatch", necks=ONE, helpers=0, confidence=0.0, **SGD)
     before, after = arrays(table.start().clients), exchanged(table)
@@ -158,6 +166,7 @@ def test_small_entries_of_psi_are_left_out_of_predictions(threshold, part):
     np.testing.assert_allclose(found, expected, 1e-4, 1e-5)
 
 
+@pytest.mark.thorough
 def test_augmentation_is_for_pseudo_labels_only():
     def after(**hyper):
         found = []

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import toy
 from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, logits, row
 
@@ -31,6 +32,7 @@ def test_the_error_is_absolute_or_squared():
     assert float(FedMD(distance="squared").public_loss(z, target, None)) == 2
 
 
+@pytest.mark.thorough
 def test_a_participant_alone_learns_nothing_from_public_images():
     table = toy.groups("fedmd", necks=(0,), parts=ALONE, **SGD)
     before = arrays(table.start().clients)
@@ -46,6 +48,7 @@ def test_equal_participants_learn_nothing_from_public_images():
     assert_close(before, exchanged(squared, state._replace(clients=equal)), 1e-6)
 
 
+@pytest.mark.thorough
 def test_targets_of_a_round_come_from_the_models_as_they_were():
     table = toy.groups("fedmd", necks=ONE, consensus="per_round", **SGD)
     state = table.start()

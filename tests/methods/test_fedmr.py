@@ -46,40 +46,49 @@ def inter(mu2, **options):
 # Whole rounds
 
 
+@pytest.mark.thorough
 def test_inter_class_term_moves_the_model():
     assert moved(inter(1.0), inter(0.0)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_intra_class_term_moves_the_model():
     assert moved(run(mu1=1.0, mu2=0.0), inter(0.0)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_without_coefficients_it_is_fedavg():
     assert moved(inter(0.0), run(name=None, method=Method())) < 1e-6
 
 
+@pytest.mark.thorough
 def test_lite_with_the_whole_batch_is_the_full_loss():
     assert moved(inter(1.0, lite=8), inter(1.0)) < 1e-6
 
 
+@pytest.mark.thorough
 def test_lite_without_samples_is_no_inter_class_loss():
     assert moved(inter(1.0, lite=0), inter(0.0)) < 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("other", [{"mu2": 1.0}, {"mu2": 0.0}])
 def test_lite_with_some_samples_lies_between(other):
     assert moved(inter(1.0, lite=3), inter(**other)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_which_samples_are_drawn():
     for lanes in (2, 3):
         assert distance(inter(1.0, lite=3, lanes=lanes), inter(1.0, lite=3)) < 1e-5
 
 
+@pytest.mark.thorough
 def test_rivals_without_limit_are_more_than_the_clients_own():
     assert moved(inter(1.0, negatives="all"), inter(1.0)) > 1e-4
 
 
+@pytest.mark.thorough
 def test_unit_vectors_in_place_of_prototypes_act_from_the_first_round_and_stay():
     state = run(1, mu1=0.0, mu2=1.0, prototypes="onehot")
     np.testing.assert_array_equal(state.servers.prototypes[0], np.eye(*state.servers.prototypes[0].shape))
@@ -92,12 +101,14 @@ def test_unit_vectors_need_a_feature_for_each_class():
         FedMR(prototypes="onehot").configure(setting()._replace(num_classes=3), None)
 
 
+@pytest.mark.thorough
 def test_augmented_inputs_give_other_prototypes_of_the_same_model():
     plain, augmented = (run(1, pipeline=Pipeline(flip=True), prototype_inputs=p) for p in ("plain", "augmented"))
     assert moved(plain, augmented) < 1e-6
     assert distance(plain.servers.prototypes, augmented.servers.prototypes) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stale", ["carry", "drop"])
 def test_class_that_nobody_sends_is_carried_or_dropped(stale):
     options = {"cohort": 1, "seed": 5, "stale": stale}
@@ -133,6 +144,7 @@ def class_means(simulated, state, train):
     return sums / np.maximum(federation.class_counts[k], 1)[:, None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("eval_batch", [4, 500])
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_prototypes_in_train_mode_have_the_statistics_of_training_batches(mode, eval_batch):

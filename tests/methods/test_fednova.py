@@ -87,6 +87,7 @@ def test_effective_weights_are_those_of_the_sheet():
     np.testing.assert_allclose(weights_of(server), q @ models, **EXACT)
 
 
+@pytest.mark.thorough
 def test_equal_steps_are_fedavg():
     nova, _ = toy.train(toy.simulation("fednova", batch_size=32))
     plain, _ = toy.train(toy.simulation(method=Method(), batch_size=32))
@@ -94,6 +95,7 @@ def test_equal_steps_are_fedavg():
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
+@pytest.mark.thorough
 def test_unequal_steps_are_not_fedavg():
     nova, _ = toy.train(toy.simulation("fednova"), (0,))
     plain, _ = toy.train(toy.simulation(method=Method()), (0,))
@@ -101,6 +103,7 @@ def test_unequal_steps_are_not_fedavg():
     assert np.abs(np.array(head[0]) - np.array(head[1])).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_with_adam_steps_are_counted_once_whatever_the_momentum():
     with_momentum, without = (
         toy.train(toy.simulation("fednova", optimizer="adam", lr=0.01, momentum=rho), (0,))[0] for rho in (0.9, 0.0)

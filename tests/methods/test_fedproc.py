@@ -35,6 +35,7 @@ def contrast(features=FEATURES, prototypes=PROTOTYPES, labels=LABELS, valid=VALI
 # The loss
 
 
+@pytest.mark.thorough
 def test_contrast_has_the_sheets_value():
     value = contrast(jnp.asarray([[1.0, 0.0]]), jnp.eye(2), jnp.zeros(1, int), jnp.ones(2, bool), tau=1.0)
     np.testing.assert_allclose(value, 0.313262, rtol=1e-5)
@@ -64,6 +65,7 @@ def test_contrast_with_less_than_two_classes_is_zero_with_zero_gradient(count):
     assert np.all(gradient == 0)
 
 
+@pytest.mark.thorough
 def test_samples_of_a_class_without_prototype_stay_in_the_divisor():
     counted = VALID[LABELS]
     alone = contrast(FEATURES[counted], labels=LABELS[counted])
@@ -118,6 +120,7 @@ def distance(a, b):
     return max(np.abs(x * 1.0 - y).max() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.thorough
 def test_first_round_is_fedavg_and_later_ones_are_not():
     plain = [run(r, method=Method())[1].servers.variables for r in (1, 2)]
     ours = [run(r, name="fedproc", mu=1.0)[1].servers.variables for r in (1, 2)]
@@ -125,6 +128,7 @@ def test_first_round_is_fedavg_and_later_ones_are_not():
     assert distance(ours[1], plain[1]) > 1e-3
 
 
+@pytest.mark.thorough
 def test_prototypes_are_the_class_means_under_the_final_weights():
     simulated, state = run(1, name="fedproc", cohort=1)
     (k,) = simulated.clients_of(0)[0]
@@ -151,6 +155,7 @@ def test_owners_of_a_class_count_by_samples_or_equally(weights, expected):
     np.testing.assert_allclose(server.prototypes, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stale", ["carry", "drop"])
 def test_class_that_nobody_sends_is_carried_or_dropped(stale):
     simulated, state = run(2, name="fedproc", cohort=1, seed=5, stale=stale)
@@ -173,6 +178,7 @@ def test_only_the_last_epochs_features_are_collected(epoch):
     np.testing.assert_allclose(variables[SEEN]["sums"][0], 2 * epoch * (FEATURES[4] + FEATURES[8]), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_features_of_the_last_epoch_are_the_final_ones_where_weights_rest():
     options = {"name": "fedproc", "clip": 1e-9, "last_batch": "keep"}
     (_, final), (_, seen) = (run(1, prototype_features=f, **options) for f in ("final", "last_epoch"))
@@ -188,6 +194,7 @@ class Normed(FedProc):
         return model.clone(feature_norm=True)
 
 
+@pytest.mark.thorough
 def test_features_of_the_last_epoch_are_seen_in_train_mode():
     options = {"clip": 1e-9, "last_batch": "keep"}
     methods = (Normed(prototype_features=f) for f in ("final", "last_epoch"))
@@ -195,6 +202,7 @@ def test_features_of_the_last_epoch_are_seen_in_train_mode():
     assert distance(final, seen) > 0.1
 
 
+@pytest.mark.thorough
 def test_what_is_collected_in_training_is_no_running_statistic():
     simulated = toy.simulation(method=Normed(prototype_features="last_epoch"), local_statistics=True)
     state, _ = toy.train(simulated, (0,))
@@ -202,11 +210,13 @@ def test_what_is_collected_in_training_is_no_running_statistic():
     assert set(state.servers.variables) == {"params", "batch_stats"}
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_what_is_collected_in_training():
     one, three = (run(2, name="fedproc", prototype_features="last_epoch", lanes=n)[1] for n in (1, 3))
     assert distance(one.servers, three.servers) < 1e-5
 
 
+@pytest.mark.thorough
 def test_projection_is_what_the_classifier_reads():
     simulated = toy.simulation("fedproc", projection=7)
     params = simulated.start().servers.variables["params"]

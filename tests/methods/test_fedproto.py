@@ -59,6 +59,7 @@ def distance(a, b):
     return max(np.abs(x * 1.0 - y).max() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("lam", "equal"), [(0.0, True), (None, False)])
 def test_without_its_term_it_is_training_alone(lam, equal):
     _, ours = states("fedproto", **({} if lam is None else {"lam": lam}))
@@ -66,11 +67,13 @@ def test_without_its_term_it_is_training_alone(lam, equal):
     assert (distance(ours[-1].clients, alone[-1].clients) < 1e-6) == equal
 
 
+@pytest.mark.thorough
 def test_no_parameter_reaches_the_server():
     simulated, found = states("fedproto")
     assert distance(found[-1].servers.variables, simulated.start().servers.variables) == 0
 
 
+@pytest.mark.thorough
 def test_prototypes_are_unweighted_unless_asked_for():
     (_, equal), (_, samples) = (
         states("fedproto", 1, cohort=5, **options) for options in ({}, {"prototype_weights": "samples"})
@@ -80,6 +83,7 @@ def test_prototypes_are_unweighted_unless_asked_for():
     assert distance(equal[0].servers.prototypes, samples[0].servers.prototypes) > 1e-3
 
 
+@pytest.mark.thorough
 def test_features_of_the_last_epoch_give_other_prototypes_of_the_same_models():
     (_, final), (_, seen) = (
         states("fedproto", 1, cohort=5, **options) for options in ({}, {"prototype_features": "last_epoch"})
@@ -88,12 +92,14 @@ def test_features_of_the_last_epoch_give_other_prototypes_of_the_same_models():
     assert distance(final[0].servers.prototypes, seen[0].servers.prototypes) > 1e-3
 
 
+@pytest.mark.thorough
 def test_the_last_epoch_is_the_clients_own():
     simulated = toy.simulation("fedproto", epochs=(3, 1, 2, 2, 2), prototype_features="last_epoch")
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([1])]))
     np.testing.assert_array_equal(state.servers.valid[0], np.isin(np.arange(toy.CLASSES), toy.OWNED[1]))
 
 
+@pytest.mark.thorough
 def test_without_a_prototype_of_its_classes_a_client_knows_nothing():
     simulated = toy.simulation("fedproto", predict="prototype", cohort=1)
     state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0])]))
@@ -102,6 +108,7 @@ def test_without_a_prototype_of_its_classes_a_client_knows_nothing():
     assert found[0].any()
 
 
+@pytest.mark.thorough
 def test_class_that_nobody_sends_is_dropped_where_asked_for():
     simulated, found = states("fedproto", 2, cohort=1, seed=5, stale="drop")
     owned = simulated.experiments[0].federation.class_counts[simulated.clients_of(1)[0][0]] > 0
@@ -121,6 +128,7 @@ def by_hand(simulated, state, k, images, classes):
     return classes[squares.argmin(1)]
 
 
+@pytest.mark.thorough
 def test_prediction_by_prototypes_knows_own_classes_for_pa_and_all_for_ga():
     simulated, found = states("fedproto", 2, predict="prototype", cohort=5)
     federation, state = simulated.experiments[0].federation, found[-1]
@@ -137,6 +145,7 @@ def test_prediction_by_prototypes_knows_own_classes_for_pa_and_all_for_ga():
     assert restricted
 
 
+@pytest.mark.thorough
 def test_prediction_by_the_classifier_is_the_default():
     simulated, found = states("fedproto", 2, cohort=5)
     data = simulated.experiments[0].federation.dataset

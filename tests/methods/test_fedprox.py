@@ -45,6 +45,7 @@ def distance(method):
     return np.sqrt(sum(float(((a - b) ** 2).sum()) for a, b in pairs))
 
 
+@pytest.mark.thorough
 def test_larger_mu_keeps_the_weights_nearer():
     found = [distance(FedProx(mu=mu)) for mu in STRENGTHS]
     assert np.all(np.diff(found) < 0)
@@ -63,6 +64,7 @@ class Corrected(Method):
         return loss, state, step(jax.tree.map(lambda g, w, w0: g + self.mu * (w - w0), gradients, w, start))
 
 
+@pytest.mark.thorough
 def test_recorded_losses_are_without_the_term():
     (state, report), (expected, by_hand) = (toy.train(toy.simulation(method=m(mu=1.0))) for m in (FedProx, Corrected))
     np.testing.assert_allclose(report.loss, by_hand.loss, rtol=1e-5)

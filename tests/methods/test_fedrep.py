@@ -40,6 +40,7 @@ def test_local_epochs_count_both_phases(asked, given, epochs):
     assert (toy.simulation("fedrep", epochs=asked, **given).epochs == epochs).all()
 
 
+@pytest.mark.thorough
 def test_those_epochs_come_in_that_order():
     default, _ = toy.train(toy.simulation("fedrep"))
     explicit, _ = toy.train(toy.simulation("fedrep", head_epochs=1, body_epochs=1))
@@ -49,6 +50,7 @@ def test_those_epochs_come_in_that_order():
     )
 
 
+@pytest.mark.thorough
 def test_the_body_is_trained_in_the_clients_own_last_epoch():
     simulated = toy.simulation("fedrep", epochs=(6, 2, 2, 2, 2))
     alone, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([1])]))
@@ -59,6 +61,7 @@ def test_the_body_is_trained_in_the_clients_own_last_epoch():
         np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
+@pytest.mark.thorough
 def test_body_stands_still_in_the_epochs_of_the_head():
     simulated = toy.simulation("fedrep", head_epochs=2, body_epochs=0)
     before, heads = body(simulated.start()), np.array(simulated.start().clients["kernel"])
@@ -79,6 +82,7 @@ def test_heads_of_clients_that_do_not_take_part_keep_their_bits():
     np.testing.assert_array_equal(before[absent], np.array(state.clients["kernel"])[absent])
 
 
+@pytest.mark.thorough
 def test_adams_first_step_on_the_body_is_a_first_step_although_the_head_went_before():
     simulated = toy.simulation(
         "fedrep", head_epochs=3, body_epochs=1, batch_size=30, cohort=1, optimizer="adam", lr=0.01
@@ -105,6 +109,7 @@ def test_personal_model_is_the_shared_body_under_the_own_head():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 def test_pa_counts_the_clients_own_tests_under_its_personal_model():
     simulated = toy.simulation("fedrep")
     state, _ = toy.train(simulated)
@@ -121,6 +126,7 @@ def test_pa_counts_the_clients_own_tests_under_its_personal_model():
     assert 0 < expected.sum() < sum(map(len, federation.partition.test))
 
 
+@pytest.mark.thorough
 def test_without_epochs_of_the_head_it_is_fedavg_of_the_body_under_the_initial_head():
     state, _ = toy.train(toy.simulation("fedrep", head_epochs=0, body_epochs=2))
     expected, _ = toy.train(toy.simulation("fedbabu"))
@@ -140,6 +146,7 @@ def test_heads_are_fine_tuned_for_as_many_epochs_as_in_a_round_and_at_least_thos
     assert tuner.traits().epochs == expected
 
 
+@pytest.mark.thorough
 def test_heads_are_fine_tuned_only_if_asked_for():
     assert not FedRep().traits().fine_tunes
     assert FedRep(fine_tune_heads=True).traits().fine_tunes

@@ -85,12 +85,14 @@ def norms(gradients):
     return np.array([jnp.abs(layer["kernel"]).max() for layer in leaves])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", range(3))
 def test_the_review_of_a_layer_reaches_it_and_those_before_alone(layer):
     moved = norms(reviewed(step=layer)) > 1e-6
     np.testing.assert_array_equal(moved, np.arange(3) <= layer)
 
 
+@pytest.mark.thorough
 def test_after_the_last_layer_comes_the_first():
     jax.tree.map(np.testing.assert_array_equal, reviewed(step=4), reviewed(step=1))
 
@@ -123,9 +125,11 @@ def review_of_received(mode):
     return float(loss(FedRL(mu=1.0, received_mode=mode)) - loss(FedRL(mu=0.0, received_mode=mode)))
 
 
+@pytest.mark.thorough
 def test_a_received_model_in_train_mode_gives_no_review_at_the_first_step():
     assert abs(review_of_received("train")) < 1e-6
 
 
+@pytest.mark.thorough
 def test_a_received_model_in_eval_mode_differs_by_its_statistics():
     assert review_of_received("eval") > 0.01

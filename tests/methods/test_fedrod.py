@@ -116,6 +116,7 @@ def test_padding_does_not_change_the_loss(personal_logits):
     np.testing.assert_allclose(padded, loss(method, LAYERS, FEATURES, LABELS, COUNTS), 1e-6)
 
 
+@pytest.mark.thorough
 def test_personal_model_is_the_global_one_with_the_own_head():
     simulated = toy.simulation("fedrod")
     state, _ = toy.train(simulated, (0,))
@@ -128,6 +129,7 @@ def test_personal_model_is_the_global_one_with_the_own_head():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 def test_pa_is_read_from_the_model_asked_for():
     read = {}
     for source in ("local", "server"):

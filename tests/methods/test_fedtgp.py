@@ -121,6 +121,7 @@ def test_a_single_class_has_the_largest_margin(rule):
     assert adaptive_margin(jnp.ones((3, 2)), jnp.arange(3) == 1, 7.0, rule) == 7
 
 
+@pytest.mark.thorough
 def test_a_prototype_that_is_its_own_target_has_no_gradient_of_its_distance():
     def own(target):
         return margin_cross_entropy(jnp.ones((1, 2)), jnp.zeros(1, int), jnp.stack([target, jnp.zeros(2)]), 1.0)
@@ -128,6 +129,7 @@ def test_a_prototype_that_is_its_own_target_has_no_gradient_of_its_distance():
     np.testing.assert_array_equal(jax.grad(own)(jnp.ones(2)), 0)
 
 
+@pytest.mark.thorough
 def test_without_its_term_it_is_training_alone():
     ours, _ = toy.train(toy.simulation("fedtgp", lam=0.0, server_epochs=3))
     solo, _ = toy.train(toy.simulation("solo"))
@@ -136,6 +138,7 @@ def test_without_its_term_it_is_training_alone():
     assert not same(arrays(moved.clients), arrays(solo.clients))
 
 
+@pytest.mark.thorough
 def test_the_first_round_has_no_term_and_begins_the_servers_training():
     simulated = toy.simulation("fedtgp", **everyone)
     before = arrays(simulated.start().servers)
@@ -162,6 +165,7 @@ def scores(**options):
     ]
 
 
+@pytest.mark.thorough
 def test_prediction_knows_all_classes_unless_asked_for_the_clients_own():
     personal, local = scores()
     assert np.isfinite(personal).all()
@@ -171,6 +175,7 @@ def test_prediction_knows_all_classes_unless_asked_for_the_clients_own():
     assert np.isfinite(local).all()
 
 
+@pytest.mark.thorough
 def test_prediction_is_the_classifiers_before_prototypes_exist():
     simulated = toy.simulation("fedtgp", **everyone)
     state = simulated.start()
@@ -187,6 +192,7 @@ def groups(monkeypatch, name, *widths, **options):
     return toy.groups.__wrapped__(name, **SGD, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedtgp", "fedproto"])
 def test_what_the_server_makes_of_prototypes_does_not_depend_on_the_architectures(monkeypatch, name):
     outcomes = []

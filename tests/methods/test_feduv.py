@@ -34,6 +34,7 @@ def test_balanced_certain_batches_lack_nothing_up_to_as_many_samples_as_classes(
     np.testing.assert_allclose(value, max(1 / np.sqrt(classes) - spread, 0), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_constant_predictions_are_at_the_upper_end():
     value, gradient = jax.value_and_grad(prediction_variance)(jnp.tile(FEATURES[:1], (5, 1)))
     np.testing.assert_allclose(value, 0.5, rtol=1e-6)
@@ -61,6 +62,7 @@ def test_equal_rows_count_in_the_mean_and_not_in_the_median():
     np.testing.assert_allclose(uniformity(z), (1 + 2 * np.exp(-1)) / 3, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_gradient_of_uniformity_is_that_of_its_value(x64):
     z = np.asarray(FEATURES, np.float64)
     gradient, step = jax.grad(uniformity)(jnp.asarray(z)), 1e-6

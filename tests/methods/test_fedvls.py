@@ -20,6 +20,7 @@ VACANT, ROWS = COUNTS == 0, jnp.arange(6)
 FORMS = pytest.mark.parametrize("form", ["code", "paper"])
 
 
+@pytest.mark.thorough
 def test_terms_have_the_sheets_values():
     logits, labels, counts = jnp.asarray([[1.0, 0.0, 2.0]]), jnp.asarray([0]), jnp.asarray([3, 1, 0])
     calibrated = calibrated_cross_entropy(logits, labels, counts, form="paper")

@@ -31,6 +31,7 @@ def after_a_round(simulated, variables):
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("option", "weights"), [({}, "uniform"), ({"meme_weights": "samples"}, "method")], ids=["equal", "samples"]
 )
@@ -49,6 +50,7 @@ def loss(variables, **hyper):
     return method.loss(variables, LABELLED, context(model=model))[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "own"), [("private", "alpha"), ("meme", "beta_meme")])
 def test_a_weight_of_labels_moves_its_own_model_alone(name, own):
     variables = pair()[1]
@@ -58,6 +60,7 @@ def test_a_weight_of_labels_moves_its_own_model_alone(name, own):
     assert_close(part(one, beside), part(other, beside), 1e-6)
 
 
+@pytest.mark.thorough
 def test_equal_models_have_nothing_to_tell_each_other():
     one = part(pair()[1], "private")
     variables = join(private=one, meme=one)
@@ -73,6 +76,7 @@ def test_the_teacher_of_the_private_model_is_the_meme():
     np.testing.assert_allclose(value, expected, 1e-4)
 
 
+@pytest.mark.thorough
 def test_the_meme_does_not_depend_on_the_private_architecture():
     table = toy.groups("fml", meme="mlp", **SGD)
     one, other = (arrays(state.variables) for state in table.start().servers["groups"])
@@ -90,6 +94,7 @@ def test_the_meme_normalises_as_a_private_model_made_by_hand():
     assert FML().build(private).meme.backbone.norm == "group"
 
 
+@pytest.mark.thorough
 def test_all_architectures_share_one_mean_meme():
     table = toy.groups("fml", meme="mlp", **SGD)
     state, _ = table.step(table.start(), 0)
@@ -127,6 +132,7 @@ def test_a_meme_that_cannot_read_text_is_refused():
     assert isinstance(FML(meme="lstm").build(reader), Pair)
 
 
+@pytest.mark.thorough
 def test_pretraining_leaves_the_shared_meme_alone():
     table = toy.groups("fml", necks=ONE, meme="mlp", weight_decay=0.1, **SGD)
     start = table.start()

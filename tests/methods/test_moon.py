@@ -30,6 +30,7 @@ def test_model_contrast_has_the_sheets_value():
     np.testing.assert_allclose(value, 0.126928, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_previous_model_equal_to_the_global_one_gives_log_2_and_no_gradient():
     target = normal((B, D), 1)
     contrast = jax.value_and_grad(model_contrast)
@@ -80,12 +81,14 @@ def expected_penalty(mu, tau, *previous):
     return -mu * jnp.log(scores[0] / scores.sum(0)).mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mu", "tau"), [(1.0, 0.5), (3.0, 0.2)])
 def test_frozen_models_run_in_eval_mode_with_their_own_statistics(mu, tau):
     value = penalty(MOON(mu=mu, tau=tau), [variables(3)], 1)
     np.testing.assert_allclose(value, expected_penalty(mu, tau, variables(3)), rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2])
 def test_only_models_that_exist_are_contrasted(count):
     models = [variables(3), variables(4)]
@@ -126,6 +129,7 @@ def states(rounds, **options):
     return simulated, found
 
 
+@pytest.mark.thorough
 def test_first_round_is_fedavg_and_later_ones_are_not():
     _, moon = states(2, name="moon", cohort=5)
     _, plain = states(2, method=Method(), cohort=5)
@@ -133,6 +137,7 @@ def test_first_round_is_fedavg_and_later_ones_are_not():
     assert not close(moon[1].servers.variables, plain[1].servers.variables, 1e-3)
 
 
+@pytest.mark.thorough
 def test_client_keeps_the_model_it_sent_with_its_statistics():
     simulated, (state,) = states(1, method=Normed(), cohort=1)
     (k,) = simulated.clients_of(0)[0]
@@ -141,6 +146,7 @@ def test_client_keeps_the_model_it_sent_with_its_statistics():
     assert close(kept, jax.tree.map(lambda x: x[0], state.servers.variables))
 
 
+@pytest.mark.thorough
 def test_client_that_is_not_chosen_keeps_its_state():
     simulated, (before, after) = states(2, name="moon")
     absent = np.setdiff1d(np.arange(5), simulated.clients_of(1)[0])
@@ -149,6 +155,7 @@ def test_client_that_is_not_chosen_keeps_its_state():
         np.testing.assert_array_equal(a[absent], b[absent])
 
 
+@pytest.mark.thorough
 def test_previous_models_are_first_in_first_out():
     _, (one, two, three) = states(3, method=MOON(previous=2), cohort=5)
     for earlier, later in ((one, two), (two, three)):
@@ -157,6 +164,7 @@ def test_previous_models_are_first_in_first_out():
     assert [int(s.clients.count.min()) for s in (one, two, three)] == [1, 2, 2]
 
 
+@pytest.mark.thorough
 def test_initial_model_stays_among_the_previous_ones_where_it_was_contrasted():
     simulated, found = states(2, method=MOON(previous=2, first_time="initial"))
     late = np.setdiff1d(simulated.clients_of(1)[0], simulated.clients_of(0)[0])
@@ -167,6 +175,7 @@ def test_initial_model_stays_among_the_previous_ones_where_it_was_contrasted():
     assert (found[1].clients.count[early] == 1).all()
 
 
+@pytest.mark.thorough
 def test_projection_is_the_head_of_the_paper_and_what_the_classifier_reads():
     simulated = toy.simulation("moon", projection=7)
     params = simulated.start().servers.variables["params"]

@@ -36,6 +36,7 @@ def normed(cls):
     return Normed
 
 
+@pytest.mark.thorough
 @of_each
 def test_clipping_and_statistics_of_the_global_model_are_fedavgs(method):
     fields = {name: getattr(method, name) for name in method.__dataclass_fields__}
@@ -44,6 +45,7 @@ def test_clipping_and_statistics_of_the_global_model_are_fedavgs(method):
     testing.reduces_to_fedavg(toy.simulation(method=own, **options), toy.simulation(method=plain, **options))
 
 
+@pytest.mark.thorough
 @of_each
 def test_local_statistics_go_with_the_global_model(method):
     fields = {name: getattr(method, name) for name in method.__dataclass_fields__}
@@ -53,6 +55,7 @@ def test_local_statistics_go_with_the_global_model(method):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(arrays(state)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "model"),
     [(Ditto(lam=0.0), lambda clients: clients), (APFL(alpha=1.0), lambda clients: clients.model)],
@@ -64,6 +67,7 @@ def test_own_models_that_see_nothing_of_the_global_one_are_solos(method, model):
     assert_close(model(arrays(state).clients), arrays(solo).clients, 1e-5)
 
 
+@pytest.mark.thorough
 def test_epochs_of_dittos_own_model_leave_the_global_one_to_fedavg():
     options = {"clip": 0.05, "lanes": 1}
     own, plain = (toy.simulation(method=m, **options) for m in (normed(Ditto)(personal_epochs=1), normed(Method)()))
@@ -71,6 +75,7 @@ def test_epochs_of_dittos_own_model_leave_the_global_one_to_fedavg():
     testing.reduces_to_fedavg(own, plain)
 
 
+@pytest.mark.thorough
 def test_dittos_own_model_trains_for_its_own_epochs():
     whole = {"batch_size": 64, "last_batch": "keep"}  # one batch an epoch, which has the same samples in every one
     solos, _ = toy.train(toy.simulation("solo", epochs=3, **whole))
@@ -111,6 +116,7 @@ def validation_loss(simulated, variables, k):
     return float(cross_entropy(answers, jnp.asarray(data.y_train[held])))
 
 
+@pytest.mark.thorough
 def test_of_dittos_candidates_each_own_model_takes_the_one_with_the_least_validation_loss():
     ways = [arrays(validated(m).step(apart(validated(m)), 0)[0]) for m in map(Ditto, CANDIDATES)]
     simulated = validated(CHOOSING)
@@ -127,6 +133,7 @@ def test_of_dittos_candidates_each_own_model_takes_the_one_with_the_least_valida
     assert_close(chosen.servers, ways[0].servers)
 
 
+@pytest.mark.thorough
 def test_a_client_without_validation_samples_takes_dittos_first_candidate():
     first, other = (validated(Ditto(lambda_candidates=given), share=0.01) for given in ("1,9", "9,1"))
     assert not first.federations[0].validation.sizes.any()
@@ -135,6 +142,7 @@ def test_a_client_without_validation_samples_takes_dittos_first_candidate():
         assert_close(state.clients, plain.clients)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [CHOOSING, Ditto(lambda_candidates="0,1,9", personal_epochs=1)])
 def test_candidates_change_nothing_with_lanes_or_blocks(method):
     expected = toy.train(validated(method))
@@ -142,6 +150,7 @@ def test_candidates_change_nothing_with_lanes_or_blocks(method):
         assert_close(arrays(toy.train(validated(method, **options))[0]), arrays(expected[0]))
 
 
+@pytest.mark.thorough
 def test_one_candidate_is_dittos_lambda():
     one, other = (toy.train(validated(m))[0] for m in (Ditto(2.0), Ditto(lambda_candidates="2")))
     assert_close(arrays(one), arrays(other))
@@ -154,6 +163,7 @@ def test_dittos_candidates_ask_for_validation_samples():
         validated(CHOOSING, stream=10**6)
 
 
+@pytest.mark.thorough
 def test_a_run_of_ditto_may_choose_its_lambda():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
     method, given = fp.Ditto(lambda_candidates="0,2"), {"rounds": 2, "local_epochs": 1, "batch_size": 50, "lanes": 1}
@@ -174,6 +184,7 @@ def test_a_candidate_that_overshoots_is_advised_against():
     assert not advice(Ditto(99.0, lambda_candidates="1,19"))
 
 
+@pytest.mark.thorough
 def test_of_kept_optimisers_the_own_models_may_be_the_only_one():
     def trained(method, **options):
         parts, local = toy.federation(), Local(2, 8, "keep", "sgd", 0.05, 0.9, 1e-4, None)
@@ -213,6 +224,7 @@ def test_ditto_tends_to_the_minimum_of_the_sheet():
     np.testing.assert_allclose(slope((a * b + lam * w) / (a + lam)), 0, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["ditto", "apfl"])
 def test_they_may_have_prototypes_too(name):
     state, _ = toy.train(toy.simulation(method=methods.get(f"{name}+prototypes")()), (0, 1))
@@ -220,6 +232,7 @@ def test_they_may_have_prototypes_too(name):
     assert np.array(state.servers.valid).any()
 
 
+@pytest.mark.thorough
 def test_a_method_that_looks_at_validation_samples_has_some_in_its_contract_tests():
     testing.check_method(CHOOSING, as_fedavg={})
 
@@ -252,6 +265,7 @@ def test_the_ends_of_the_mixture_are_the_two_models(mix, alpha, answers):
     np.testing.assert_allclose(mixed, logits((w, v)[answers], images()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_alpha_moves_only_when_asked_to():
     weights = {}
     for adapt in ("never", "round", "step"):

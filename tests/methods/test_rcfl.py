@@ -80,6 +80,7 @@ def test_the_distance_to_scores_is_absolute_or_a_divergence():
     np.testing.assert_allclose(RCFL(distance="kl").public_loss(z, target, None), 0, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_scores_are_those_of_the_trained_models():
     table = toy.groups("rcfl", necks=ONE, **SGD)
     state, _ = table.step(table.start(), 0)
@@ -91,6 +92,7 @@ def test_scores_are_those_of_the_trained_models():
     np.testing.assert_allclose(state.servers["public"], (ALPHA * said / (1 + ALPHA)).mean(0), 1e-4, 1e-5)
 
 
+@pytest.mark.thorough
 def test_participants_imitate_the_scores_after_local_training():
     table, solo = toy.groups("rcfl", necks=ONE, **SGD), toy.groups("solo", necks=ONE, **SGD)
     state, _ = table.step(table.start(), 0)
@@ -109,6 +111,7 @@ def test_what_rcfl_says_of_public_images_are_its_logits():
     np.testing.assert_allclose(said, logits(variables(), images()), 1e-6)
 
 
+@pytest.mark.thorough
 def test_the_distance_of_rcfl_changes_the_round():
     absolute, divergence = (toy.groups("rcfl", necks=ONE, distance=d, **SGD) for d in ("absolute", "kl"))
     assert not same(exchanged(absolute), exchanged(divergence))
@@ -173,6 +176,7 @@ def known_scores(table):
     return state._replace(servers={**state.servers, "public": scores}), scores
 
 
+@pytest.mark.thorough
 def test_an_exchange_gathers_once_and_everybody_takes_the_steps_of_the_equation():
     table = toy.groups("rcfl", necks=ONE, **SGD)
     state, scores = known_scores(table)
@@ -195,6 +199,7 @@ def test_an_exchange_gathers_once_and_everybody_takes_the_steps_of_the_equation(
     assert_close([row(arrays(after.clients)[0], k) for k in range(5)], expected)
 
 
+@pytest.mark.thorough
 def test_the_way_scores_are_gathered_changes_the_round():
     one, other = (toy.groups("rcfl", necks=ONE, scores=form, **SGD) for form in ("bounded", "literal"))
     assert not same(exchanged(one), exchanged(other))

@@ -105,6 +105,7 @@ def test_the_servers_control_is_the_mean_of_all_clients():
     np.testing.assert_allclose(server.control["w"], np.mean([c["w"] for c in clients], 0), **EXACT)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_equal_hessians_converge_to_the_optimum_of_the_mean():
     method, optima = Scaffold(), [np.array([1.0, 0.0]), np.array([-2.0, 4.0])]
@@ -120,6 +121,7 @@ def test_equal_hessians_converge_to_the_optimum_of_the_mean():
     np.testing.assert_allclose(w(server.variables), np.mean(optima, 0), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_first_round_is_fedavg():
     controlled, _ = toy.train(toy.simulation("scaffold"), (0,))
     plain, _ = toy.train(toy.simulation(method=Method()), (0,))
@@ -194,6 +196,7 @@ class Normed(Scaffold):
         return model.clone(feature_norm=True)
 
 
+@pytest.mark.thorough
 def test_option_one_takes_its_gradient_in_the_batches_of_training():
     few, many = (
         toy.train(toy.simulation(method=Normed(control="I"), eval_batch=size), (0,))[0].clients for size in (4, 500)
@@ -279,6 +282,7 @@ def test_what_is_clipped_is_the_corrected_gradient():
     assert seen == [4.0]
 
 
+@pytest.mark.thorough
 def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
     method = Scaffold(control="I", correction="post_step")
     _, (sentence,) = method.configure(setting(2), hyper(momentum=0.9))
@@ -287,6 +291,7 @@ def test_a_step_of_plain_gradients_beside_momentum_is_warned_of():
     assert method.configure(setting(2), hyper(momentum=0.0))[1] == []
 
 
+@pytest.mark.thorough
 def test_momentum_is_not_counted_in_a_correction_that_has_none():
     with pytest.raises(UserError, match="correction=gradient"):
         Scaffold(step_normaliser="a_k", correction="post_step").configure(setting(2), hyper())

@@ -142,6 +142,7 @@ def test_a_coordinate_that_never_moves_stays_exactly(cls):
     assert w(server.variables)[0] == np.float32(0.7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_wrapper_about_fedavg_is_the_method_of_that_name(suffix):
     (one, _), (other, _) = (
@@ -150,6 +151,7 @@ def test_a_wrapper_about_fedavg_is_the_method_of_that_name(suffix):
     jax.tree.map(np.testing.assert_array_equal, one.servers.variables, other.servers.variables)
 
 
+@pytest.mark.thorough
 def test_the_neutral_optimiser_leaves_every_method_as_it_is():
     for name in ("scaffold", "feddyn"):
         method = methods.get(f"{name}+avgm")(server_momentum=0.0)
@@ -158,6 +160,7 @@ def test_the_neutral_optimiser_leaves_every_method_as_it_is():
             np.testing.assert_allclose(a, b, 1e-5, 1e-6)
 
 
+@pytest.mark.thorough
 def test_prototypes_and_a_step_of_the_server_compose_in_either_order():
     assert methods.get("moon+prototypes+adam") is methods.get("moon+adam+prototypes")
     state, _ = toy.train(toy.simulation(method=methods.get("fedprox+prototypes+adam")()), (0,))
@@ -207,6 +210,7 @@ def test_an_option_that_would_mean_two_things_is_refused(suffix):
         methods.get(f"feddf+{suffix}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["feddyn+exp", "fedcm+exp", "fedcm+adam", "fedsmoo+avgm", "fedgela+adam", "fedgf+exp"])
 def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
     simulated = toy.simulation(method=methods.get(name)())
@@ -215,6 +219,7 @@ def test_what_a_method_keeps_on_the_server_stays_beside_the_step(name):
     simulated.evaluate(state, personal=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["feddyn+adam", "feddc+avgm", "feddyn+exp"])
 def test_beside_a_drift_the_evaluated_model_is_the_servers(name):
     options = {"iterate": "last"} if name.endswith("exp") else {}

@@ -149,6 +149,7 @@ def same(one, other, rounds=(0, 1, 2)):
         np.testing.assert_allclose(x, y, **CLOSE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -295,6 +296,7 @@ def test_the_dual_of_fedsmoo_moves_by_what_its_perturbation_lacks_of_the_common_
     np.testing.assert_allclose(after["dual"]["w"], 0.1 - 0.04, **EXACT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("clip", "equal"), [(None, True), (0.5, False)])
 def test_where_lambda_w_joins_matters_to_fedsmoo_with_clipping_alone(clip, equal):
     (one, _), (other, _) = (
@@ -382,11 +384,13 @@ def test_with_momentum_only_a_direction_over_a_k_stays_that_of_a_constant_gradie
     np.testing.assert_allclose(after.direction["w"], expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_nobody_who_looks_at_data_is_refused():
     with pytest.raises(UserError, match="learns nothing"):
         FedCM(alpha=0.0).configure(setting(2), hyper())
 
 
+@pytest.mark.thorough
 def test_the_global_perturbation_is_as_long_as_the_local_one_unless_set():
     assert FedGF(rho=0.3).configure(setting(2), hyper())[0].global_rho == 0.3
     assert FedGF(global_rho=0.2).configure(setting(2), hyper())[0].global_rho == 0.2

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 import toy
 
 from fedjax_pcdd.data.federation import Federation
@@ -23,6 +24,7 @@ def models(simulated):
     return np.concatenate([np.array(x).reshape(len(x), -1) for x in jax.tree.leaves(state.clients)], axis=1)
 
 
+@pytest.mark.thorough
 def test_clients_do_not_depend_on_each_others_data():
     simulated, k = toy.simulation("solo", cohort=5, lanes=2), 3
     experiment = simulated.experiments[0]

@@ -43,6 +43,7 @@ def after(name, rounds=(0,), **options):
     return arrays(toy.train(toy.simulation(name, **everyone | options), rounds)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "shared", "kept"), [("fedper", "backbone", "head"), ("lgfedavg", "head", "backbone")])
 def test_from_a_common_start_a_round_averages_as_fedavg_and_keeps_as_solo(name, shared, kept):
     state, fedavg, solo = after(name), after("fedavg"), after("solo")
@@ -50,6 +51,7 @@ def test_from_a_common_start_a_round_averages_as_fedavg_and_keeps_as_solo(name, 
     assert_close(state.clients["params"][kept], solo.clients["params"][kept], 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "kept"), [("fedper", "head"), ("lgfedavg", "backbone")])
 def test_the_servers_own_parts_stay_the_initial_ones(name, kept):
     start = arrays(toy.simulation(name, **everyone).start())
@@ -70,6 +72,7 @@ def test_who_is_not_selected_keeps_its_parts_and_has_the_new_shared_ones(name):
     assert_equal(personal["params"][shared], server.variables["params"][shared])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"client_state": "host"}, {"eval_batch": 7, "block": 2}])
 @pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
 def test_the_ensemble_answers_with_the_mean_of_all_models_softmax(name, options):
@@ -97,6 +100,7 @@ def test_layers_of_the_backbone_are_named_by_their_path():
         assert united(*sides) == united(*sides[::-1]) == tree
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
 def test_with_all_layers_named_fedper_is_solo_and_lgfedavg_is_fedavg(name):
     state = after(name, layers="head,backbone/fc1")
@@ -112,6 +116,7 @@ def test_a_layer_that_is_not_there_is_named():
         toy.simulation("fedper", layers="head,fc3").start()
 
 
+@pytest.mark.thorough
 def test_fine_tuning_moves_the_own_layers_alone_and_only_if_asked_for():
     assert not FedPer().traits().fine_tunes
     trained, _ = toy.train(simulated := toy.simulation("fedper", fine_tune_layers=True, **everyone))
@@ -122,6 +127,7 @@ def test_fine_tuning_moves_the_own_layers_alone_and_only_if_asked_for():
     assert not same(after.clients["params"]["head"], before.clients["params"]["head"])
 
 
+@pytest.mark.thorough
 def test_running_statistics_of_base_layers_stand_still_while_own_layers_are_tuned():
     simulated = toy.simulation("fedper", model=toy.narrow_resnet(), epochs=1, fine_tune_layers=True, **everyone)
     trained, _ = toy.train(simulated, (0,))
@@ -131,6 +137,7 @@ def test_running_statistics_of_base_layers_stand_still_while_own_layers_are_tune
     assert_close(arrays(tuned.servers.variables["batch_stats"]), before, 1e-6)
 
 
+@pytest.mark.thorough
 def test_fine_tuned_layers_are_measured_beside_those_of_training():
     federation = fp.partition(fp.load_dataset("digits"), "pcdd", clients=3, classes_per_client=4)
     how = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 2}
@@ -140,6 +147,7 @@ def test_fine_tuned_layers_are_measured_beside_those_of_training():
     assert 0 <= tuned["pa_tuned"] <= 1
 
 
+@pytest.mark.thorough
 def test_own_layers_may_start_at_random_for_each_client_by_its_key():
     common, starts = (toy.simulation("fedper", start=how, **everyone).start() for how in ("common", "random"))
     again = toy.simulation("fedper", start="random", cohort=2, lanes=1).start()

@@ -73,6 +73,7 @@ def test_a_teacher_free_step_costs_no_further_pass():
     assert products_of_a_step(FedLMD(teacher_free=True)) == products_of_a_step(Method())
 
 
+@pytest.mark.thorough
 @taught
 @pytest.mark.parametrize("teacher", ["eval", "train"])
 def test_running_statistics_are_those_of_the_student_alone(name, teacher):
@@ -88,6 +89,7 @@ def test_batch_norm_of_the_teacher_is_in_the_mode_asked_for(teacher):
     np.testing.assert_allclose(method.received_logits(BATCH, context), outputs.logits, 1e-5, 1e-5)
 
 
+@pytest.mark.thorough
 def test_not_true_distillation_draws_to_the_received_model():
     params = [gradient(FedNTD(beta_ntd=weight))[0]["head"]["bias"] for weight in (0.0, 1.0, 2.0)]
     assert np.any(params[1] != params[0])

@@ -26,6 +26,7 @@ def of(name, **hyper):
     return methods.get(name)(**hyper)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedprox", "feddc"])
 def test_without_weight_it_is_the_plain_method(name):
     plain, extended = trained(of(name)), trained(of(f"{name}+prototypes", prototype_mu=0.0))
@@ -33,6 +34,7 @@ def test_without_weight_it_is_the_plain_method(name):
     jax.tree.map(np.testing.assert_array_equal, extended.clients, plain.clients)
 
 
+@pytest.mark.thorough
 def test_a_pass_that_both_need_serves_both():
     plain = trained(of("scaffold", control="I"))
     extended = trained(of("scaffold+prototypes", control="I", prototype_mu=0.0))
@@ -45,6 +47,7 @@ def test_a_form_that_averages_no_models_has_none():
         trained(of("feddf+prototypes", form="participants"))
 
 
+@pytest.mark.thorough
 def test_of_fedavg_it_is_fedproc():
     ours = trained(of("fedavg+prototypes", prototype_mu=0.3, prototype_tau=0.5)).servers
     theirs = trained(FedProc(mu=0.3, tau=0.5)).servers
@@ -57,6 +60,7 @@ ALIKE = ("fedavg", "fedprox", "fedgela", "feddyn", "feddc", "fedrs", "fedlc", "f
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALIKE]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["moon", "fednova", "fedrl", "fedgen", "scaffold", *SLOW])
 def test_the_contrast_acts_from_the_second_round_on(name):
     first, weak = (trained(of(f"{name}+prototypes", prototype_mu=mu), rounds=1) for mu in (1.0, 0.0))
@@ -65,6 +69,7 @@ def test_the_contrast_acts_from_the_second_round_on(name):
     assert np.abs(flat(strong.servers.variables) - flat(plain.servers.variables)).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_results():
     one, several = (trained(of("feddyn+prototypes", prototype_mu=0.3), lanes=lanes) for lanes in (1, 3))
     np.testing.assert_allclose(flat(several.servers.variables), flat(one.servers.variables), rtol=1e-5, atol=1e-6)

@@ -34,6 +34,7 @@ def test_zeros_stay_and_columns_part():
     assert separation(values, 0.1)[0] < separation(start, 0.1)[0]
 
 
+@pytest.mark.thorough
 def test_a_drawn_frame_is_sparse_short_and_wide():
     frame = np.asarray(draw_sparse_etf(jax.random.key(3), DIM, CLASSES, sparsity=0.6, length=0.1))
     assert (frame == 0).sum() >= int(0.6 * DIM * CLASSES)
@@ -43,6 +44,7 @@ def test_a_drawn_frame_is_sparse_short_and_wide():
     assert rivals.max() < 0.01
 
 
+@pytest.mark.thorough
 def test_a_drawn_frame_follows_from_its_key():
     draws = [draw_sparse_etf(jax.random.key(k), DIM, CLASSES, sparsity=0.6, length=0.1) for k in (3, 3, 4)]
     np.testing.assert_array_equal(draws[0], draws[1])

@@ -42,6 +42,7 @@ def run(model, variables, x, key=None, *, train=True):
     return forward(model, variables, x, train=train, key=key)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "shape", "count"),
     [
@@ -66,6 +67,7 @@ def test_models_have_a_layer_for_each_stage_and_the_head(name, shape, count):
     assert all(layer.shape[0] == 4 for layer in given)
 
 
+@pytest.mark.thorough
 def test_layers_come_from_first_to_last():
     model = Classifier(MLP((7, 6)), 3, neck=2)
     shapes = [layer.shape[-1] for layer in layers(model, initialise(model, jax.random.key(0), (5,)), images((5,)),
@@ -73,6 +75,7 @@ def test_layers_come_from_first_to_last():
     assert shapes == [7, 6, 6, 6, 3]
 
 
+@pytest.mark.thorough
 def test_layers_follow_their_activation():
     model = Classifier(MLP((7,)), 3, neck=2)
     hidden, first, last, _ = layers(model, initialise(model, jax.random.key(0), (5,)), images((5,)), train=False)[0]
@@ -87,6 +90,7 @@ def test_pooling_belongs_to_its_layer():
     assert [layer.shape[1:] for layer in given] == [(14, 14, 6), (5, 5, 16), (120,), (84,), (3,)]
 
 
+@pytest.mark.thorough
 def test_asking_for_layers_changes_neither_outputs_nor_statistics():
     model = NARROW["wide"]
     given, outputs, state = jax.jit(lambda v, x: layers(model, v, x, train=True))(variables("wide"), images())
@@ -95,6 +99,7 @@ def test_asking_for_layers_changes_neither_outputs_nor_statistics():
     np.testing.assert_array_equal(given[-1], outputs.logits)
 
 
+@pytest.mark.thorough
 def test_nothing_is_kept_unasked():
     assert set(variables("wide")) == {"params", "batch_stats"}
     assert set(run(NARROW["wide"], variables("wide"), images())[1]) == {"batch_stats"}
@@ -108,6 +113,7 @@ def test_a_head_is_applied_as_in_its_model(bias):
     np.testing.assert_allclose(apply_head(variables["params"]["head"], outputs.features), outputs.logits, 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NARROW)
 def test_large_models_train_on_images(name):
     outputs, state = run(NARROW[name], variables(name), images())
@@ -122,6 +128,7 @@ def test_large_models_take_group_norm(name):
     assert set(shapes) == {"params"}
 
 
+@pytest.mark.thorough
 def test_dropout_acts_in_training_alone():
     model, keys = NARROW["wide"], jax.random.split(jax.random.key(0))
     trained = [run(model, variables("wide"), images(), key)[0].logits for key in keys]

@@ -60,6 +60,7 @@ def drawn(model, shape, seed=0):
     return {**still, "params": params}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "params", "full"),
     [
@@ -96,6 +97,7 @@ def test_stages_have_the_documented_sizes(name):
     assert counts == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("norm", "dtype"), [("batch", None), ("group", jnp.bfloat16)])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_and_logits_are_float32_in_each_norm_and_type(name, norm, dtype):
@@ -116,6 +118,7 @@ def test_a_neck_without_head_gives_its_own_features(name):
     assert (outputs.features.shape, outputs.logits) == ((2, 5), None)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sides"),
     [
@@ -131,6 +134,7 @@ def test_sides_are_halved_where_the_layer_lists_say(name, sides):
     assert [layer.shape[1] for layer in given[:-2]] == sides
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("name", NARROW)
 def test_outputs_are_finite_in_training_and_evaluation(name, norm):
@@ -150,6 +154,7 @@ def test_outputs_of_the_full_models_are_finite(name, norm):
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(outputs))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NARROW)
 def test_a_step_of_two_clients_is_two_steps_of_one(name):
     model = narrow(name)
@@ -171,6 +176,7 @@ def test_a_step_of_two_clients_is_two_steps_of_one(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), together, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NARROW)
 def test_the_mask_reaches_every_norm(name):
     model, mask = narrow(name), jnp.asarray([1, 0, 1])
@@ -261,6 +267,7 @@ def test_a_shuffle_block_of_stride_1_adds_its_input():
     np.testing.assert_array_equal(block_output(ShuffleBlock(8), x, "expand"), nn.relu(x))
 
 
+@pytest.mark.thorough
 def test_a_shuffle_block_of_stride_2_appends_its_averaged_input():
     x = images((4, 4, 8))
     out = block_output(ShuffleBlock(16, 2), x, "expand")
@@ -275,6 +282,7 @@ def test_grouped_kernels_start_uniform_within_one_over_root_of_the_inputs_of_a_g
     np.testing.assert_allclose([kernel.min(), kernel.max(), kernel.std()], [-0.1, 0.1, 0.1 / 3**0.5], rtol=1e-2)
 
 
+@pytest.mark.thorough
 def test_features_of_the_four_digits_participants_are_those_of_the_paper():
     names = ("resnet10", "resnet12", "efficientnet_b0", "mobilenet_v2")
     assert [feature_dim(build(name, num_classes=10, image_shape=IMAGE), IMAGE) for name in names] == [
@@ -298,6 +306,7 @@ def run_in_training(model, variables, seed):
     return forward(model, variables, images((8, 8, 3)), train=True, key=key)[0].features
 
 
+@pytest.mark.thorough
 def test_features_of_fccls_efficientnet_are_dropped_out_where_there_is_a_key():
     model, variables = efficient(dropout=0.5)
     plain, dropped = (run_in_training(model, variables, seed) for seed in (None, 1))
@@ -307,6 +316,7 @@ def test_features_of_fccls_efficientnet_are_dropped_out_where_there_is_a_key():
     np.testing.assert_array_equal(dropped, run_in_training(model, variables, 1))
 
 
+@pytest.mark.thorough
 def test_drop_connect_takes_whole_samples_out_of_blocks_with_a_shortcut():
     block = EfficientBlock(EfficientStage(1, 3, 1, 4, 1), drop=0.5)
     x = jnp.asarray(images((8, 8, 4), batch=16))
@@ -320,6 +330,7 @@ def test_drop_connect_takes_whole_samples_out_of_blocks_with_a_shortcut():
     np.testing.assert_allclose(dropped[~gone], 2 * plain[~gone], 1e-4, 1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("network", [ResNet((1,), width=4), EfficientNet(EFFICIENT_STAGES, last=None)])
 def test_kernels_start_normal_or_uniform(network):
     def largest(model):

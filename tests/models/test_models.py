@@ -96,6 +96,7 @@ def test_sizes_are_the_published_ones(name, shape, classes, params, full, featur
     assert sizes(model, shape) == (params, full, features, (features + 1) * classes)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_model_runs_on_its_smallest_images(name, monkeypatch):
     monkeypatch.setattr(classifier, "_shapes", shapes)  # `feature_dim` looks at what is traced here anyway
@@ -174,6 +175,7 @@ def test_a_neck_of_two_has_a_relu_between():
     np.testing.assert_allclose(forward(model, {"params": params}, x, train=False)[0].features, expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_bfloat16_computes_in_bfloat16_and_returns_float32():
     model, x = narrow_resnet(dtype=jnp.bfloat16), images((8, 8, 3))
     run = jax.jit(lambda v, x: forward(model, v, x, train=True))
@@ -184,6 +186,7 @@ def test_bfloat16_computes_in_bfloat16_and_returns_float32():
     assert 0 < difference < 0.1 * jnp.abs(exact.logits).max()
 
 
+@pytest.mark.thorough
 def test_lanes_do_not_change_results():
     model, x = narrow_resnet(), np.stack([images((8, 8, 3), seed=s) for s in range(2)])
 
@@ -204,6 +207,7 @@ def test_lanes_do_not_change_results():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), lanes, expected)
 
 
+@pytest.mark.thorough
 def test_evaluation_changes_no_statistics_and_training_does():
     model, variables, x = narrow_resnet(), narrow_variables(), images((8, 8, 3))
     assert jax.eval_shape(lambda: forward(model, variables, x, train=False))[1] == {}

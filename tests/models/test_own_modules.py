@@ -93,6 +93,7 @@ def test_a_module_gives_features_and_logits_of_its_head(part):
     np.testing.assert_allclose(apply_head(variables["params"]["head"], outputs.features), outputs.logits, 1e-5, 1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", ALL, ids=NAMES)
 def test_gradients_reach_all_parameters_under_vmap(part):
     model = built(part)
@@ -111,6 +112,7 @@ def test_gradients_reach_all_parameters_under_vmap(part):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients["head"]))
 
 
+@pytest.mark.thorough
 def test_a_whole_classifiers_last_layer_is_the_head():
     linen, other = built(Whole), built(NnxWhole)
     params = initialise(linen, jax.random.key(0), SHAPE)["params"]
@@ -156,6 +158,7 @@ def test_masked_samples_stay_out_of_batch_statistics(part):
     assert not np.allclose(*map(np.ravel, (jax.tree.leaves(state)[0], jax.tree.leaves(variables["batch_stats"])[0])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", [Normed, NnxNet], ids=["linen", "nnx"])
 def test_dropout_is_on_with_a_key_and_a_function_of_it(part):
     model = built(part)
@@ -206,6 +209,7 @@ def test_a_dense_layer_that_is_called_twice_is_no_head(part):
     assert params["backbone"]["layer"]["kernel"].shape == params["head"]["kernel"].shape == (3, 3)
 
 
+@pytest.mark.thorough
 def test_a_sequence_of_layers_is_a_model():
     linen = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(6), nn.relu, nn.Dense(3)])
     layers = nnx.Linear(64, 6, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(6, 3, rngs=nnx.Rngs(1))
@@ -332,6 +336,7 @@ def test_what_is_no_model_is_refused_with_one_sentence(part, sentence):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_dense_layer_of_another_width_belongs_to_the_backbone():
     params = initialise(built(Wide(5)), jax.random.key(0), SHAPE)["params"]
     assert params["backbone"]["Dense_0"]["kernel"].shape == (64, 5)

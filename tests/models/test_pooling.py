@@ -21,6 +21,7 @@ def separately(x):
 channels = pytest.mark.parametrize("channels", [3, FEW_CHANNELS])
 
 
+@pytest.mark.thorough
 @channels
 def test_value_and_gradient_are_those_of_both_layers(channels):
     x, dy = (jax.random.normal(jax.random.key(i), (2, *side, channels)) for i, side in enumerate([(5, 7), (2, 3)]))
@@ -44,6 +45,7 @@ def test_with_many_channels_the_first_of_equal_ones_has_the_gradient():
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[0, 1], [0, 0]])
 
 
+@pytest.mark.thorough
 @channels
 def test_lanes_are_images_one_after_another(channels):
     x = jax.random.normal(jax.random.key(0), (3, 2, 4, 4, channels))
@@ -63,6 +65,7 @@ def layers(bias=True, padding: Any = "VALID", kernel=5, features=6):
     return PooledConv(**settings), Conv(**settings)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("side", "options"),
     [
@@ -91,6 +94,7 @@ def test_small_networks_take_the_path_in_blocks():
     assert not blocked(5, 31)
 
 
+@pytest.mark.thorough
 def test_lanes_of_a_pooled_convolution_are_clients_one_after_another():
     pooled, _ = layers()
     x = jax.random.normal(jax.random.key(0), (2, 4, 32, 32, 3))
@@ -103,6 +107,7 @@ def test_lanes_of_a_pooled_convolution_are_clients_one_after_another():
     np.testing.assert_allclose(shared["params"]["bias"][0], each[0]["params"]["bias"], 1e-4, 1e-4)
 
 
+@pytest.mark.thorough
 @on_cpu
 def test_the_first_of_equal_outputs_of_a_convolution_has_the_gradient():
     pooled, _ = layers(bias=False)

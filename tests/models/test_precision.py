@@ -61,12 +61,14 @@ def trained(name: str, precision: str):
     return np.array(losses), np.asarray(simulated.evaluate(state).generic).sum(), state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_tf32_is_float32_on_a_cpu(name):
     """A CPU has no shorter products of float32, so the program is the same one."""
     jax.tree.map(np.testing.assert_array_equal, trained(name, "tf32")[0], trained(name, "float32")[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", "resnet"])
 def test_a_model_trains_in_bfloat16_as_in_float32(name):
     """bfloat16 rounds by up to 2^-9 = 0.2 %; a loss, the mean over many samples and layers of it, moves by few such."""
@@ -76,6 +78,7 @@ def test_a_model_trains_in_bfloat16_as_in_float32(name):
     assert abs(int(right) - int(as_right)) <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["w1", "resnet"])
 def test_what_crosses_rounds_stays_float32_in_bfloat16(name):
     """Parameters, batch-norm statistics, prototypes and what clients keep."""
@@ -106,6 +109,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 2])
 @pytest.mark.parametrize("name", ["w1", "resnet"])
 def test_products_on_a_gpu_have_the_type_asked_for(gpu, name, lanes):
@@ -119,11 +123,13 @@ def test_products_on_a_gpu_have_the_type_asked_for(gpu, name, lanes):
     assert exact.total() == tf32.total() == short.total()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedproto", "fedgela", "moon", "fedgen"])
 def test_no_product_of_a_method_is_left_to_the_device(gpu, method):
     assert set(lowered(simulation("w1", "float32", method))) == {("f32", "HIGHEST")}
 
 
+@pytest.mark.thorough
 def test_a_tpu_takes_three_products_of_bfloat16_for_tf32(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert set(lowered(simulation("w1", "tf32"), "tpu")) == {("f32", "HIGHEST"), ("f32", "HIGH")}

@@ -34,6 +34,7 @@ def test_of_one_pair_only_the_sign_is_said(tmp_path):
     assert (results[0].difference.low, results[0].difference.verdict()) == (None, "one seed, above")
 
 
+@pytest.mark.thorough
 def test_two_methods_beside_the_first_are_one_family(tmp_path):
     first, second = (0.3, 0.4, 0.5), (0.31, 0.42, 0.51)
     alone = compare(pairs(tmp_path / "runs", first, second))[0][0].difference

@@ -25,6 +25,7 @@ def folder(tmp_path):
     return tmp_path / "runs"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("content", [b"", b"{\n", b"\xff\xfe[\n"])
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("command", COMMANDS)
@@ -63,6 +64,7 @@ def test_what_can_be_read_and_is_none_of_a_run_is_left_out_and_named(folder, cap
     assert (err.startswith("left out: "), str(file) in err, err.count("\n")) == (True, True, 1)
 
 
+@pytest.mark.thorough
 def test_a_method_that_is_not_at_hand_is_read_all_the_same(folder, capsys):
     config = write_run(folder / "gone", 0.5, seed=1) / "config.yaml"
     config.write_text(re.sub("(?m)^method: .*$", "method: gone.py:Gone", config.read_text()))
@@ -86,6 +88,7 @@ def test_the_only_run_that_is_damaged_is_one_sentence(tmp_path, capsys, command,
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_partition_that_looks_whole_and_is_not_is_left_out_too(folder, capsys, command):
     file = write_run(folder / "bad", 0.5, seed=9) / "partition.npz"
@@ -97,6 +100,7 @@ def test_a_partition_that_looks_whole_and_is_not_is_left_out_too(folder, capsys,
     assert (str(file) in err, err.count("\n")) == (True, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_files_of_others_and_of_a_killed_start_are_passed_over(folder, capsys, command):
     (folder / "a0" / "mine.jsonl").write_text("not JSON\n")

@@ -463,12 +463,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, experiments, capsys
     assert error.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path, experiments, capsys):
     (tmp_path / "file").write_text("")
     assert report_main([str(write_run(tmp_path / "a")), f"--output={tmp_path / 'file/report'}"], experiments) == 2
     assert capsys.readouterr().err.endswith("(Not a directory): choose another --output.\n")
 
 
+@pytest.mark.thorough
 def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
     for name, finished in ((b"bad\xff", True), (b"other\xff", False)):
@@ -511,6 +513,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path, capsys, name)
     assert f"left out: {tmp_path / 'bad' / name} " in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_table_of_ones_own_counts_the_newest_run_of_a_seed(tmp_path, experiments, capsys):
     for number, ga in enumerate((0.2, 0.8)):
         folder = write_run(tmp_path / "runs" / str(number), ga=ga, method="fedavg")
@@ -524,6 +527,7 @@ def test_a_table_of_ones_own_counts_the_newest_run_of_a_seed(tmp_path, experimen
     assert "50.00" not in table
 
 
+@pytest.mark.thorough
 def test_a_table_of_ones_own_stands_first_in_every_output(tmp_path, experiments, capsys):
     for method in ("fedavg", "fedprox"):
         for beta in (0.5, 0.1):
@@ -569,6 +573,7 @@ def test_accuracies_of_different_moments_stand_in_columns_of_their_own(tmp_path,
     assert [shown[name]["PA in training best"].mean for name in ("fedavg", "fedgela")] == [70.0, 80.0]
 
 
+@pytest.mark.thorough
 def test_no_file_of_a_report_calls_accuracy_after_fine_tuning_simply_pa(tmp_path, experiments):
     for seed in (0, 1):
         folder = write_run(tmp_path / f"runs/{seed}", seed=seed)

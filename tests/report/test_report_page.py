@@ -35,6 +35,7 @@ def report(tmp_path_factory):
     return tmp_path / "out"
 
 
+@pytest.mark.thorough
 def test_every_format_is_written(report):
     names = {path.name for path in report.iterdir()}
     assert names == {"report.html", "report.md", "report.csv", "report.tex", "curves"}
@@ -93,6 +94,7 @@ def hostile(tmp_path_factory):
     return tmp_path / "out"
 
 
+@pytest.mark.thorough
 def test_what_the_markdown_quotes_is_no_markup(hostile):
     text = (hostile / "report.md").read_text()
     assert r"&lt;b&gt;a\|b\*c\*\`d\`[e\](f)\_g\_ is unfinished" in text

@@ -30,6 +30,7 @@ def test_the_interval_and_p_are_students():
     assert result.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
 
 
+@pytest.mark.thorough
 def test_an_interval_covers_the_truth_as_often_as_it_says():
     draws = np.random.default_rng(0).normal(3.0, 1.0, (2000, 3))
     covered = np.mean([one.low <= 3.0 <= one.high for one in (of(*values) for values in draws)])

@@ -1,6 +1,7 @@
 """What a run records before its clients have trained."""
 
 import numpy as np
+import pytest
 from in_memory import trained
 
 from fedjax_pcdd.training.config import build
@@ -8,6 +9,7 @@ from fedjax_pcdd.training.loop import Callback, loop
 from fedjax_pcdd.training.tasks import setup
 
 
+@pytest.mark.thorough
 def test_clients_without_steps_have_the_initial_models_accuracy():
     config, method = build(
         {
@@ -28,6 +30,7 @@ def test_clients_without_steps_have_the_initial_models_accuracy():
     assert all(np.array(known)[idle])
 
 
+@pytest.mark.thorough
 def test_a_round_records_the_scalars_that_the_method_names():
     small = {"clients": 3, "rounds": 1, "local_epochs": 1, "train_samples": 90, "lanes": 1, "fine_tune_epochs": 0}
     run = trained(method="fedgf+exp", **small)

@@ -58,6 +58,7 @@ def test_methods_with_another_softmax_refuse_weights():
         trained(method="fedlc", class_weights="local", **SMALL)
 
 
+@pytest.mark.thorough
 def test_a_runs_loss_is_the_focal_one():
     plain, focal = (trained(method="fedprox", loss=loss, local_epochs=1, **SMALL) for loss in ("ce", "focal"))
     (before,), (after,) = plain.history.rows, focal.history.rows

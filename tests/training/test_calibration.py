@@ -18,6 +18,7 @@ from fedjax_pcdd.models.classifier import apply_head, forward
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "options"), [("fedprox", {}), ("scaffold", {"client_state": "host", "lanes": 3})])
 def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     simulation = toy.simulation(name, cohort=2, **options)
@@ -38,6 +39,7 @@ def test_it_is_ccvrs_last_round_with_all_samples_of_all_clients(name, options):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state.servers.variables))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
 def test_a_result_has_it_beside_ga():
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=3, beta=0.3)
@@ -79,6 +81,7 @@ def test_a_covariance_that_is_too_large_or_singular_names_what_there_is():
     assert few.endswith("for more use `method=ccvr` with `covariance=diagonal`.")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:CCVR has 140 samples")
 def test_the_summary_of_ccvr_has_the_other_model_too():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)

@@ -42,16 +42,19 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_callback_ends_a_run(federation):
     history = fp.simulate(federation, callbacks=[StopAt(2)], **SMALL)
     assert len(history) == history.summary["rounds"] == 2
 
 
+@pytest.mark.thorough
 def test_a_run_without_a_stop_has_the_same_bits(federation):
     plain, told = (fp.simulate(federation, callbacks=own, **SMALL) for own in ([], [StopAt(9)]))
     np.testing.assert_array_equal(plain.ga, told.ga)
 
 
+@pytest.mark.thorough
 def test_callbacks_are_called_in_order_and_end_in_the_opposite_one(federation):
     calls = []
 
@@ -87,6 +90,7 @@ def test_a_callback_sees_models_and_reports(federation):
     jax.tree.map(np.testing.assert_array_equal, found["global"], history.variables)
 
 
+@pytest.mark.thorough
 def test_an_error_is_told_at_the_end(federation):
     ended = []
 
@@ -102,6 +106,7 @@ def test_an_error_is_told_at_the_end(federation):
     assert ended == ["mine"]
 
 
+@pytest.mark.thorough
 def test_early_stopping_waits_for_as_many_evaluations_as_it_is_told(federation):
     history = fp.simulate(federation, callbacks=[fp.EarlyStopping("ga", patience=2, least=1.0)], **SMALL)
     assert len(history) == 3  # the first is a rise from nothing
@@ -144,6 +149,7 @@ def stopped(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_what_callbacks_keep_is_restored(stopped):
     again, patient = StopAt(9), fp.EarlyStopping(patience=9)
     history = fp.resume(stopped, callbacks=[again, patient])
@@ -151,6 +157,7 @@ def test_what_callbacks_keep_is_restored(stopped):
     assert patient.best == np.max(history.ga)
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_ended_stays_ended(stopped):
     before = rows_of(stopped)
     history = fp.resume(stopped)
@@ -158,6 +165,7 @@ def test_a_run_that_was_ended_stays_ended(stopped):
     assert (len(history), history.summary["rounds"]) == (2, 2)
 
 
+@pytest.mark.thorough
 def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
     runs.run(*build(RUN | {"run_dir": tmp_path / "run", "beta": 0.3, "seed": 3}))
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
@@ -169,6 +177,7 @@ def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
     assert loaded.summary["ga_best"] == expected.summary["ga_best"]
 
 
+@pytest.mark.thorough
 def test_early_stopping_begins_anew_with_every_run():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     stopping = fp.EarlyStopping(patience=1)
@@ -177,6 +186,7 @@ def test_early_stopping_begins_anew_with_every_run():
     assert len(fp.simulate(federation, fp.FedAvg(), rounds=2, lr=0.001, **small).rows) == 2
 
 
+@pytest.mark.thorough
 def test_early_stopping_waits_for_evaluated_rounds():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     small = {"local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "eval_every": 2}
@@ -184,6 +194,7 @@ def test_early_stopping_waits_for_evaluated_rounds():
     assert len(fp.simulate(federation, fp.FedAvg(), rounds=4, callbacks=[stopping], **small).rows) == 4
 
 
+@pytest.mark.thorough
 def test_whole_numbers_of_another_type_are_images_too():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=2)
     history = fp.simulate(federation, fp.FedAvg(), rounds=1, local_epochs=1, lanes=1, fine_tune_epochs=0)
@@ -201,6 +212,7 @@ def test_a_given_model_has_its_own_neck():
         fp.simulate(federation, fp.FedAvg(), model=model, neck=2, rounds=1)
 
 
+@pytest.mark.thorough
 def test_heads_are_tuned_after_training_with_clients_on_disk():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=3)
     small = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1}
@@ -211,6 +223,7 @@ def test_heads_are_tuned_after_training_with_clients_on_disk():
     assert tuned[0] == pytest.approx(tuned[1], abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tmp_path):
     with pytest.raises(fp.UserError, match="there is no folder"):
         fp.load_run(tmp_path / "nothing")
@@ -219,6 +232,7 @@ def test_a_folder_without_a_run_or_without_checkpoints_is_a_sentence(stopped, tm
         fp.load_run(tmp_path)
 
 
+@pytest.mark.thorough
 def test_one_of_a_sweep_may_stop_and_the_others_go_on(tmp_path):
     pairs = [build(RUN | {"run_dir": tmp_path / str(seed), "seed": seed}) for seed in (0, 1)]
     told = runs.run_together([runs.Asked(*pairs[0], callbacks=[StopAt(2)]), runs.Asked(*pairs[1])])

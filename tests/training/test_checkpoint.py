@@ -314,6 +314,7 @@ def test_a_disk_that_fills_up_is_a_user_error_at_the_next_call(opened, monkeypat
 MANY = {f"leaf{i}": np.full((10, 300), float(i)) for i in range(40)}
 
 
+@pytest.mark.thorough
 def test_a_full_disk_leaves_no_write_behind_that_prints_a_traceback(tmp_path, opened, monkeypatch):
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", printed.append)  # as TensorStore prints from its threads
@@ -377,6 +378,7 @@ with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_leaves_usable_checkpoints(tmp_path, opened, sentences):
     wait = random.Random(0)
     for _ in range(3):

@@ -152,12 +152,14 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 def test_a_run_on_disk_is_one_on_the_host_and_writes_what_changed(whole, tmp_path):
     assert main([*RUN, "--client-state=host", f"--run-dir={tmp_path / 'run'}"]) == 0
     assert rows(tmp_path / "run") == rows(whole)
     assert [len(np.load(whole / "clients" / str(r) / "rows.npy")) for r in range(1, 5)] == [3, 3, 3, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_run_is_resumed_from_its_log_to_the_same_bits(whole, tmp_path, damaged, capsys):
     shutil.copytree(whole, tmp_path / "run")
@@ -170,6 +172,7 @@ def test_a_run_is_resumed_from_its_log_to_the_same_bits(whole, tmp_path, damaged
     assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_when_the_log_is_written_is_a_sentence_and_loses_nothing(
     whole, tmp_path, capsys, monkeypatch
 ):

@@ -61,6 +61,7 @@ numbers = st.floats(min_value=1e-38, max_value=3e38)
 names = st.text(min_size=1, max_size=20).filter(lambda text: text.lower() != "none" and text.isprintable())
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     lr=numbers, clip=st.sampled_from(["method", "none"]) | numbers, folder=names, dataset=names, mu1=st.none() | numbers

@@ -78,6 +78,7 @@ def test_each_distinct_convolution_of_a_training_step_is_listed_once():
     assert len(operations) == 3 * len(layers) - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_short_measurement_gives_a_rule_to_every_operation(lanes):
     operations = listed(small_resnet(), lanes)[:2]
@@ -113,6 +114,7 @@ def test_nothing_is_timed_after_the_deadline():
     assert tuning.time_forms(listed(small_resnet()), time.perf_counter() - 1) == Choices()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", [Rule("gemm", "loop"), Rule("direct", "gemm")])
 def test_a_model_computes_the_same_by_any_choice(rule):
     plain = small_resnet()
@@ -143,6 +145,7 @@ def test_an_operation_takes_the_rule_timed_with_the_nearest_lanes():
     assert known.rule(few._replace(dtype="bfloat16")) == few._replace(dtype="bfloat16").default
 
 
+@pytest.mark.thorough
 def test_what_is_timed_once_is_kept_for_the_next_run(unmeasured, timed):
     first = chosen()
     assert {operation.name for operation in timed} == {"forward", "input_gradient", "weight_gradient"}
@@ -159,6 +162,7 @@ def test_what_is_timed_once_is_kept_for_the_next_run(unmeasured, timed):
     assert not timed
 
 
+@pytest.mark.thorough
 def test_nothing_is_timed_where_the_table_knows_the_device_or_the_options_say_so(unmeasured, timed, monkeypatch):
     assert chosen(tune="off") is None
     monkeypatch.setattr(device_choices, "table", lambda: {"cpu": {"shapes": [{}]}})
@@ -197,6 +201,7 @@ def run(path, **options):
     return runs.run(config, method, say=pytest.fail)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_computes_by_the_forms_that_it_noted(unmeasured, timed, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     run(whole)
@@ -235,6 +240,7 @@ def test_models_without_notes_take_the_packaged_table():
     assert choices.in_use() == Choices()
 
 
+@pytest.mark.thorough
 def test_participants_of_several_architectures_are_timed_together(unmeasured, timed):
     config, _ = build({"method": "fedmd", "quiet": True})
     groups = toy.groups()

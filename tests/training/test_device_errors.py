@@ -78,6 +78,7 @@ def noted_lanes(path):
     return json.loads((path / "resolved.json").read_text())["lanes"]
 
 
+@pytest.mark.thorough
 def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
     said = []
     run(asked(tmp_path / "four", lanes=4), said.append)
@@ -89,6 +90,7 @@ def test_a_run_out_of_memory_goes_on_with_half_of_the_lanes(failing, tmp_path):
     assert rows(tmp_path / "four") == rows(tmp_path / "one")
 
 
+@pytest.mark.thorough
 def test_it_goes_on_from_its_newest_checkpoint(failing, tmp_path):
     failing.when = lambda simulation, round: round == 1 and simulation.program.lanes == 2
     run(asked(tmp_path, lanes=2))
@@ -96,6 +98,7 @@ def test_it_goes_on_from_its_newest_checkpoint(failing, tmp_path):
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_experiments_of_one_program_go_on_together(failing, tmp_path):
     several = [asked(tmp_path / str(seed), lanes=2, seed=seed) for seed in range(2)]
     results = runs.run_together(several, lambda _: None)
@@ -103,6 +106,7 @@ def test_experiments_of_one_program_go_on_together(failing, tmp_path):
     assert all(isinstance(result, dict) for result in results)
 
 
+@pytest.mark.thorough
 def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=4)
     stopping = fp.EarlyStopping("ga", patience=1)
@@ -113,6 +117,7 @@ def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
     assert len(history.ga) == 1
 
 
+@pytest.mark.thorough
 def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
     failing.when = lambda simulation, round: round == 1
     with pytest.raises(OutOfMemory) as error:
@@ -124,6 +129,7 @@ def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failin
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path):
     failing.message = FAILED
     with pytest.raises(UserError) as error:
@@ -175,6 +181,7 @@ def lanes_chosen(monkeypatch, free):
     return tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), base.start(), 3, 10**6).program.lanes
 
 
+@pytest.mark.thorough
 def test_lanes_are_the_fastest_whose_compiled_round_fits_into_memory(monkeypatch):
     needed = {lanes: taken(toy.simulation(lanes=lanes)) for lanes in (1, 2, 3)}
     assert needed[2] < needed[3]
@@ -288,6 +295,7 @@ ABORTING = """
 """
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_ends_the_process_leaves_a_sentence_and_a_folder_that_goes_on(tmp_path):
     died = process(ABORTING, lanes=1, tune="off", model="mlp", run_dir=tmp_path / "run")
     assert died.returncode < 0
@@ -311,6 +319,7 @@ EXHAUSTED_DEVICES = """
 """
 
 
+@pytest.mark.thorough
 def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_path):
     done = process(
         EXHAUSTED_DEVICES, "--device=cpu", "--no-quiet", lanes=2, devices=2, rounds=1, run_dir=tmp_path / "run"
@@ -320,6 +329,7 @@ def test_several_devices_out_of_memory_go_on_with_half_of_the_lanes_of_each(tmp_
     assert noted_lanes(tmp_path / "run") == 1
 
 
+@pytest.mark.thorough
 def test_as_many_devices_as_processors_do_not_wait_for_each_other_for_ever(tmp_path):
     """CCVR's server factorises matrices, for which XLA takes threads of the pool in which devices wait."""
     run = ["from fedjax_pcdd.cli.run import main", "import sys", "sys.exit(main(sys.argv[1:]))"]

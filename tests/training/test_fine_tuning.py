@@ -40,6 +40,7 @@ def tuned_alone(tuner, variables, k):
     return state.servers.variables
 
 
+@pytest.mark.thorough
 def test_from_global_tests_every_clients_tuned_model():
     tuner, best, last = global_models()
     (result,) = from_global(tuner, best, last, 3, [RESULT])
@@ -52,6 +53,7 @@ def test_from_global_tests_every_clients_tuned_model():
     ]))  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_from_global_without_learning_rate_tests_the_given_models():
     tuner, best, last = global_models(lr=0.0)
     (result,) = from_global(tuner, best, last, 3, [RESULT])
@@ -60,6 +62,7 @@ def test_from_global_without_learning_rate_tests_the_given_models():
     assert found[0] != found[1]
 
 
+@pytest.mark.thorough
 def test_from_global_keeps_what_was_measured_during_training():
     tuner, best, last = global_models(lr=0.0)
     (result,) = from_global(tuner, best, last, 3, [RESULT])
@@ -76,6 +79,7 @@ class Normed(FedRep):
         return super().build(model).clone(feature_norm=True)
 
 
+@pytest.mark.thorough
 def test_tuned_heads_have_the_same_ga_however_many_are_tuned_at_once():
     results = []
     for place in ("device", "host"):  # there as many at once as take part in a round

@@ -69,6 +69,7 @@ def runs(tmp_path_factory):
     return place, ended
 
 
+@pytest.mark.thorough
 def test_two_processes_give_the_numbers_of_one(runs):
     place, _ = runs
     np.testing.assert_allclose(metrics(place / "alone"), metrics(place / "two"), 1e-5)
@@ -77,6 +78,7 @@ def test_two_processes_give_the_numbers_of_one(runs):
         assert summaries[0][key] == pytest.approx(summaries[1][key], abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_folder_of_two_processes_is_that_of_one(runs):
     place, _ = runs
     files = [{str(p.relative_to(place / name)) for p in (place / name).glob("*")} for name in ("alone", "two")]
@@ -85,6 +87,7 @@ def test_the_folder_of_two_processes_is_that_of_one(runs):
     assert config == (place / "alone" / "config.yaml").read_text().replace("/alone", "/two")
 
 
+@pytest.mark.thorough
 def test_the_second_process_leaves_nothing_and_says_nothing(runs):
     place, (_, first, second) = runs
     assert list((place / "tmp").iterdir()) == []

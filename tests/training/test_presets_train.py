@@ -59,6 +59,7 @@ def test_the_papers_settings_train_on_clients_of_two_classes(method, dataset, se
     assert accuracies[-1] > last
 
 
+@pytest.mark.thorough
 def test_without_the_ruling_feddc_ends_in_one_sentence():  # E2
     with pytest.raises(UserError, match="not finite"):
         run("feddc", "digits", 0, step_normaliser="steps", grad_clip="none", server_step="full", rounds="30")

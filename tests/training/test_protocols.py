@@ -50,6 +50,7 @@ def test_a_client_with_fewer_epochs_keeps_its_last_number():
     np.testing.assert_array_equal(counts, [[1, 2, 3, 5], [4, 6, 6, 6]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "more"),
     [("fedgela", {}), ("fedrep", {}), ("fedrod", {}), ("fedproto", {}), ("solo", {"models": "mlp", "cohort": None})],
@@ -67,6 +68,7 @@ def own_numbers(row):
     return {k: v for k, v in row.items() if "sec" not in k and k not in OF_THE_RULE}
 
 
+@pytest.mark.thorough
 def test_a_protocol_changes_no_weight_and_no_other_number():
     runs = {name: trained(method="fedgela", pa_protocol=name, **SMALL) for name in NAMES}
     last, *others = ([own_numbers(row) for row in run.history.rows] for run in runs.values())
@@ -76,12 +78,14 @@ def test_a_protocol_changes_no_weight_and_no_other_number():
         assert [row["pa"] for row in run.history.rows] == [row[f"pa_{name}"] for row in run.history.rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedgela", "solo"])
 def test_clients_that_do_not_learn_have_one_number(method):
     (row,) = trained(method=method, pa_protocol="best_mean", **SMALL | {"lr": 1e-30, "rounds": 1}).history.rows
     assert len({row[f"pa_{name}"] for name in NAMES}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
     known = toy.simulation("fedgela", epochs=(3, 1, 2, 3, 2), cohort=5)
@@ -99,6 +103,7 @@ def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
     np.testing.assert_array_equal(counts[:, 0], received[jobs.row])
 
 
+@pytest.mark.thorough
 def test_fine_tuning_never_ends_below_the_tuned_model_on_equal_tests():
     simulated = toy.simulation(cohort=5, noise=120)
     state, _ = toy.train(simulated, (0, 1))
@@ -111,6 +116,7 @@ def test_fine_tuning_never_ends_below_the_tuned_model_on_equal_tests():
     np.testing.assert_array_equal(plain["last"], pa["last"])
 
 
+@pytest.mark.thorough
 def test_a_client_that_is_absent_keeps_its_chosen_number():
     run = trained(method="fedgela", pa_protocol="best_epoch", **SMALL | {"rounds": 1, "cohort": 1})
     (row,), kept = run.history.rows, run.history.also["pa_best_epoch"]
@@ -120,11 +126,13 @@ def test_a_client_that_is_absent_keeps_its_chosen_number():
     assert row["pa"] == pytest.approx(np.mean(kept))
 
 
+@pytest.mark.thorough
 def test_a_history_goes_through_a_checkpoint_with_all_protocols():
     run = trained(method="fedgela", pa_protocol="best_mean", **SMALL)
     assert History(**json.loads(run.history.to_json())) == run.history
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_same_numbers():
     options = {"method": "fedgela", "pa_protocol": "best_epoch", **SMALL}
     parts = setup([build(options)])
@@ -148,6 +156,7 @@ def test_two_protocols_at_once_are_refused():
         trained(method="fedgela", pa_protocol="best_epoch", pa_model="server", **SMALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedgela", "apfl", "fedrep"])
 @pytest.mark.parametrize("protocol", ["last", "received"])
 def test_accuracies_beside_pa_are_those_of_its_models(method, protocol):
@@ -161,6 +170,7 @@ def test_accuracies_beside_pa_are_those_of_its_models(method, protocol):
     assert method == "fedrep" or received != [row["pa_last"] for row in run.history.rows]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chosen", [{"select_by": "balanced"}, {"validation": 0.2, "select_on": "validation"}])
 def test_epochs_that_are_chosen_on_tests_choose_no_round_by_something_else(chosen):
     with pytest.raises(UserError, match="pa_protocol=best_epoch chooses epochs by the share of all tests"):
@@ -169,6 +179,7 @@ def test_epochs_that_are_chosen_on_tests_choose_no_round_by_something_else(chose
     assert run.history.best("pa")[1] == 1
 
 
+@pytest.mark.thorough
 def test_models_between_rounds_have_their_best_epochs_counted_in_every_round():
     with pytest.raises(UserError, match="takes part: use eval_every=1"):
         trained(method="fedrep", pa_protocol="best_mean", eval_every=2, **SMALL)
@@ -184,6 +195,7 @@ def test_a_task_has_no_protocol_to_choose():
         trained(method="solo", task="digits_domains", pa_protocol="best_epoch", rounds=1, lanes=1)
 
 
+@pytest.mark.thorough
 def test_python_has_all_protocols_under_their_names():
     federation = fp.partition(fp.load_dataset("digits"), clients=4, beta=1.0)
     given = {"rounds": 1, "local_epochs": 2, "lanes": 1, "fine_tune_epochs": 1, "batch_size": 50}
@@ -195,6 +207,7 @@ def test_python_has_all_protocols_under_their_names():
     assert tuned.summary["pa_protocol"].startswith("global model fine-tuned for 1 epochs, epoch with the best mean")
 
 
+@pytest.mark.thorough
 def test_on_iid_clients_with_equal_tests_tuning_is_never_below_the_tuned_model():
     federation = fp.partition(fp.load_dataset("digits"), "iid", clients=5)
     assert set(federation.test_sizes) == {71}

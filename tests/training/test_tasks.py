@@ -41,6 +41,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_run_records_accuracies_within_and_between_domains(fccl):
     for row in rows_of(fccl):
         assert len(row["intra"]) == len(row["inter"]) == 4
@@ -49,6 +50,7 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
         assert row["intra_top5"] > row["intra_top1"]
 
 
+@pytest.mark.thorough
 def test_fedmd_may_begin_with_labelled_public_images(tmp_path):
     starts = {}
     for epochs in (0, 3):
@@ -64,6 +66,7 @@ def test_transfer_needs_the_labels_of_the_public_images(tmp_path, capsys):
     assert "'plain' has no labels" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_other_labels_of_the_public_images_are_refused_on_resume(tmp_path, capsys):
     rng, labels = np.random.default_rng(0), np.arange(64) % 10
     data = {"x_train": rng.integers(0, 255, (64, 16, 16, 3), np.uint8)}
@@ -75,6 +78,7 @@ def test_other_labels_of_the_public_images_are_refused_on_resume(tmp_path, capsy
     assert "the public labels of the run in" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_summary_says_who_took_part(fccl):
     summary = json.loads((fccl / "summary.json").read_text())
     assert summary["dataset"] == "digits_domains"
@@ -85,6 +89,7 @@ def test_the_summary_says_who_took_part(fccl):
     assert summary["compilations"] == 1
 
 
+@pytest.mark.thorough
 def test_correlations_are_written_where_there_are_public_images(fccl):
     found = np.load(fccl / "correlation.npz")
     assert found["matrices"].shape == (4, 10, 10)
@@ -93,16 +98,19 @@ def test_correlations_are_written_where_there_are_public_images(fccl):
     assert (fccl / "correlation.png").stat().st_size > 0
 
 
+@pytest.mark.thorough
 def test_the_recorded_configuration_repeats_the_run(fccl, tmp_path):
     assert main([f"--preset={fccl}/config.yaml", f"--run-dir={tmp_path / 'again'}"]) == 0
     assert results(tmp_path / "again") == results(fccl)
 
 
+@pytest.mark.thorough
 def test_solo_runs_and_has_no_correlation(tmp_path):
     run(tmp_path / "run", "solo")
     assert not (tmp_path / "run" / "correlation.npz").exists()
 
 
+@pytest.mark.thorough
 def test_fedavg_runs_with_one_architecture(tmp_path):
     argv = [option for option in TINY if not option.startswith("--pretrain")]
     assert main([*argv, "--method=fedavg", "--models=mlp", f"--run-dir={tmp_path / 'run'}"]) == 0
@@ -190,6 +198,7 @@ def test_a_mistake_without_a_task_is_one_sentence_too(case, tmp_path, capsys, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_participants_of_a_partition_exchange_too(tmp_path):
     argv = ["--method=fedmd", "--models=mlp", "--clients=3", "--rounds=1", "--local-epochs=1", "--public-samples=64"]
     assert main([*argv, "--public-batch=32", "--lanes=1", "--quiet", f"--run-dir={tmp_path / 'run'}"]) == 0
@@ -250,6 +259,7 @@ def groups_of(monkeypatch, tmp_path, *options):
     return noted
 
 
+@pytest.mark.thorough
 def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch, tmp_path):
     from fedjax_pcdd.data.domains import TASKS
 
@@ -263,6 +273,7 @@ def test_the_domains_bring_their_own_epochs_and_the_number_of_passes(monkeypatch
     assert (noted["epochs"], noted["local"].epochs, noted["method"].public_epochs) == (None, 3, 1)
 
 
+@pytest.mark.thorough
 def test_participants_have_four_architectures_by_default_and_one_where_models_are_averaged(monkeypatch, tmp_path):
     noted = groups_of(monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl")
     assert len(set(noted["models"])) == 4
@@ -307,12 +318,14 @@ def test_a_reconstruction_is_marked_wherever_it_is_listed(method, capsys):
     assert "reconstructed" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_correlation_is_one_over_the_batch_short_of_itself():
     z = np.random.default_rng(0).normal(size=(1, 12, 3))
     matrices = np.asarray(correlation_matrices(z))
     np.testing.assert_allclose(np.diagonal(matrices[0]), 11 / 12, 1e-5)
 
 
+@pytest.mark.thorough
 def test_correlations_are_between_ones_own_classes_and_those_of_the_mean():
     z = np.random.default_rng(1).normal(size=(3, 40, 4))
     found = np.asarray(correlation_matrices(z))

@@ -31,6 +31,7 @@ def test_an_unknown_quantity_is_one_sentence_with_the_nearest():
         build({"track": "spectrum,angels"})
 
 
+@pytest.mark.thorough
 def test_samples_from_the_host_are_tracked_to_the_same_numbers(tmp_path):
     options = {"method": "fedmr", "track": ",".join(ALL), "cohort": 2, "rounds": 2}
     places = {"device": {}, "stream": {"data_memory": 10}}
@@ -69,10 +70,12 @@ def whole(tmp_path_factory):
     return folder, run(folder, track=",".join(ALL))
 
 
+@pytest.mark.thorough
 def test_tracking_changes_no_bit_of_the_metrics(whole, tmp_path):
     assert run(tmp_path / "run") == whole[1]
 
 
+@pytest.mark.thorough
 def test_every_round_has_its_line_and_every_quantity_its_picture(whole):
     rows = [json.loads(line) for line in lines_of(whole[0])]
     assert [row["round"] for row in rows] == [1, 2, 3, 4]
@@ -80,6 +83,7 @@ def test_every_round_has_its_line_and_every_quantity_its_picture(whole):
     assert all((whole[0] / f"track_{name}.png").read_bytes().startswith(b"\x89PNG") for name in ALL)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_tracks_the_same_bytes(whole, tmp_path):
     folder = interrupted(whole[0], tmp_path / "run")
     with open(folder / TRACK, "a") as file:
@@ -88,6 +92,7 @@ def test_a_resumed_run_tracks_the_same_bytes(whole, tmp_path):
     assert lines_of(folder) == lines_of(whole[0])
 
 
+@pytest.mark.thorough
 def test_what_a_resumed_run_tracks_in_addition_begins_there_and_changes_nothing(whole, tmp_path):
     folder = interrupted(whole[0], tmp_path / "run")
     begun = [
@@ -98,17 +103,20 @@ def test_what_a_resumed_run_tracks_in_addition_begins_there_and_changes_nothing(
     assert lines_of(folder) == [*begun[:2], *lines_of(whole[0])[2:]]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_may_cease_to_track(whole, tmp_path):
     folder = interrupted(whole[0], tmp_path / "run")
     assert run(folder, resume=folder) == whole[1]
     assert lines_of(folder) == lines_of(whole[0])[:2]
 
 
+@pytest.mark.thorough
 def test_every_second_round_and_the_last_are_tracked(tmp_path):
     run(tmp_path / "run", track="angles", track_every=2, track_local=False, rounds=3)
     assert [json.loads(line)["round"] for line in lines_of(tmp_path / "run")] == [2, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALL)
 def test_a_picture_is_drawn_where_nothing_is_known(tmp_path, name):
     rows = [{"round": 1, name: {"global": None, "local": None}}]

@@ -68,6 +68,7 @@ def test_settings_without_a_meaning_are_one_sentence(options, sentence):
         build(options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedavg", "fedgela", "fedproto"])
 def test_accuracies_on_validation_samples_are_those_of_the_models(method):
     whole = fp.partition(sources.load("digits"), "iid", clients=3)
@@ -83,6 +84,7 @@ def test_accuracies_on_validation_samples_are_those_of_the_models(method):
         assert row["ga"] == pytest.approx(np.mean(tests == made.dataset.y_test))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fccl", "fedmd", "rcfl", "fedmatch"])
 def test_clients_that_exchange_answers_are_measured_on_validation_samples_too(method):
     whole = fp.partition(sources.load("digits"), "pcdd", clients=5, classes_per_client=2)
@@ -104,6 +106,7 @@ def test_several_architectures_keep_no_samples_out():
         fp.simulate(whole, "fedmd", model=["mlp", "mcmahan_cnn"], validation=0.2, **SHORT)
 
 
+@pytest.mark.thorough
 def test_a_run_records_them_and_its_best_round_is_that_of_the_samples_asked_for(tmp_path):
     given = {"rounds": 4, "validation": 0.2, "select_on": "validation", "clients": 3, "lr": 0.1, "quiet": True}
     run(*build(SHORT | given | {"run_dir": tmp_path / "run"}))
@@ -157,6 +160,7 @@ def test_a_task_has_nothing_to_calibrate(tmp_path, capsys):
     assert "not for a task" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_run_with_parts_from_outside_is_a_preset(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import fedjax_pcdd as fp\nfrom flax import struct\n\n\n@struct.dataclass\nclass Own(fp.Method):\n    pass\n"

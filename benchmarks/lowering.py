@@ -1,0 +1,92 @@
+"""Programs as the compiler of a target gets them, and their digests from processes that lower one after another.
+
+A process takes longer to start than most programs to lower; unlike compiling, lowering does not end it.
+"""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from benchmarks.cases import Case
+from benchmarks.targets import environment, imagine
+
+ROOT = Path(__file__).parents[1]
+
+
+class Program(NamedTuple):
+    """A program that is not compiled yet.
+
+    Attributes:
+      lowered: for the compiler.
+      digest: of it, and of all else that its record depends on.
+      record: what is known of it already.
+      turns: of its loops, by their names.
+    """
+
+    lowered: Any
+    digest: str
+    record: dict[str, Any]
+    turns: dict[str, int]
+
+
+def lower(case: Case, target: str) -> Program:
+    """The program of a case, made in this process, which imagines the target."""
+    from benchmarks import hlo, programs
+    from benchmarks.turns import count_turns
+
+    traced = programs.trace(case)
+    record, depends, turns = {}, (), {}
+    if case.view == "round":
+        count = count_turns(traced.jaxpr, traced.args)
+        turns = {loop.name: loop.turns for loop in count.loops}
+        record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
+        depends = json.dumps(turns), Path(hlo.__file__).read_text()
+    lowered = programs.lower(traced, target)
+    return Program(lowered, programs.digest(lowered, target, *depends), record, turns)
+
+
+class Digests:
+    """A process that lowers cases for a target, and another one after it where it ended in the middle of one."""
+
+    def __init__(self, target: str):
+        self.target = target
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "Digests":
+        return self
+
+    def __call__(self, case: Case) -> str:
+        """The digest of the program of a case, "" where it cannot be lowered."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.lowering", self.target], cwd=ROOT, env=environment(self.target),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
+        assert self._process.stdin
+        assert self._process.stdout
+        with suppress(BrokenPipeError):  # it was killed since
+            print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline().strip()
+        if not answer:
+            self._end()
+        return answer
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
+        self._process = None
+
+
+if __name__ == "__main__":
+    imagine(sys.argv[1])
+    for line in sys.stdin:
+        print(lower(Case(**json.loads(line)), sys.argv[1]).digest, flush=True)
