@@ -28,6 +28,7 @@ def test_names_that_are_patterns_or_not_utf8_are_continued_too(tmp_path, name):
     assert len(resume(folder).rows) == OPTIONS["rounds"]
 
 
+@pytest.mark.thorough
 def test_a_name_that_is_too_long_is_a_sentence(tmp_path):
     config, method = build(OPTIONS | {"run_dir": tmp_path / ("x" * 300)})
     with pytest.raises(UserError, match=r"cannot write to .*File name too long"):

@@ -89,6 +89,7 @@ def test_a_configuration_that_was_cut_short_never_continues_as_another_run(folde
         resume(folder)
 
 
+@pytest.mark.thorough
 def test_an_edited_configuration_is_refused_even_where_resolved_json_was_edited_too(folder):
     edit(folder / "config.yaml", lr=0.5)
     resolved = json.loads((folder / "resolved.json").read_text())

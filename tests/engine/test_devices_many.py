@@ -111,6 +111,7 @@ def test_devices_finish_at_about_the_same_time(number):
     assert shares.plan.step_stop.max() * 2 * number <= 1.05 * steps.sum()
 
 
+@pytest.mark.thorough
 @given(steps_of_jobs, st.integers(1, 3), st.integers(1, 3), st.data())
 def test_jobs_are_trained_by_the_process_that_owns_their_client(steps, lanes, each, data):
     owners = np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(steps), max_size=len(steps))))

@@ -315,6 +315,7 @@ def test_what_a_correction_takes_away_is_said():
     assert "(not distinguishable after Holm's correction, held without)" in text
 
 
+@pytest.mark.thorough
 def test_hours_of_a_cell_that_claims_share_count_once(facts):
     need = Need(CLAIM, "B", {"a": 10.0, "b": 20.0}, None, False)
     text = sentences(facts._replace(needs=[need, need._replace(by_cell={"a": 10.0, "c": 5.0})]))[0]

@@ -515,6 +515,7 @@ def test_client_with_one_class_trains_only_against_all_classes(classes, trains):
     assert np.any(jax.grad(loss)(normal((B, D))) != 0) == trains
 
 
+@pytest.mark.thorough
 def test_normalised_vectors_have_length_one():
     np.testing.assert_allclose(jnp.linalg.norm(l2_normalise(normal((B, D))), axis=1), 1, rtol=1e-6)
 

@@ -153,6 +153,7 @@ def test_without_both_parts_it_is_solo():
     assert_close(arrays(state.clients[0].variables), arrays(expected.clients[0]), 1e-6)
 
 
+@pytest.mark.thorough
 def test_the_exchange_moves_every_model():
     table = toy.groups("fccl", necks=ONE, **SGD)
     before, after = arrays(table.start().clients)[0].variables, exchanged(table)[0].variables

@@ -169,6 +169,7 @@ def test_the_default_needs_no_advice_where_it_is_clipped():
     assert FedDC().traits().clip == 10
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_without_the_servers_step_the_models_are_averaged_by_size():
     sizes, method = (1, 3), FedDC(server_step="none")

@@ -76,6 +76,7 @@ def test_the_learning_rate_falls_to_nothing():
     assert_equal(distilled(server_steps=2, server_decay_steps=2), distilled(server_steps=5, server_decay_steps=2))
 
 
+@pytest.mark.thorough
 def test_teachers_count_equally_in_the_target():
     method = FedDF()
     parts = [method.upload(v, (), context(public=PUBLIC))[1].total for v in TEACHERS]
@@ -117,6 +118,7 @@ def test_a_student_that_is_its_only_teacher_has_nothing_to_learn():
     np.testing.assert_allclose(gradient, 0, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("option", [{"temperature": 3.0}, {"ensemble": "avg_probs"}], ids=["temperature", "ensemble"])
 def test_an_option_of_the_ensemble_changes_the_exchange(option):
     base = toy.groups("feddf", necks=ONE, form="participants", **SGD)

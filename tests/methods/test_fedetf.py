@@ -148,6 +148,7 @@ def test_logits_are_at_most_beta():
     assert np.abs(logits).max() <= 1 + 1e-6  # without beta, which no prediction needs
 
 
+@pytest.mark.thorough
 def test_equal_counts_of_all_classes_make_the_plain_cross_entropy():
     values = [
         value_and_gradient(FedETF(prior_power=power), parameters(), counts=[2, 2, 2])[0] for power in (0.0, 1.0, 3.0)

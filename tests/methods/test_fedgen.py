@@ -191,6 +191,7 @@ def test_counts_of_seen_labels_make_no_missing_class_known():
     np.testing.assert_array_equal(aggregated(method, fresh(method), message(COUNTS + 1)).known, OWNED)
 
 
+@pytest.mark.thorough
 def test_clients_without_weight_teach_nothing():
     method, weights = small(), jnp.array([0.5, 0.5, 0.0])
     known = aggregated(method, fresh(method), message(), weights).known
@@ -301,6 +302,7 @@ def test_generated_features_train_the_head_alone():
     assert not of_features.any()
 
 
+@pytest.mark.thorough
 def test_the_divergence_trains_the_features():
     assert jnp.abs(penalty(alpha=0.0, gradient=True)[1]).max() > 1e-3
 

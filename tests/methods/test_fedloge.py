@@ -149,6 +149,7 @@ def test_a_client_with_one_class_is_right_on_all_of_its_samples():
     assert correct[0] == simulated.experiments[0].federation.test_sizes[0]  # the client that has class 2 alone
 
 
+@pytest.mark.thorough
 def test_accuracy_of_three_global_models_is_measured():
     simulated = toy.simulation("fedloge")
     assert set(simulated.evaluate(simulated.start()).further) == {"ssec", "aux"}
@@ -169,6 +170,7 @@ def test_a_frozen_bias_is_added_to_the_sparse_etfs_logits_alone(g):
     np.testing.assert_allclose(loss, cross_entropy(f @ server.sparse_etf + bias, labels), 1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("form", "drawn"), [("none", False), ("frozen", True)])
 def test_the_bias_of_the_sparse_etf_is_that_of_a_new_layer_and_stays(form, drawn):
     simulated = toy.simulation("fedloge", ssec_bias=form)
@@ -181,6 +183,7 @@ def test_the_bias_of_the_sparse_etf_is_that_of_a_new_layer_and_stays(form, drawn
     np.testing.assert_array_equal(state.servers.bias[0], first)
 
 
+@pytest.mark.thorough
 def test_fewer_features_than_classes_are_refused():
     with pytest.raises(UserError, match="FedLoGe has no ETF of 10 classes in 4 features"):
         FedLoGe().configure(Setting(10, 4, 5, 1, 1, 4, False), None)

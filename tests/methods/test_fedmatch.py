@@ -113,6 +113,7 @@ def test_consistency_is_the_mean_divergence_from_the_helpers():
     np.testing.assert_allclose(unsupervised(split(), lambda_i=1.0), expected, 1e-3)
 
 
+@pytest.mark.thorough
 def test_pseudo_labels_are_the_votes_of_the_model_and_its_helpers():
     agreed = jnp.zeros((8, 2, toy.CLASSES)).at[:, :, 3].set(5.0)
     own = jax.nn.log_softmax(forward(MODEL, variables(), images(), train=True)[0].logits)

@@ -39,6 +39,7 @@ def test_a_participant_alone_learns_nothing_from_public_images():
     assert_equal(before, exchanged(table))
 
 
+@pytest.mark.thorough
 def test_equal_participants_learn_nothing_from_public_images():
     # Not with absolute differences: the mean of five equal numbers may differ from them in the last bit.
     squared = toy.groups("fedmd", necks=ONE, distance="squared", **SGD)

@@ -72,6 +72,7 @@ def test_body_stands_still_in_the_epochs_of_the_head():
     assert all(np.abs(np.array(state.clients["kernel"]) - heads)[chosen].max(axis=(1, 2)) > 1e-4)
 
 
+@pytest.mark.thorough
 def test_heads_of_clients_that_do_not_take_part_keep_their_bits():
     simulated = toy.simulation("fedrep")
     state, _ = simulated.step(simulated.start(), 0)

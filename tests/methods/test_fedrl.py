@@ -97,6 +97,7 @@ def test_after_the_last_layer_comes_the_first():
     jax.tree.map(np.testing.assert_array_equal, reviewed(step=4), reviewed(step=1))
 
 
+@pytest.mark.thorough
 def test_the_layer_may_advance_with_rounds():
     expected = reviewed(step=1)
     actual = reviewed(step=0, round=4, cycle="round")

@@ -93,5 +93,6 @@ def test_unknown_form_names_the_nearest():
         restricted_scales(jnp.ones(3), 0.5, form="hart")
 
 
+@pytest.mark.thorough
 def test_fedrs_is_registered():
     assert METHODS["fedrs"] is FedRS

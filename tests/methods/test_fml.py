@@ -68,6 +68,7 @@ def test_equal_models_have_nothing_to_tell_each_other():
     assert all(np.abs(g).max() < 1e-6 for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.thorough
 def test_the_teacher_of_the_private_model_is_the_meme():
     variables = pair()[1]
     value = loss(variables, alpha=0.0, beta_meme=1.0)

@@ -58,6 +58,7 @@ def test_the_servers_own_parts_stay_the_initial_ones(name, kept):
     assert_equal(after(name).servers.variables["params"][kept], start.servers.variables["params"][kept])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fedper", "lgfedavg"])
 def test_who_is_not_selected_keeps_its_parts_and_has_the_new_shared_ones(name):
     simulated = toy.simulation(name)

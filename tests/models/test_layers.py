@@ -137,6 +137,7 @@ def test_dropout_acts_in_training_alone():
     np.testing.assert_array_equal(*evaluated)
 
 
+@pytest.mark.thorough
 def test_the_last_norm_of_a_wide_network_follows_the_batch_by_nine_tenths():
     statistics = run(NARROW["wide"], variables("wide"), images(batch=1))[1]["batch_stats"]["backbone"]
     _, other = run(NARROW["wide"], {**variables("wide"), "batch_stats": shifted()}, images(batch=1))

@@ -42,6 +42,7 @@ def test_every_format_is_written(report):
     assert all(path.read_text().startswith("<?xml") for path in (report / "curves").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["report.md", "report.html"])
 def test_unfinished_runs_are_listed_with_their_rounds(report, name):
     assert "half is unfinished: 2 of 3 rounds" in (report / name).read_text()

@@ -77,6 +77,7 @@ def test_callbacks_are_called_in_order_and_end_in_the_opposite_one(federation):
     ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_callback_sees_models_and_reports(federation):
     found = {}
 

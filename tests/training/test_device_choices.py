@@ -170,6 +170,7 @@ def test_nothing_is_timed_where_the_table_knows_the_device_or_the_options_say_so
     assert not timed
 
 
+@pytest.mark.thorough
 def test_a_damaged_cache_is_said_in_a_sentence_and_written_anew(unmeasured, timed):
     first = chosen()
     (path,) = unmeasured.iterdir()

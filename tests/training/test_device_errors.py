@@ -141,6 +141,7 @@ def test_a_compiler_that_fails_is_a_sentence_and_the_folder_is_resumable(failing
     assert [row["round"] for row in rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_fails_beforehand_is_named(monkeypatch):
     def refuse(self, *args, **kwargs):
         raise jax.errors.JaxRuntimeError(FAILED)
