@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import ENGINE, FEDERATIONS, PARTS, PRECISIONS, Case
-from benchmarks.lowering import Digests, lower
+from benchmarks.lowering import Digests, counted, lower
 from benchmarks.targets import TARGETS, environment, imagine, missing
 
 ROOT = Path(__file__).parents[1]
@@ -115,14 +115,11 @@ def reason_of(code: int, errors: str) -> str:
 def compute(case: Case, target: str) -> Iterator[dict[str, Any]]:
     """The record of a case, in this process, in parts: what does not compile has a digest, too."""
     from benchmarks import programs
-    from benchmarks.turns import count_turns
 
     imagine(target)
     if case.view == "loops":
-        traced = programs.trace(case)
-        count = count_turns(traced.jaxpr, traced.args)
-        record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
-        yield record | {"loops": [loop._asdict() for loop in count.loops]}
+        record, loops = counted(programs.trace(case))
+        yield record | {"loops": [loop._asdict() for loop in loops]}
         return
     program = lower(case, target)
     yield {"program": program.digest} | program.record

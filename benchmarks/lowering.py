@@ -34,17 +34,23 @@ class Program(NamedTuple):
     turns: dict[str, int]
 
 
+def counted(traced: Any) -> tuple[dict[str, Any], list[Any]]:
+    """What is known of a traced program of the engine before it is lowered, and its loops."""
+    from benchmarks.turns import count_turns
+
+    count = count_turns(traced.jaxpr, traced.args)
+    return {"turns": count.turns, "equations": count.equations, "longest": traced.longest}, list(count.loops)
+
+
 def lower(case: Case, target: str) -> Program:
     """The program of a case, made in this process, which imagines the target."""
     from benchmarks import hlo, programs
-    from benchmarks.turns import count_turns
 
     traced = programs.trace(case)
     record, depends, turns = {}, (), {}
     if case.view == "round":
-        count = count_turns(traced.jaxpr, traced.args)
-        turns = {loop.name: loop.turns for loop in count.loops}
-        record = {"turns": count.turns, "equations": count.equations, "longest": traced.longest}
+        record, loops = counted(traced)
+        turns = {loop.name: loop.turns for loop in loops}
         depends = json.dumps(turns), Path(hlo.__file__).read_text()
     lowered = programs.lower(traced, target)
     return Program(lowered, programs.digest(lowered, target, *depends), record, turns)
