@@ -11,6 +11,7 @@ import numpy as np
 
 from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.mesh import SPLIT, distribute, owners_of
 from fedjax_pcdd.engine.program import Data, Program
@@ -110,27 +111,26 @@ class Planner:
         clients = np.zeros((len(self.experiments), self.cohort_size), np.int32)
         weight, batches = np.zeros(clients.shape), []
         for e, chosen in enumerate(cohorts or self.clients_of(round)):
-            experiment, train = self.experiments[e], self.experiments[e].federation.partition.train
+            train = self.experiments[e].federation.partition.train
             clients[e, : len(chosen)] = chosen
             weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
-            common: Any = {"seed": experiment.seed, "round": round, "batch": local.batch_size, "rule": local.last_batch}
-            common["shuffle"] = local.shuffle
+            lists = [train[k] for k in chosen.tolist()]
             if self.streamed and weight[e].any():  # positions in the shard, where jobs with steps have their samples
                 size = np.where(self.steps[e, chosen] > 0, self.sizes[e, chosen], 0)
-                edges = base + np.append(0, np.cumsum(size))
-                train, base = {k: np.arange(edges[i], edges[i + 1]) for i, k in enumerate(chosen)}, int(edges[-1])
-            drawn = [self._drawn(train[k], e, k, **common) for k in chosen]
+                lists, base = Lists(base + np.arange(size.sum()), size), base + int(size.sum())
+            drawn = self._drawn(lists, e, chosen, round)
             batches += drawn if weight[e].any() else [b[:0] for b in drawn]
             batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(chosen))
         weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
         return self.table(clients, weight, batches), batches
 
-    def _drawn(self, samples: np.ndarray, e: int, k: int, **common: Any) -> np.ndarray:
-        """The batches of a client [T_k, B] in a round."""
-        number, steps = int(self.numbers[e, k]), self.local.local_steps
-        if steps is None:
-            return schedule.job_batches(samples, client=number, epochs=int(self.epochs[k]), **common)
-        return schedule.endless_batches(samples, client=number, steps=steps, **common)
+    def _drawn(self, samples: Sequence[np.ndarray], e: int, chosen: np.ndarray, round: int) -> list[np.ndarray]:
+        """The batches [T_j, B] of the chosen clients of an experiment in a round."""
+        seed, local, numbers = self.experiments[e].seed, self.local, self.numbers[e, chosen]
+        how: Any = {"batch": local.batch_size, "rule": local.last_batch, "shuffle": local.shuffle, "clients": numbers}
+        if local.local_steps is None:
+            return schedule.job_batches(samples, schedule.streams(seed, round), epochs=self.epochs[chosen], **how)
+        return schedule.endless_batches(samples, schedule.streams(seed, 0), round=round, steps=local.local_steps, **how)
 
     def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
         """The job table from clients [E, S], weights [E, S] and the jobs' batches."""

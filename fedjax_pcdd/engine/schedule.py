@@ -14,12 +14,14 @@ of a block (`blocks.py`), q steps of a phase.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.methods.method import LastBatch
 
 # In place of a client, for draws of a whole round: the cohort, or, where all take part and exchange answers, the order
@@ -65,10 +67,30 @@ class Jobs(NamedTuple):
     epoch_steps: np.ndarray  # local steps in an epoch
 
 
+Draws = Callable[[int, int], np.random.Generator]
+
+
+def streams(seed: int, round: int) -> Draws:
+    """The random numbers of (seed, round, client, epoch), as a function of client and epoch; streams never overlap.
+
+    One generator goes from stream to stream, for to make one takes longer than a client's permutation: draw from what
+    a call returns before the next call.
+    """
+    bits = np.random.Philox(key=[seed, round])
+    generator, state = np.random.Generator(bits), bits.state
+    counter = state["state"]["counter"]
+
+    def begin(client: int, epoch: int) -> np.random.Generator:
+        counter[2], counter[3] = client, epoch
+        bits.state = state
+        return generator
+
+    return begin
+
+
 def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generator:
-    """The random numbers of one (seed, round, client, epoch); streams never overlap."""
-    counter = np.array([0, 0, client, epoch], np.uint64)  # a list with NOBODY in it would be rounded to floats
-    return np.random.Generator(np.random.Philox(key=[seed, round], counter=counter))
+    """The random numbers of one (seed, round, client, epoch)."""
+    return streams(seed, round)(client, epoch)
 
 
 def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
@@ -89,61 +111,78 @@ def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:
     """Steps of one local epoch. `drop`: only full batches, but one masked batch for a client smaller than that."""
     full, all_of_them = samples // batch, -(-samples // batch)
-    return full if rule == "strict" else np.where(full, full, all_of_them) if rule == "drop" else all_of_them
-
-
-def epoch_batches(order: np.ndarray, batch: int, rule: LastBatch) -> np.ndarray:
-    """Cut one epoch's order of samples [n] into batches [steps, B], padded with -1 (`top_up`: with the first samples).
-
-    >>> epoch_batches(np.arange(5), 3, "keep").tolist()
-    [[0, 1, 2], [3, 4, -1]]
-    >>> epoch_batches(np.arange(5), 3, "drop").tolist()
-    [[0, 1, 2]]
-    >>> epoch_batches(np.arange(2), 3, "top_up").tolist()
-    [[0, 1, 0]]
-    """
-    steps = batches_per_epoch(len(order), batch, rule)
-    out = np.full(steps * batch, -1, np.int32)
-    used = min(len(order), len(out))
-    out[:used] = order[:used]
-    if rule == "top_up" and used:
-        out[used:] = np.resize(order, len(out) - used)
-    return out.reshape(steps, batch)
+    return full if rule == "strict" else full + (full == 0) * all_of_them if rule == "drop" else all_of_them
 
 
 def job_batches(
-    samples: np.ndarray, *, seed: int, round: int, client: int, epochs: int, batch: int, rule: LastBatch,
-    shuffle: bool = True,
-) -> np.ndarray:  # fmt: skip
-    """All batches of one job [epochs * steps, B]: every epoch a fresh uniform permutation of the client's samples.
+    samples: Sequence[np.ndarray], draws: Draws, *, clients: np.ndarray, epochs: np.ndarray, batch: int,
+    rule: LastBatch, shuffle: bool = True, first: Any = 0,
+) -> list[np.ndarray]:  # fmt: skip
+    """The batches of n jobs, of each [epochs * steps, B]: every epoch a fresh uniform permutation of its samples.
 
-    Without `shuffle` every epoch has the samples in their stored order (FedRL).
+    What an epoch's last batch lacks is -1, with `top_up` its first samples.
+
+    Args:
+      samples: n index arrays.
+      draws: `streams` of the seed and the round.
+      clients: [n] numbers of the jobs' clients.
+      epochs: [n] how many each job has.
+      shuffle: without it every epoch has the samples in their stored order (FedRL).
+      first: [n] number of each job's first epoch.
+
+    >>> given = {"clients": np.zeros(1, int), "epochs": np.ones(1, int), "batch": 3, "shuffle": False}
+    >>> {r: job_batches([np.arange(4)], streams(0, 0), rule=r, **given)[0].tolist() for r in ("keep", "drop", "top_up")}
+    {'keep': [[0, 1, 2], [3, -1, -1]], 'drop': [[0, 1, 2]], 'top_up': [[0, 1, 2], [3, 0, 1]]}
     """
-    orders = (stream(seed, round, client, e).permutation(samples) if shuffle else samples for e in range(epochs))
-    return np.concatenate([epoch_batches(order, batch, rule) for order in orders])
+    owned, job = Lists.of(samples), np.repeat(np.arange(len(samples)), epochs)  # [epochs of all jobs]
+    size = owned.sizes[job]
+    stops, order = np.cumsum(size), owned.flat[np.repeat(owned.starts[job], size) + _counts(size)]
+    if shuffle:
+        number = _counts(epochs) + np.repeat(np.broadcast_to(first, len(epochs)), epochs)
+        places = zip(clients[job].tolist(), number.tolist(), (stops - size).tolist(), stops.tolist(), strict=True)
+        for client, epoch, start, stop in places:
+            draws(client, epoch).shuffle(order[start:stop])
+    length = batches_per_epoch(size, batch, rule) * batch
+    at, count = _counts(length), np.repeat(size, length)
+    used = np.repeat(stops - size, length) + (at % count if rule == "top_up" else np.minimum(at, count - 1))
+    rows = np.where((at < count) | (rule == "top_up"), order[used], -1).astype(np.int32).reshape(-1, batch)
+    edges = [0, *np.cumsum(batches_per_epoch(owned.sizes, batch, rule) * epochs).tolist()]
+    return [rows[start:stop] for start, stop in pairwise(edges)]
+
+
+def _counts(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, ... up to each of the lengths, one after another.
+
+    >>> _counts(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    stops = np.cumsum(lengths)
+    return np.arange(stops[-1] if len(stops) else 0) - np.repeat(stops - lengths, lengths)
 
 
 def endless_batches(
-    samples: np.ndarray, *, seed: int, round: int, client: int, steps: int, batch: int, rule: LastBatch,
-    shuffle: bool = True,
-) -> np.ndarray:  # fmt: skip
-    """The batches of one job [steps, B] where rounds count steps: the order of the samples goes on across rounds.
+    samples: Sequence[np.ndarray], draws: Draws, *, clients: np.ndarray, round: int, steps: int, batch: int,
+    rule: LastBatch, shuffle: bool = True,
+) -> list[np.ndarray]:  # fmt: skip
+    """The batches of n jobs [steps, B] where rounds count steps: the order of the samples goes on across rounds.
 
     A permutation is used up before the next is drawn. What a client misses while it is not drawn passes by unused, so
     that batches depend on (seed, round) alone.
 
-    >>> given = {"seed": 0, "client": 0, "steps": 3, "batch": 2, "rule": "drop"}
-    >>> parts = [endless_batches(np.arange(4), round=r, **given) for r in (0, 1)]
+    Args:
+      draws: `streams` of the seed and round 0; the others as of `job_batches`.
+
+    >>> given = {"clients": np.zeros(1, int), "steps": 3, "batch": 2, "rule": "drop"}
+    >>> parts = [endless_batches([np.arange(4)], streams(0, 0), round=r, **given)[0] for r in (0, 1)]
     >>> np.sort(np.concatenate(parts).reshape(3, 4)).tolist()
     [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    own = int(batches_per_epoch(len(samples), batch, rule))
-    if not own:
-        return np.zeros((0, batch), np.int32)
-    first, skipped = divmod(round * steps, own)
-    epochs = range(first, -(-(round + 1) * steps // own))
-    orders = (stream(seed, 0, client, e).permutation(samples) if shuffle else samples for e in epochs)
-    return np.concatenate([epoch_batches(order, batch, rule) for order in orders])[skipped : skipped + steps]
+    own = batches_per_epoch(np.array([len(one) for one in samples], int), batch, rule)
+    first, skipped = np.divmod(round * steps, np.maximum(own, 1))
+    epochs = np.where(own > 0, -(-(round + 1) * steps // np.maximum(own, 1)) - first, 0)
+    how: Any = {"batch": batch, "rule": rule, "shuffle": shuffle}
+    whole = job_batches(samples, draws, clients=clients, epochs=epochs, first=first, **how)
+    return [rows[skip : skip + steps] for rows, skip in zip(whole, skipped.tolist(), strict=True)]
 
 
 def most_jobs(jobs: int, devices: int) -> int:
@@ -187,9 +226,9 @@ def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
     free = [(0, lane) for lane in range(lanes)]
     rows = []
     for job in sorted((j for j in range(len(steps)) if steps[j]), key=lambda j: (-steps[j], j)):
-        start, lane = heapq.heappop(free)
+        start, lane = free[0]
         stop = start + -(-steps[job] // quantum)
-        heapq.heappush(free, (stop, lane))
+        heapq.heapreplace(free, (stop, lane))
         rows.append((start, stop, job, lane))
     jobs = np.array(rows, np.int32).reshape(-1, 4)
     start, last = jobs[:, 0], jobs[:, 1] - 1
@@ -210,11 +249,13 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int 
       quantum, block: q and b.
     """
     width = batches[0].shape[1] if len(batches) else 1
-    indices = np.full((steps, lanes, width), -1, np.int32)
-    jobs = layout([len(b) for b in batches], lanes, quantum)
-    for start, _, job, lane in jobs.jobs.tolist():
-        first = jobs.edges[start]
-        indices[first : first + len(batches[job]), lane] = batches[job]
+    indices, lengths = np.full((steps, lanes, width), -1, np.int32), [len(b) for b in batches]
+    jobs = layout(lengths, lanes, quantum)
+    start, _, job, lane = jobs.jobs.T
+    if len(job):
+        length = np.array(lengths)[job]
+        step = np.repeat(jobs.edges[start], length) + _counts(length)
+        indices[step, np.repeat(lane, length)] = np.concatenate([batches[j] for j in job.tolist()])
     return _segments(indices, jobs, len(batches), block)
 
 

@@ -13,12 +13,9 @@ rules = st.sampled_from(["drop", "keep", "top_up", "strict"])
 
 def jobs_of(counts, batch, rule, epochs=2):
     first = np.cumsum([0, *counts])
-    return [
-        schedule.job_batches(
-            np.arange(first[k], first[k + 1]), seed=0, round=1, client=k, epochs=epochs, batch=batch, rule=rule
-        )
-        for k in range(len(counts))
-    ]
+    lists, each = [np.arange(first[k], first[k + 1]) for k in range(len(counts))], np.full(len(counts), epochs)
+    common = {"clients": np.arange(len(counts)), "batch": batch, "rule": rule}
+    return schedule.job_batches(lists, schedule.streams(0, 1), epochs=each, **common)
 
 
 def replay(plan, lanes):
@@ -74,7 +71,8 @@ def test_jobs_of_one_phase_each_fill_the_lanes_in_order_and_leave_them_together(
 @given(st.integers(0, 60), st.integers(1, 9), rules)
 def test_an_epoch_has_each_sample_at_most_once_and_all_that_fit(count, batch, rule):
     samples = np.arange(100, 100 + count)
-    (epoch,) = np.split(schedule.job_batches(samples, seed=3, round=0, client=0, epochs=1, batch=batch, rule=rule), 1)
+    one = {"clients": np.zeros(1, int), "epochs": np.ones(1, int), "batch": batch, "rule": rule}
+    (epoch,) = schedule.job_batches([samples], schedule.streams(3, 0), **one)
     drawn = epoch[epoch >= 0]
     full = count // batch * batch
     expected = {"keep": count, "strict": full, "drop": full or count, "top_up": -(-count // batch) * batch}[rule]
@@ -124,10 +122,39 @@ def test_streams_differ_in_every_coordinate():
     assert len({schedule.stream(*map(int, place)).integers(2**62) for place in places}) == 5
 
 
+@pytest.mark.parametrize("client", [0, 7, schedule.NOBODY])
+def test_a_stream_is_a_generator_of_its_own_whatever_was_drawn_before(client):
+    draws, counter = schedule.streams(5, 3), np.array([0, 0, client, 1], np.uint64)
+    draws(2, 0).integers(9, size=7, dtype=np.int32)  # leaves half of a number behind
+    fresh = np.random.Generator(np.random.Philox(key=[5, 3], counter=counter))
+    np.testing.assert_array_equal(draws(client, 1).permutation(50), fresh.permutation(50))
+
+
 def test_without_shuffling_every_epoch_has_the_stored_order():
     samples = np.array([7, 3, 9, 1])
-    batches = schedule.job_batches(samples, seed=0, round=0, client=0, epochs=2, batch=2, rule="drop", shuffle=False)
+    one = {"clients": np.zeros(1, int), "epochs": np.array([2]), "batch": 2, "rule": "drop", "shuffle": False}
+    (batches,) = schedule.job_batches([samples], schedule.streams(0, 0), **one)
     np.testing.assert_array_equal(batches, [[7, 3], [9, 1]] * 2)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(1, 5), rules, st.integers(0, 40), st.data())
+def test_a_job_s_batches_do_not_depend_on_the_others(counts, batch, rule, round, data):
+    k, epochs = data.draw(st.integers(0, len(counts) - 1)), np.arange(len(counts)) % 3
+    lists, numbers = [np.arange(n) + 100 * i for i, n in enumerate(counts)], 7 * np.arange(len(counts))
+    how = {"batch": batch, "rule": rule}
+    own = schedule.streams(1, round)(int(numbers[k]), 0).permutation(lists[k])
+    together = schedule.job_batches(lists, schedule.streams(1, round), clients=numbers, epochs=epochs, **how)
+    one = {"clients": numbers[k : k + 1], **how}
+    (alone,) = schedule.job_batches(lists[k : k + 1], schedule.streams(1, round), epochs=epochs[k : k + 1], **one)
+    np.testing.assert_array_equal(together[k], alone)
+    first = alone[: schedule.batches_per_epoch(counts[k], batch, rule)].ravel()
+    used = min(len(first), counts[k])
+    np.testing.assert_array_equal(first[:used], own[:used])
+    draws = schedule.streams(1, 0)
+    together = schedule.endless_batches(lists, draws, clients=numbers, round=round, steps=4, **how)
+    (alone,) = schedule.endless_batches(lists[k : k + 1], draws, round=round, steps=4, **one)
+    np.testing.assert_array_equal(together[k], alone)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
