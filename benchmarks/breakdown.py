@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.overhead import simulate
 from benchmarks.round_time import federation
@@ -64,10 +63,7 @@ def profiled(simulated: Simulation) -> dict[str, float]:
 
 def compiled_text(simulated: Simulation) -> str:
     """The optimised program of a round."""
-    state, (arrays, jobs) = simulated.start(), simulated.plan(0)
-    held = simulated.fetch(state, (arrays, jobs))
-    numbers = simulated.methods, simulated.hyper_at(0), simulated.data, simulated.keys
-    return str(simulated.round.lower(*numbers, held, arrays, jobs, np.int32(0)).compile().as_text())
+    return str(simulated.compile(simulated.start()).as_text())
 
 
 def measure(name: str, method: str) -> dict[str, Any]:

@@ -15,8 +15,9 @@ UNTIMED = {"tune": "off"}  # forms of convolutions are not timed where several i
 # Nor does XLA time its kernels there: that takes a hundred seconds of a core for each program, and as many items share
 # the cores.
 UNTUNED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+# They take longest to compile.
 LARGE = ("resnet50", "wrn28_10", "mobilenet_v2", "googlenet", "shufflenet_g2", "efficientnet_b0",
-         "efficientnet_b0_1280", "efficientnet_b0_isic", "efficientnet_b0_flamby")  # take longest to compile  # fmt: skip
+         "efficientnet_b0_1280", "efficientnet_b0_isic", "efficientnet_b0_flamby")  # fmt: skip
 TINY = Workload("mlp", (8, 8, 1), clients=3, per_client=8, batch=4)
 LARGEST_STEP = 1e-4  # relative difference of a parameter after one round in full float32, above which lanes disagree
 
@@ -29,7 +30,9 @@ def items(rehearse: bool) -> list[Item]:
     methods, models = ("fedmr",) if rehearse else METHODS, ("simple_cnn",) if rehearse else MODELS
     of = {"tiny": rehearse}
     shared: Any = {"together": True, "environment": {} if rehearse else UNTUNED}
-    made = [Item(f"model {name}", model, {"name": name, **of}, 60 if name in LARGE else 20, **shared) for name in models]
+    made = [
+        Item(f"model {name}", model, {"name": name, **of}, 60 if name in LARGE else 20, **shared) for name in models
+    ]
     made += [Item("killed and resumed", resumed, {"name": "scaffold", **of}, 40, **shared)]
     made += [Item(f"method {name}", method, {"name": name, **of}, 25, **shared) for name in methods]
     compared = ("fedavg",) if rehearse else ("fedavg", "scaffold", "fedmr")

@@ -21,6 +21,7 @@ from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import client_batches, logits_of, on_own_tests
 from fedjax_pcdd.engine.jobs import Inputs, Lane, context_of, load, method_and_server, train_step
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, gathered, spread, summed
+from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import (
     LAYERS,
     OPTIMISER,
@@ -321,13 +322,15 @@ def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, ind
 
 
 @full_precision
-def training_round(
-    program: Program, methods, hyper, data, keys, state: State, plan, jobs, round
-) -> tuple[State, Report]:
+def training_round(program: Program, methods, hyper, data, keys, state: State, sent: Parcel) -> tuple[State, Report]:
     """One round: local training of all jobs, then aggregation in every experiment.
 
     The state's servers are the next ones, or with `Program.aggregates` False the former ones and their messages.
+
+    Args:
+      sent: plan, jobs and the number of the round.
     """
+    plan, jobs, round = opened(sent)
     inputs = _inputs(methods, hyper, data, keys, state.servers, jobs, round)
     return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
 

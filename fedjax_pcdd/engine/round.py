@@ -28,6 +28,7 @@ from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.parcels import packed
 from fedjax_pcdd.engine.planning import Experiment as Experiment
 from fedjax_pcdd.engine.planning import Planned, Planner
 from fedjax_pcdd.engine.program import (
@@ -359,7 +360,7 @@ class Simulation(Planner):
         plan = plan or self.plan(round)
         chunked = self.streamed and self.streamed.chunked
         after, report = (
-            self._in_chunks(state, round, plan) if chunked else self.round(*self._arguments(state, round, plan))
+            self._in_chunks(state, round, plan) if chunked else self.round(*self.arguments(state, round, plan))
         )
         return Launched(state, after, report, plan)
 
@@ -384,12 +385,14 @@ class Simulation(Planner):
           UserError: the compiler fails.
         """
         with in_sentences("compiling a round"):
-            return self.round.lower(*self._arguments(state, 0, self.plan(0))).compile()
+            return self.round.lower(*self.arguments(state, 0, self.plan(0))).compile()
 
-    def _arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
+    def arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
+        """What the compiled `round` takes."""
         arrays, jobs = plan
         hyper, data, held = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
-        return self.methods, hyper, data, self.keys, held, self._distributed(arrays), jobs, np.int32(round)
+        sent = packed((self._distributed(arrays), jobs, np.int32(round)))
+        return self.methods, hyper, data, self.keys, held, sent
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
         """Fetch what the next round's plan needs of the host while the launched one is computed."""

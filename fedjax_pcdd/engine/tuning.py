@@ -191,20 +191,22 @@ def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
 
 
 def _fastest_rule(operation: Operation, deadline: float) -> Rule:
-    default = operation.default
+    default, on_cpu, lanes = operation.default, jax.default_backend() == "cpu", operation.lanes
     shape = operation.name, operation.window, operation.inputs, operation.outputs
-    forms = FORMS[operation.name] if jax.default_backend() == "cpu" else ACCELERATED
-    singles: Candidates = {form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)}
-    single = _fastest(singles, _operands(operation), default.single, deadline)
-    if operation.lanes == 1:
+    single = default.single
+    if on_cpu or lanes == 1:
+        forms = FORMS[operation.name] if on_cpu else ACCELERATED
+        each: Candidates = {form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)}
+        single = _fastest(each, _operands(operation), single, deadline)
+    if lanes == 1:
         return Rule(single, default.lanes)
-    one = functools.partial(_compute, operation, single)
     ways: Candidates = {
-        "loop": lambda a, b: lax.map(lambda pair: one(*pair), (a, b)),
         "gemm": jax.vmap(functools.partial(_compute, operation, "gemm")),
         "grouped": jax.vmap(functools.partial(_compute, operation, "direct")),
     }
-    return Rule(single, _fastest(ways, _operands(operation, operation.lanes), default.lanes, deadline))
+    if on_cpu:  # elsewhere a loop that turns once a lane would launch as many kernels for each of them
+        ways["loop"] = lambda a, b: lax.map(lambda pair: _compute(operation, single, *pair), (a, b))
+    return Rule(single, _fastest(ways, _operands(operation, lanes), default.lanes, deadline))
 
 
 def _compute(operation: Operation, form: str, a: jax.Array, b: jax.Array) -> jax.Array:

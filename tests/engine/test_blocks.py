@@ -58,9 +58,7 @@ def simulated(sizes, lanes, *, name="fedavg", cohort=None, tests=None):
 
 def loops(simulation):
     """Depths of the loops of unknown length in a round's program: [1, 2] is one inside another."""
-    plan, jobs = simulation.plan(0)
-    state = simulation.fetch(simulation.start(), (plan, jobs))
-    args = simulation.methods, simulation.hyper_at(0), simulation.data, simulation.keys, state, plan, jobs, 0
+    args = simulation.arguments(simulation.start(), 0, simulation.plan(0))
     return list(_loops(jax.make_jaxpr(simulation.round)(*args).jaxpr, 1))
 
 

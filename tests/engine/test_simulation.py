@@ -256,10 +256,7 @@ def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
     assert (program.blocks.steps, toy.simulation(name, lanes=lanes).program.blocks.steps) == (1, 0)
     blocks = dataclasses.replace(program.blocks, steps=0)
     looped = jax.jit(partial(training_round, dataclasses.replace(program, blocks=blocks)))
-    plan, jobs = simulated.plan(0)
-    expected, told = looped(
-        simulated.methods, simulated.hyper_at(0), simulated.data, simulated.keys, simulated.start(), plan, jobs, 0
-    )
+    expected, told = looped(*simulated.arguments(simulated.start(), 0, simulated.plan(0)))
     state, report = simulated.step(simulated.start(), 0)
     close(state, expected)
     np.testing.assert_allclose(report.loss, told.loss, 1e-5)

@@ -207,9 +207,7 @@ def test_logits_of_other_classes_are_refused():
 
 
 def arguments(simulated):
-    plan, jobs = simulated.plan(0)
-    fixed = simulated.methods, simulated.hyper, simulated.data, simulated.keys
-    return *fixed, simulated.start(), plan, jobs, 0
+    return simulated.arguments(simulated.start(), 0, simulated.plan(0))
 
 
 @struct.dataclass

@@ -188,12 +188,13 @@ def test_shared_weights_under_vmap_stay_one_ordinary_convolution():
     assert (text.count("conv_general_dilated["), text.count("scan["), text.count("while[")) == (1, 0, 0)
 
 
-def test_lanes_on_an_unmeasured_gpu_become_grouped_convolutions(monkeypatch):
+def test_lanes_on_a_gpu_become_grouped_convolutions_and_for_the_weight_gradient_products(monkeypatch):
     monkeypatch.setattr(convolution_table, "rule_for", lambda _, *rest: default_rule("gpu", *rest))
     case = CASES["3x3 same, many channels"]
     run = value_and_gradients.__wrapped__(ours, case, lanes=(0, 0, 0))
     text = str(jax.make_jaxpr(run)(*operands(case, lanes=(3,))))
-    assert (text.count("conv_general_dilated["), text.count("feature_group_count=3")) == (3, 3)
+    assert (text.count("conv_general_dilated["), text.count("feature_group_count=3")) == (2, 2)
+    assert "dot_general[" in text
     assert "while[" not in text
 
 

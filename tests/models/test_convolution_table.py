@@ -82,7 +82,9 @@ def test_a_form_that_does_not_fit_becomes_direct(measured):
 
 
 def test_a_backend_without_a_table_gets_the_default_rule():
-    assert rule_for("tpu", "forward", window(), 8, 16) == Rule("direct", "grouped")
+    assert rule_for("tpu", "weight_gradient", window(), 8, 16) == Rule("direct", "grouped")
+    assert rule_for("gpu", "forward", window(), 8, 16) == Rule("direct", "grouped")
+    assert rule_for("gpu", "weight_gradient", window(), 8, 16) == Rule("direct", "gemm")
 
 
 def test_the_distance_counts_doublings():

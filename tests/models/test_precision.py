@@ -88,9 +88,7 @@ def test_what_crosses_rounds_stays_float32_in_bfloat16(name):
 
 def lowered(simulated: Simulation, platform: str = "cuda") -> Counter:
     """(element type, precision) of each matrix product and convolution in the round as it is lowered for a device."""
-    state = simulated.start()
-    plan, jobs = simulated.plan(0)
-    arguments = simulated.methods, simulated.hyper, simulated.data, simulated.keys, state, plan, jobs, np.int32(0)
+    arguments = simulated.arguments(simulated.start(), 0, simulated.plan(0))
     text = simulated.round.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line or "stablehlo.convolution" in line]
     return Counter(_type_and_precision(line) for line in lines)
