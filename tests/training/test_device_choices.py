@@ -110,6 +110,21 @@ def test_a_form_that_the_compiler_refuses_is_no_candidate(monkeypatch):
     assert tuning._fastest_rule(operation, time.perf_counter() + 60).single == "gemm"
 
 
+@pytest.mark.parametrize(("backend", "ways"), [("cpu", ["gemm", "grouped", "loop"]), ("gpu", ["gemm", "grouped"])])
+def test_off_a_cpu_no_lanes_run_one_after_another(monkeypatch, backend, ways):
+    operation, tried = listed(small_resnet(), lanes=2)[0], []
+
+    def fastest(candidates, operands, default, deadline):
+        tried.append(sorted(candidates))
+        return default
+
+    monkeypatch.setattr(tuning, "_fastest", fastest)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    tuning._fastest_rule(operation, 0.0)
+    assert tried[-1] == ways
+    assert len(tried) == (2 if backend == "cpu" else 1)  # of a single convolution, where lanes are a loop of these
+
+
 def test_nothing_is_timed_after_the_deadline():
     assert tuning.time_forms(listed(small_resnet()), time.perf_counter() - 1) == Choices()
 

@@ -1,0 +1,37 @@
+"""What the host sends for a round is one array, and nothing is lost on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from fedjax_pcdd.engine.parcels import opened, packed
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_parcel_has_the_values_shapes_and_types_of_its_tree(x64):
+    tree = {
+        "integers": np.arange(-3, 9, dtype=np.int32).reshape(2, 3, 2),
+        "floats": np.array([np.nan, -0.0, np.inf, 1e-45], np.float32),
+        "wide": (np.arange(6, dtype=np.int64).reshape(3, 2), np.linspace(0, 1, 5)),
+        "empty": np.zeros((0, 4), np.int32),
+        "scalar": np.float32(-2.5),
+        "there": jnp.arange(3),
+    }
+    with jax.enable_x64(x64):
+        expected, parcel = jax.tree.map(jnp.asarray, tree), packed(tree)
+        given = jax.jit(opened)(parcel)
+    assert [x.shape for x in jax.tree.leaves(parcel)] == [(parcel.words.size,), (3,)]
+    jax.tree.map(np.testing.assert_array_equal, given, expected)
+    assert jax.tree.map(lambda x: x.dtype, given) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_a_round_is_sent_as_one_array_and_of_one_shape_whatever_its_cohort():
+    simulation = toy.simulation(cohort=2)
+    state, shapes = simulation.start(), set()
+    for round in range(4):
+        given = simulation.arguments(state, round, simulation.plan(round))
+        (sent,) = (x for x in jax.tree.leaves(given) if not isinstance(x, jax.Array))
+        shapes.add((sent.shape, sent.dtype.name))
+    assert len(shapes) == 1
