@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 
 Tree = Any
 WORD = np.dtype(np.int32)
@@ -31,7 +30,7 @@ class Parcel:
 
     words: Any
     others: tuple[Any, ...]
-    structure: PyTreeDef
+    structure: Any
     layout: tuple[tuple[str, tuple[int, ...]] | None, ...]
 
 

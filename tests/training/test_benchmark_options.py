@@ -9,7 +9,7 @@ from in_memory import trained
 
 from fedjax_pcdd.data.sources import load
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.engine.schedule import endless_batches
+from fedjax_pcdd.engine.schedule import endless_batches, streams
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy, focal_loss
 from fedjax_pcdd.methods import METHODS, Method
@@ -69,8 +69,8 @@ def test_a_runs_loss_is_the_focal_one():
 
 
 def test_the_order_of_samples_goes_on_across_rounds():
-    known = {"seed": 3, "client": 1, "steps": 4, "batch": 2, "rule": "keep"}
-    rounds = [endless_batches(np.arange(5), round=r, **known) for r in range(3)]
+    known = {"clients": np.array([1]), "steps": 4, "batch": 2, "rule": "keep"}
+    rounds = [endless_batches([np.arange(5)], streams(3, 0), round=r, **known)[0] for r in range(3)]
     assert [len(one) for one in rounds] == [4, 4, 4]
     batches = np.concatenate(rounds).reshape(4, 6)  # three batches use up the five samples
     np.testing.assert_array_equal(np.sort(batches), [[-1, 0, 1, 2, 3, 4]] * 4)
