@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="that this call may take")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder of the results and the runs")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("PCDD_DATA"), help="has fashion_mnist.npz")
-    parser.add_argument("--workers", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)),
+    parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)),
                         help="items of part 1 at the same time")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")

@@ -25,6 +25,9 @@ python -m benchmarks.gpu --part=3 --minutes=9 --out=runs/gpu --data-dir=DATA    
 ```
 """
 NOTHING = "\nNot measured yet.\n"
+SHARED = """Methods and models share the device and the processor's cores, and XLA times no kernels for them: they show what works,
+their seconds say little.
+"""
 
 
 def write(folder: Path) -> None:
@@ -105,6 +108,7 @@ def _works(known: Sequence[Line], done: Sequence[Line]) -> str:
     return _section(
         "Does it work",
         _titled("The device's ceilings", table(["", "measured"], ceilings)),
+        SHARED if _named(known, "method ") else "",
         *(_titled(f"Every {kind}, two rounds", _two_rounds(_named(known, f"{kind} "))) for kind in ("method", "model")),
         _titled("A run ended by SIGKILL and continued, beside one in peace",
                 table(["killed after round", "rounds", "largest relative difference of a loss"], resumed)),
