@@ -25,8 +25,8 @@ python -m benchmarks.gpu --part=3 --minutes=9 --out=runs/gpu --data-dir=DATA    
 ```
 """
 NOTHING = "\nNot measured yet.\n"
-SHARED = """Methods and models share the device and the processor's cores, and XLA times no kernels for them: they show what
-works, their seconds say little.
+SHARED = """Methods and models share the device and the processor's cores, and XLA times no kernels for them:
+their seconds say little.
 """
 
 

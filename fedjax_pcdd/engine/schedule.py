@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.methods.method import LastBatch
 
 # In place of a client, for draws of a whole round: the cohort, or, where all take part and exchange answers, the order
@@ -134,19 +133,24 @@ def job_batches(
     >>> {r: job_batches([np.arange(4)], streams(0, 0), rule=r, **given)[0].tolist() for r in ("keep", "drop", "top_up")}
     {'keep': [[0, 1, 2], [3, -1, -1]], 'drop': [[0, 1, 2]], 'top_up': [[0, 1, 2], [3, 0, 1]]}
     """
-    owned, job = Lists.of(samples), np.repeat(np.arange(len(samples)), epochs)  # [epochs of all jobs]
-    size = owned.sizes[job]
-    stops, order = np.cumsum(size), owned.flat[np.repeat(owned.starts[job], size) + _counts(size)]
-    if shuffle:
-        number = _counts(epochs) + np.repeat(np.broadcast_to(first, len(epochs)), epochs)
-        places = zip(clients[job].tolist(), number.tolist(), (stops - size).tolist(), stops.tolist(), strict=True)
-        for client, epoch, start, stop in places:
-            draws(client, epoch).shuffle(order[start:stop])
-    length = batches_per_epoch(size, batch, rule) * batch
-    at, count = _counts(length), np.repeat(size, length)
-    used = np.repeat(stops - size, length) + (at % count if rule == "top_up" else np.minimum(at, count - 1))
-    rows = np.where((at < count) | (rule == "top_up"), order[used], -1).astype(np.int32).reshape(-1, batch)
-    edges = [0, *np.cumsum(batches_per_epoch(owned.sizes, batch, rule) * epochs).tolist()]
+    sizes = np.array([len(own) for own in samples], int)
+    steps = batches_per_epoch(sizes, batch, rule)
+    edges, at = np.append(0, np.cumsum(steps * epochs)).tolist(), 0
+    out = np.full(edges[-1] * batch, -1, np.int32)
+    begins = np.broadcast_to(first, sizes.shape)
+    numbers = (x.tolist() for x in (clients, begins, begins + epochs, steps * batch))
+    for own, client, begin, end, length in zip(samples, *numbers, strict=True):
+        for epoch in range(begin, end):
+            order = own
+            if shuffle:
+                order = own.copy()
+                draws(client, epoch).shuffle(order)
+            used = order[:length]
+            out[at : at + len(used)] = used
+            if rule == "top_up" and len(used) < length:
+                out[at + len(used) : at + length] = np.resize(order, length - len(used))
+            at += length
+    rows = out.reshape(-1, batch)
     return [rows[start:stop] for start, stop in pairwise(edges)]
 
 
