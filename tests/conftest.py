@@ -37,6 +37,17 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
 
 
+LONG = 4.0  # seconds
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Name the tests of the fast suite that take long: they should be marked `thorough`."""
+    done = (report for report in terminalreporter.stats.get("passed", []) if report.when == "call")
+    long = {r.nodeid: r.duration for r in done if r.duration > LONG and not {"slow", "thorough"} & set(r.keywords)}
+    for name in sorted(long, key=lambda name: -long[name])[:20]:
+        terminalreporter.write_line(f"long for the fast suite: {long[name]:.1f} s {name}")
+
+
 @pytest.fixture
 def x64():
     """Run a test in float64, as the golden vectors ask."""
