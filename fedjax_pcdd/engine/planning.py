@@ -114,10 +114,11 @@ class Planner:
             train = self.experiments[e].federation.partition.train
             clients[e, : len(chosen)] = chosen
             weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
-            lists = [train[k] for k in chosen.tolist()]
             if self.streamed and weight[e].any():  # positions in the shard, where jobs with steps have their samples
                 size = np.where(self.steps[e, chosen] > 0, self.sizes[e, chosen], 0)
                 lists, base = Lists(base + np.arange(size.sum()), size), base + int(size.sum())
+            else:
+                lists = [train[k] for k in chosen.tolist()]
             drawn = self._drawn(lists, e, chosen, round)
             batches += drawn if weight[e].any() else [b[:0] for b in drawn]
             batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(chosen))
