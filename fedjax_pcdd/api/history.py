@@ -3,7 +3,6 @@
 Letters: T rounds, K clients, C classes.
 """
 
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict
-from matplotlib.figure import Figure
 
 from fedjax_pcdd.analysis.curves import IN_WORDS, curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
@@ -178,19 +176,6 @@ class History(TrainedModels):
         return [{"label": self.label} | {k: row[k] for k in ("round", *CURVES, "seconds")} for row in self.rows]
 
 
-class ShownOnce(Figure):
-    """A figure that a notebook shows as the value of a cell, and then not below the cell again."""
-
-    def _ipython_display_(self) -> None:
-        import matplotlib.pyplot as plt
-        from IPython.display import Image, display  # pyright: ignore[reportMissingImports] -- a notebook has it
-
-        picture = io.BytesIO()
-        self.savefig(picture, format="png", bbox_inches="tight")
-        display(Image(picture.getvalue()))
-        plt.close(self)
-
-
 def _several(histories: Any) -> list[History]:
     """A history or several; UserError for anything else, and for none."""
     known = [histories] if isinstance(histories, History) else histories
@@ -215,6 +200,8 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
       UserError: there is no such curve.
     """
     import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
+
+    from fedjax_pcdd.api.shown_once import ShownOnce
 
     histories, what = _several(histories), [what] if isinstance(what, str) else list(what)
     if not what:

@@ -8,8 +8,8 @@ federated seed decides only which of them are private.
 from collections.abc import Callable
 
 import numpy as np
+import scipy  # which loads its parts, a third of a second, when they are asked for
 from PIL import Image
-from scipy import ndimage
 
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.errors import UserError
@@ -61,14 +61,14 @@ def _rotated(x, random):
 def _warped(x, matrix):
     """Pixels [n, S, S] fetched from `matrix` [2, 2] times their offset from the centre: bilinear, zero fill."""
     middle = np.full(2, (x.shape[1] - 1) / 2)
-    pixels = [ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x]
+    pixels = [scipy.ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x]
     return np.stack(pixels)
 
 
 def _blurred(x, random):
     """White digits out of focus on a background that runs from one colour to another."""
     unit = x.shape[1] / 16
-    ink = ndimage.gaussian_filter(x, (0, unit, unit))[..., None]
+    ink = scipy.ndimage.gaussian_filter(x, (0, unit, unit))[..., None]
     left, right = random.uniform(0, 0.7, (2, len(x), 1, 1, 3))
     ramp = np.linspace(0, 1, x.shape[2])[:, None]
     background = left * (1 - ramp) + right * ramp
@@ -77,7 +77,7 @@ def _blurred(x, random):
 
 def _outlined(x, random):
     size = 1 + 2 * max(1, round(x.shape[1] / 16))
-    return ndimage.morphological_gradient(x, size=(1, size, size))
+    return scipy.ndimage.morphological_gradient(x, size=(1, size, size))
 
 
 def _noisy(x, random):

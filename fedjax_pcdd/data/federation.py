@@ -226,4 +226,5 @@ def _draw_map(one: Map, axes):
     if counts.size <= MOST_LABELLED_CELLS and clients <= 30:
         for (k, c), count in np.ndenumerate(counts):
             colour = "white" if count > 0.3 * counts.max() else "black"  # light where the cell is dark
-            axes.text(k, c, str(count or ""), ha="center", va="center", color=colour, fontsize=7)
+            if count:
+                axes.text(k, c, str(count), ha="center", va="center", color=colour, fontsize=7, in_layout=False)

@@ -58,6 +58,7 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.trees import select, total, zeros_like
 
 
+@jax.jit
 def _stack(trees: Sequence[Tree]) -> Tree:
     return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *trees)
 
@@ -281,7 +282,8 @@ class Simulation(Planner):
             method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
             return scalar(method, "weight", method.weight(facts_of(self.program, data, row)))
 
-        given = np.asarray(jax.vmap(weight)(jnp.arange(self.sizes.size)), float).reshape(self.sizes.shape)
+        rows = np.arange(self.sizes.size, dtype=np.int32)
+        given = np.asarray(jax.jit(jax.vmap(weight))(rows), float).reshape(self.sizes.shape)
         for e, row in enumerate(given):
             wrong = np.flatnonzero(~(np.isfinite(row) & (row >= 0)))
             if len(wrong):
@@ -299,19 +301,22 @@ class Simulation(Planner):
             servers.append(server)
             makes.append(init_client)
         clients = self.storage.initial(makes)
-        kept = [
-            self._kept(e, select(methods, e), server, make(jnp.int32(e * self.program.setting.num_clients)))
-            for e, (server, make) in enumerate(zip(servers, makes, strict=True))
-        ]
-        statistics = self.storage.initial([lambda row, own=own: own for own in kept]) if any(kept) else ()
+        statistics: Tree = ()
+        if self.program.local_statistics or self.program.local_layers or self.program.keeps_optimiser:
+            kept = [
+                self._kept(e, select(methods, e), server, make(jnp.int32(e * self.program.setting.num_clients)))
+                for e, (server, make) in enumerate(zip(servers, makes, strict=True))
+            ]
+            statistics = self.storage.initial([lambda row, own=own: own for own in kept])
         return self.storage.placed(State(_stack(servers), clients, statistics))
 
     def _first(self, e: int, method: Any, data: Data, variables: Tree) -> tuple[Tree, Callable[[Any], Tree]]:
         """An experiment's first server, and the function of a row that makes a client's first state."""
         setting = self.program.setting
         server_key, client_key = (jax.random.fold_in(jax.random.key(self.experiments[e].seed), i) for i in (2, 3))
-        rows = np.arange(setting.num_clients) + e * setting.num_clients
-        server = method.init_server(setting, variables, data.class_counts[rows], server_key)
+        first = e * setting.num_clients
+        counts = data.class_counts[first : first + setting.num_clients]
+        server = method.init_server(setting, variables, counts, server_key)
         _check_server(method, server)
         known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
 

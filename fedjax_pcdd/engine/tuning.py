@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State, lift, put
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Plan, most_jobs
-from fedjax_pcdd.models.classifier import Classifier
+from fedjax_pcdd.models.classifier import Classifier, arithmetic
 from fedjax_pcdd.models.convolution_forms import FORMS, fits, forward, input_gradient, weight_gradient
 from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, Rule, choosing
 
@@ -34,6 +34,9 @@ SAMPLE = 0.005  # seconds, at least, of a timing
 REPEATS = 3
 
 PROBE_STEPS = 4
+SHARE = 0.1  # of a run that trying lanes may cost
+PROBES = 5.0  # seconds, about, for which few and many lanes are compiled and timed on a CPU
+SLOW_STEP, SLOWLY = 1e-3, 5e9  # seconds of a step beside its arithmetic, and operations a second, of a slow CPU
 
 Candidates = dict[str, Callable[[jax.Array, jax.Array], jax.Array]]
 
@@ -117,7 +120,8 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
 def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:
     """The simulation with the fastest of a few lane counts, by timing a few steps of each.
 
-    Trying costs about a tenth of the run at most, and ends where the memory of the devices does. On several devices
+    Trying costs about a tenth of the run at most: on a CPU a run of a minute by its arithmetic has one lane. It ends
+    where the memory of the devices does. On several devices
     all do the same steps at once; of several processes the first one's times count.
 
     Args:
@@ -129,16 +133,32 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
     best, fastest = 1, math.inf
     tried, devices = 0.0, devices_of(state)
     counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
+    if len(counts) == 1 or SHARE * _at_most(make(1), jobs, rounds) < PROBES:
+        return _within_memory(make, state, counts[:1])
     for lanes in counts:
         simulation = make(lanes)
         compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
         if seconds < 0.95 * fastest:
             best, fastest = lanes, seconds
         tried += compiling
-        expected = rounds * float((simulation.epochs * simulation.steps).mean()) * jobs / devices * fastest
-        if seconds == math.inf or tried > 0.1 * expected:
+        expected = _steps(simulation, jobs, rounds) / devices * fastest
+        if seconds == math.inf or tried > SHARE * expected:
             break
     return _within_memory(make, state, [lanes for lanes in reversed(counts) if lanes <= best])
+
+
+def _steps(simulation: Simulation, jobs: int, rounds: int) -> float:
+    """Steps of all jobs of a run."""
+    return rounds * jobs * float((simulation.epochs * simulation.steps).mean())
+
+
+def _at_most(simulation: Simulation, jobs: int, rounds: int) -> float:
+    """Seconds of a run on a slow CPU; infinitely many elsewhere, where nothing is known without trying."""
+    if jax.default_backend() != "cpu":
+        return math.inf
+    batch = simulation.local.batch_size
+    step = SLOW_STEP + 3 * batch * arithmetic(simulation.program.model, simulation.image_shape) / SLOWLY
+    return _steps(simulation, jobs, rounds) * step
 
 
 def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:

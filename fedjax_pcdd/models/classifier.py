@@ -192,6 +192,13 @@ def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
     return Sizes(params, params + size(statistics) + counters, outputs.features.shape[-1], head)
 
 
+def arithmetic(model: Classifier, image_shape: tuple[int, ...]) -> float:
+    """Operations on floats of one image's forward pass, as XLA counts them, without running or compiling anything."""
+    variables, image = _shapes(model, image_shape)[1], jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+    counts = jax.jit(functools.partial(model.apply, train=False)).lower(variables, image).cost_analysis()
+    return (counts or {}).get("flops", 0.0)
+
+
 def _shapes(model: Classifier, image_shape: tuple[int, ...]) -> tuple[Any, Variables]:
-    image = jnp.zeros((1, *image_shape))
-    return jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), image, train=False))
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.result_type(float))
+    return jax.eval_shape(lambda image: model.init_with_output(jax.random.key(0), image, train=False), image)

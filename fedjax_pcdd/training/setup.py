@@ -242,11 +242,14 @@ class Setup:
         if lanes == "auto":
             jobs = len(self.pairs) * (self.config.cohort or self.federations[0].num_clients)
             return self.with_fastest_lanes(state, jobs)
+        return self._with_lanes(lanes)
+
+    def _with_lanes(self, lanes: int) -> Any:
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
 
     def with_fastest_lanes(self, state: State, jobs: int) -> Any:
         """The simulation with as many lanes as are measured to be fastest, of so many jobs."""
-        return choose_lanes(self.make, state, jobs, self.config.rounds)
+        return choose_lanes(self._with_lanes, state, jobs, self.config.rounds)
 
     def notes(self, simulation: Any) -> dict[str, Any]:
         """What was settled, for resolved.json: with it a resumed run computes the same numbers."""

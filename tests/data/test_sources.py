@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.data import npz, sources
@@ -370,3 +371,12 @@ def test_the_largest_groups_are_those_of_training_samples():
     data = fp.from_arrays(images, labels, images, labels, groups=groups)
     federation = fp.partition(data, "natural", clients=3)
     assert (federation.sizes.tolist(), federation.test_sizes.tolist()) == ([2, 3, 1], [2, 2, 1])
+
+
+def test_digits_are_those_of_scikit_learn():
+    images, labels = load_digits(return_X_y=True)
+    digits = sources.load("digits")
+    test = sources.ranks(labels) % 5 == 4
+    for part, x, y in ((~test, digits.x_train, digits.y_train), (test, digits.x_test, digits.y_test)):
+        np.testing.assert_array_equal(x.reshape(-1, 64), np.rint(images[part] * (255 / 16)))
+        np.testing.assert_array_equal(y, labels[part])

@@ -244,7 +244,16 @@ def test_auto_lanes_are_among_the_candidates():
     def make(lanes):
         return toy.simulation(lanes=lanes)
 
-    assert tuning.choose_lanes(make, base.start(), 3, 10).program.lanes in tuning.candidates(3)
+    assert tuning.choose_lanes(make, base.start(), 3, 10**6).program.lanes in tuning.candidates(3)
+
+
+@pytest.mark.parametrize(("rounds", "free", "tried"), [(10, 2, False), (10**6, 2, True), (10**6, 1, False)])
+def test_lanes_are_tried_where_a_cpu_has_several_and_the_run_is_long(monkeypatch, rounds, free, tried):
+    probed = []
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: list(range(1, free + 1)))
+    monkeypatch.setattr(tuning, "_probe", lambda simulated, state: probed.append(simulated) or (0.0, 1.0))
+    chosen = tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), None, 3, rounds)
+    assert (chosen.program.lanes, bool(probed)) == (1, tried)
 
 
 @pytest.mark.thorough
