@@ -37,13 +37,16 @@ from fedjax_pcdd.engine.program import (
     put,
     unlabelled,
 )  # fmt: skip
-from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
+from fedjax_pcdd.engine.schedule import Jobs, Plan
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import alike, of_kind
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import at, select, where
 
 LANES = "lanes"  # the axis over which lanes are mapped
+
+# Of several devices each one's plan and members, packed [D, N], and the jobs' positions: `schedule.Shares`.
+Shared = tuple[Parcel, jax.Array]
 
 
 class Outcome(NamedTuple):
@@ -186,7 +189,7 @@ def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome
     return lanes, Outcome(reduced, clients, statistics, loss, correct, before)
 
 
-def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Shares) -> Outcome:
+def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) -> Outcome:
     """Train all jobs of a round.
 
     Args:
@@ -206,28 +209,28 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
     return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, silent)
 
 
-def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shares) -> Outcome:
+def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) -> Outcome:
     if isinstance(plan, Plan):
         return _run_lanes(program, inputs, state, plan)
     clients = SPLIT if program.split_clients else EVERYWHERE
     read = Inputs(*[EVERYWHERE] * len(Inputs._fields))._replace(data=SHARDS) if program.split_data else EVERYWHERE
-    given = (read, State(EVERYWHERE, clients, clients), Shares(SPLIT, SPLIT, EVERYWHERE))
+    given = (read, State(EVERYWHERE, clients, clients), (SPLIT, EVERYWHERE))
     result = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE, EVERYWHERE)
     return spread(partial(_run_share, program), program.devices, given, result)(inputs, state, plan)
 
 
-def _run_share(program: Program, inputs: Inputs, state: State, shares: Shares) -> Outcome:
+def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -> Outcome:
     """What one of several devices does."""
-    members = shares.members[0]
+    (plan, members), position = opened(select(shared[0], 0)), shared[1]
     jobs = select(inputs.jobs, jnp.maximum(members, 0))
     jobs = jobs._replace(steps=jnp.where(members >= 0, jobs.steps, 0))
     inputs = inputs._replace(jobs=jobs, keys=inputs.keys[jnp.maximum(members, 0)])
     if program.split_data:
         inputs = inputs._replace(data=own_shard(inputs.data))
-    own = _run_lanes(program, inputs, state, select(shares.plan, 0))
+    own = _run_lanes(program, inputs, state, plan)
 
     def of_all(tree):
-        return jax.tree.map(lambda x: x[shares.position], gathered(tree))
+        return jax.tree.map(lambda x: x[position], gathered(tree))
 
     clients, statistics = own.clients, own.statistics
     if not program.split_clients:

@@ -34,13 +34,17 @@ class Parcel:
     layout: tuple[tuple[str, tuple[int, ...]] | None, ...]
 
 
-def packed(tree: Tree) -> Parcel:
-    """The tree in a parcel; its arrays on the host have items of four or eight bytes, as JAX sees them."""
+def packed(tree: Tree, *, each: bool = False) -> Parcel:
+    """The tree in a parcel; its arrays on the host have items of four or eight bytes, as JAX sees them.
+
+    Args:
+      each: they are [D, ...], of D devices, and so are the words [D, N]; a row of the parcel is what one device opens.
+    """
     leaves, structure = jax.tree.flatten(jax.tree.map(_known, tree))
-    layout = tuple(None if isinstance(leaf, jax.Array) else (leaf.dtype.name, leaf.shape) for leaf in leaves)
-    words = [np.asarray(x).reshape(-1).view(WORD) for x, told in zip(leaves, layout, strict=True) if told]
-    others = tuple(x for x, told in zip(leaves, layout, strict=True) if told is None)
-    return Parcel(np.concatenate([np.zeros(0, WORD), *words]), others, structure, layout)
+    layout = tuple(None if isinstance(leaf, jax.Array) else (leaf.dtype.name, leaf.shape[each:]) for leaf in leaves)
+    pairs = list(zip(leaves, layout, strict=True))
+    words = [np.asarray(x).reshape(*x.shape[:each], -1).view(WORD) for x, told in pairs if told]
+    return Parcel(np.concatenate(words, -1), tuple(x for x, told in pairs if told is None), structure, layout)
 
 
 def _known(leaf: Any) -> Any:

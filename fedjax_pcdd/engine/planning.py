@@ -4,6 +4,7 @@ Letters: E experiments, K clients, S cohort, J = E * S jobs, B batch.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.mesh import SPLIT, distribute, owners_of
+from fedjax_pcdd.engine.parcels import Parcel, packed
 from fedjax_pcdd.engine.program import Data, Program
 from fedjax_pcdd.engine.storage import OnDevice
 from fedjax_pcdd.engine.streaming import Streamed, renumbered
@@ -171,9 +173,10 @@ class Planner:
         jobs = select(jobs, np.maximum(members, 0))
         return jobs.row, (members >= 0) & (jobs.steps > 0)
 
-    def _distributed(self, plan: schedule.Plan | schedule.Shares) -> schedule.Plan | schedule.Shares:
-        """The plan on the devices, which then need not wait for it."""
+    def _sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:
+        """What the host sends for a round; of several devices each gets its own share, and all get the rest."""
         if isinstance(plan, schedule.Plan):
-            return plan
-        own, members = distribute((plan.plan, plan.members), self.program.devices, SPLIT)
-        return schedule.Shares(own, members, distribute(plan.position, self.program.devices))
+            return packed((plan, jobs, np.int32(round)))
+        own = packed((plan.plan, plan.members), each=True)
+        own = replace(own, words=distribute(own.words, self.program.devices, SPLIT))
+        return packed(((own, plan.position), jobs, np.int32(round)))

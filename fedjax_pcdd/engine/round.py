@@ -28,7 +28,6 @@ from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.parcels import packed
 from fedjax_pcdd.engine.planning import Experiment as Experiment
 from fedjax_pcdd.engine.planning import Planned, Planner
 from fedjax_pcdd.engine.program import (
@@ -396,8 +395,7 @@ class Simulation(Planner):
         """What the compiled `round` takes."""
         arrays, jobs = plan
         hyper, data, held = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
-        sent = packed((self._distributed(arrays), jobs, np.int32(round)))
-        return self.methods, hyper, data, self.keys, held, sent
+        return self.methods, hyper, data, self.keys, held, self._sent(arrays, jobs, round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
         """Fetch what the next round's plan needs of the host while the launched one is computed."""

@@ -7,6 +7,7 @@ import pytest
 import toy
 
 from fedjax_pcdd.engine.parcels import opened, packed
+from fedjax_pcdd.trees import select
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -25,6 +26,15 @@ def test_a_parcel_has_the_values_shapes_and_types_of_its_tree(x64):
     assert [x.shape for x in jax.tree.leaves(parcel)] == [(parcel.words.size,), (3,)]
     jax.tree.map(np.testing.assert_array_equal, given, expected)
     assert jax.tree.map(lambda x: x.dtype, given) == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_a_row_of_a_parcel_for_several_devices_is_what_one_of_them_opens():
+    tree = {"steps": np.arange(12, dtype=np.int32).reshape(2, 3, 2), "count": np.array([7, -1], np.int32)}
+    parcel = packed(tree, each=True)
+    assert parcel.words.shape == (2, 7)
+    for device in range(2):
+        given = jax.jit(lambda parcel, device=device: opened(select(parcel, device)))(parcel)
+        jax.tree.map(np.testing.assert_array_equal, given, select(tree, device))
 
 
 def test_a_round_is_sent_as_one_array_and_of_one_shape_whatever_its_cohort():
