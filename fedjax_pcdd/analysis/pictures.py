@@ -159,6 +159,7 @@ def draw_bilateral(
     figure.savefig(path)
 
 
+@jax.jit
 def correlation_matrices(logits: jax.Array) -> jax.Array:
     """M_uv of each participant: correlation of its logits for class u with the mean logits for v (FCCL, Figure 5).
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pcdd.analysis import pictures
@@ -21,7 +20,6 @@ from fedjax_pcdd.data.partition import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.losses.correlation import cross_correlation
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.checks import of_kind
 from fedjax_pcdd.methods.method import Traits
@@ -262,7 +260,7 @@ class Correlation(Callback):
         logits = [
             np.concatenate([run.outputs(part, client=j).logits for part in parts]) for j in range(len(self.names))
         ]
-        return np.asarray(cross_correlation(jnp.asarray(logits[k]), jnp.mean(jnp.asarray(logits), axis=0)))
+        return np.asarray(pictures.correlation_matrices(np.stack(logits))[k])
 
 
 def _means(shares: np.ndarray) -> dict[str, float]:
