@@ -133,7 +133,7 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
     best, fastest = 1, math.inf
     tried, devices = 0.0, devices_of(state)
     counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
-    if len(counts) == 1 or SHARE * _at_most(make(1), jobs, rounds) < PROBES:
+    if len(counts) == 1 or _soon_over(make, jobs, rounds):
         return _within_memory(make, state, counts[:1])
     for lanes in counts:
         simulation = make(lanes)
@@ -152,13 +152,14 @@ def _steps(simulation: Simulation, jobs: int, rounds: int) -> float:
     return rounds * jobs * float((simulation.epochs * simulation.steps).mean())
 
 
-def _at_most(simulation: Simulation, jobs: int, rounds: int) -> float:
-    """Seconds of a run on a slow CPU; infinitely many elsewhere, where nothing is known without trying."""
+def _soon_over(make: Callable[[int], Simulation], jobs: int, rounds: int) -> bool:
+    """Whether a run on a slow CPU takes too little for trying to pay; elsewhere nothing is known without trying."""
     if jax.default_backend() != "cpu":
-        return math.inf
-    batch = simulation.local.batch_size
-    step = SLOW_STEP + 3 * batch * arithmetic(simulation.program.model, simulation.image_shape) / SLOWLY
-    return _steps(simulation, jobs, rounds) * step
+        return False
+    simulation = make(1)
+    each = simulation.local.batch_size * arithmetic(simulation.program.model, simulation.image_shape)
+    seconds = _steps(simulation, jobs, rounds) * (SLOW_STEP + 3 * each / SLOWLY)
+    return SHARE * seconds < PROBES
 
 
 def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:
