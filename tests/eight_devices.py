@@ -115,11 +115,15 @@ def placement():
 
 def command(folder, devices):
     options = ["--rounds=2", "--local-epochs=1", "--batch-size=32", "--lanes=1", "--fine-tune-epochs=0", "--quiet"]
-    protocol = ["--method=fedgela", "--pa-protocol=best_epoch"]
+    protocol = ["--method=fedgela", "--pa-protocol=best_epoch", "--track=angles"]
     assert main([*options, *protocol, f"--devices={devices}", f"--run-dir={folder}"]) == 0
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows, tracked = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "track.jsonl")
+    )
     names = ("ga", "pa", "loss", "pa_last", "pa_received", "pa_best_epoch", "pa_best_mean")
-    return [[row[name] for name in names] for row in rows]
+    angles = [[row["angles"]["local"][key] for key in sorted(row["angles"]["local"])] for row in tracked]
+    return [[row[name] for name in names] + own for row, own in zip(rows, angles, strict=True)]
 
 
 if __name__ == "__main__":

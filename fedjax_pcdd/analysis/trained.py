@@ -18,8 +18,8 @@ from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import by_client
 from fedjax_pcdd.engine.jobs import Inputs, only
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
-from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
 from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select
@@ -126,9 +126,7 @@ def look_after_training(
     data: Data,
     keys: jax.Array,
     state: State,
-    plan: Plan | Shares,
-    jobs: Jobs,
-    round: jax.Array,
+    sent: Parcel,
     *,
     of_steps: bool = False,
 ) -> Tree:
@@ -137,11 +135,11 @@ def look_after_training(
     Args:
       program: of one experiment.
       look: what is looked for.
-      methods, hyper, data, keys, plan, jobs, round: as a `Simulation` hands them to its round.
+      methods, hyper, data, keys, sent: as a `Simulation` hands them to its round.
       state: before the round, as fetched for these jobs.
       of_steps: whether `look` is to know of the steps, too, see `Watched`.
     """
-    program = replace(program, in_place=False)  # the state stays as it is
+    program, (plan, jobs, round) = replace(program, in_place=False), opened(sent)  # the state stays as it is
     watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
     one = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(keys[0], round), number))
     inputs = Inputs(watched, hyper, state.servers, data, jobs, one(jobs.number), round)

@@ -69,19 +69,24 @@ def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     method, server = method_and_server(program, inputs, job)
     local = of_experiment(inputs.hyper, program, at(jobs.experiment, job))
     facts = facts_of(program, inputs.data, at(jobs.row, job))
-    start, untouched = with_own(method.download(server, client), lane.statistics), None
-    if program.local_layers:
-        untouched = start
-        own = jax.lax.stop_gradient(layers_of(program, lane.variables["params"]))
-        start = {**start, "params": overlaid(start["params"], own)}
+    start = with_own(method.download(server, client), lane.statistics)
     length, steps = jnp.maximum(at(jobs.epoch_steps, job), 1), at(jobs.steps, job)
     epoch, epochs = (jax.lax.div(jnp.int32(n), jnp.int32(length)) for n in (step, steps))
     keys, public = Keys.of(jax.random.fold_in(at(inputs.keys, job), step)), unlabelled(program, inputs.data)
     held = held_out(program, inputs.data, at(jobs.row, job)) if method.traits().validation else None
-    return Context(
+    context = Context(
         program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
-        public, held, untouched,
+        public, held, start if program.setting.own_layers else None,
     )  # fmt: skip
+    return seen_at(program, context, lane.variables["params"])
+
+
+def seen_at(program: Program, context: Context, params: Tree) -> Context:
+    """The context for hooks that look at these parameters: `start` has their layers of the client's own."""
+    if not program.setting.own_layers:
+        return context
+    own = jax.lax.stop_gradient(layers_of(program, params))
+    return context._replace(start={**context.start, "params": overlaid(context.start["params"], own)})
 
 
 def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], Tree]], Tree]:
@@ -147,10 +152,12 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
     moving = like(method, "trainable", method.trainable(params, context), params)
 
     def evaluate(variables):
+        seen = seen_at(program, context, variables["params"])
+
         def objective(params):
-            value, state = method.loss({**variables, "params": params}, batch, context)
+            value, state = method.loss({**variables, "params": params}, batch, seen)
             scalar(method, "loss", value)
-            return value + scalar(method, "regulariser", method.regulariser(params, context)), (value, state)
+            return value + scalar(method, "regulariser", method.regulariser(params, seen)), (value, state)
 
         gradients, (value, state) = jax.grad(objective, has_aux=True)(variables["params"])
         return Evaluated(value, state, gradients)

@@ -173,7 +173,7 @@ class Planner:
         jobs = select(jobs, np.maximum(members, 0))
         return jobs.row, (members >= 0) & (jobs.steps > 0)
 
-    def _sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:
+    def sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:
         """What the host sends for a round; of several devices each gets its own share, and all get the rest."""
         if isinstance(plan, schedule.Plan):
             return packed((plan, jobs, np.int32(round)))

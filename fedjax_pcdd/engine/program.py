@@ -39,7 +39,6 @@ class Program:
     experiments: int
     clip: bool  # whether any experiment clips gradients
     local_statistics: bool  # running statistics stay with the client
-    local_layers: tuple[tuple[str, ...], ...]  # parameters that stay with the client, by their paths
     keeps_optimiser: bool  # the local optimiser's state stays with the client (`optimizer_state=kept`)
     masked: bool  # False where every batch is full
     blocks: Blocks
@@ -206,7 +205,7 @@ class Evaluation(NamedTuple):
 def layers_of(program: Program, params: Tree) -> Tree:
     """The parameters that stay with their client."""
     flat = flatten_dict(params)
-    return unflatten_dict({path: flat[path] for path in program.local_layers})
+    return unflatten_dict({path: flat[path] for path in program.setting.own_layers})
 
 
 def overlaid(params: Tree, layers: Tree) -> Tree:

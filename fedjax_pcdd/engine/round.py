@@ -72,7 +72,7 @@ def _traced(local: Local) -> Local:
 
 def _setting(
     model: Classifier, image_shape: tuple[int, ...], experiments: Sequence[Experiment], rounds: int, weights: str,
-    steps: int, cohort: int,
+    steps: int, cohort: int, layers: tuple[tuple[str, ...], ...],
 ) -> Setting:  # fmt: skip
     federation, local = experiments[0].federation, experiments[0].local
     owned = [(e.federation.class_counts > 0).sum(1) for e in experiments]
@@ -90,6 +90,7 @@ def _setting(
         own_weights=weights == "method",
         steps=steps,
         cohort=cohort,
+        own_layers=layers,
     )
 
 
@@ -181,13 +182,12 @@ class Simulation(Planner):
         over = partial(client_pass, budget=eval_batch, size=blocks.size)
         self.program = Program(
             model=model,
-            setting=_setting(model, shape, experiments, rounds, weights, int(steps.max()), cohort),
+            setting=_setting(model, shape, experiments, rounds, weights, int(steps.max()), cohort, layers),
             pipeline=pipeline,
             lanes=lanes,
             experiments=len(experiments),
             clip=any(e.local.clip is not None for e in experiments),
             local_statistics=(local_statistics or local_layers) and uses_batch_norm(model, shape),
-            local_layers=layers,
             masked=self.has_padding,
             blocks=blocks,
             eval_batch=eval_batch,
@@ -301,7 +301,7 @@ class Simulation(Planner):
             makes.append(init_client)
         clients = self.storage.initial(makes)
         statistics: Tree = ()
-        if self.program.local_statistics or self.program.local_layers or self.program.keeps_optimiser:
+        if self.program.local_statistics or self.program.setting.own_layers or self.program.keeps_optimiser:
             kept = [
                 self._kept(e, select(methods, e), server, make(jnp.int32(e * self.program.setting.num_clients)))
                 for e, (server, make) in enumerate(zip(servers, makes, strict=True))
@@ -338,7 +338,7 @@ class Simulation(Planner):
         if program.local_statistics:
             collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), self.image_shape))
             kept |= {name: received[name] for name in collections if name != "params"}
-        if program.local_layers:
+        if program.setting.own_layers:
             kept[LAYERS] = layers_of(program, received["params"])
         if program.keeps_optimiser:
             params, local = received["params"], select(own_copy(self.hyper), e)
@@ -395,7 +395,7 @@ class Simulation(Planner):
         """What the compiled `round` takes."""
         arrays, jobs = plan
         hyper, data, held = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
-        return self.methods, hyper, data, self.keys, held, self._sent(arrays, jobs, round)
+        return self.methods, hyper, data, self.keys, held, self.sent(arrays, jobs, round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
         """Fetch what the next round's plan needs of the host while the launched one is computed."""
@@ -441,7 +441,7 @@ class Simulation(Planner):
 
     def _mean_layers(self, state: State) -> Tree:
         """The mean over all clients of what they keep of their models, [E, ...]; () where that is nothing."""
-        if not self.program.local_layers:
+        if not self.program.setting.own_layers:
             return ()
         portions = self.storage.portions(state, self._tested_rows(state))
         return distribute(mean_kept(portions, self.weights * (self.steps > 0)), self.program.devices)

@@ -14,6 +14,7 @@ from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
 from fedjax_pcdd.trees import zeros_like
 
@@ -69,7 +70,8 @@ class ClientMomentum(Method):
     def mixed(self, gradients: Tree, context: Context) -> Tree:
         """share * g + (1 - share) * Delta."""
         own = jnp.where(context.round == 0, 1.0, self.share()) if self.warm else self.share()
-        return jax.tree.map(lambda g, d: (own * g + (1 - own) * d).astype(g.dtype), gradients, context.server.direction)
+        both = jax.tree.map(lambda g, d: (own * g + (1 - own) * d).astype(g.dtype), gradients, context.server.direction)
+        return shared_part(context.setting, both, gradients)
 
     def upload(self, variables, summary, context):
         """w_k and eta tau_k."""

@@ -16,6 +16,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.method import Tree, hyperparameter
+from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.server_step import ServerStep
 from fedjax_pcdd.methods.wrappers import extended
 from fedjax_pcdd.trees import squared_distance, where
@@ -74,7 +75,8 @@ class FedExP(ServerStep):
         old, mean = server.variables["params"], after.variables["params"]
         lr, first = jnp.asarray(context.hyper.lr, server.first_lr.dtype), server.first_lr == 0
         first_lr = jnp.where(first, lr, server.first_lr)
-        length = self._extrapolation(moved, squared_distance(mean, old), lr / first_lr, context.count)
+        step = squared_distance(*(shared_part(context.setting, tree) for tree in (mean, old)))
+        length = self._extrapolation(moved, step, lr / first_lr, context.count)
         further = optax.tree.add_scale(mean, length - 1, optax.tree.sub(mean, old))
         variables = {**after.variables, "params": further}
         halfway = jax.tree.map(lambda new, old: 0.5 * (new + old), variables, server.variables)

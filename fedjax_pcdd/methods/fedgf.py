@@ -16,6 +16,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.methods.method import Message, Traits, Tree, hyperparameter
+from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.sharpness import SharpnessAware, ascent, of_length
 from fedjax_pcdd.methods.steps import momentum_advice
 from fedjax_pcdd.trees import squared_distance
@@ -76,9 +77,10 @@ class FedGF(SharpnessAware):
     def point(self, params, gradients, context):
         """c w~ + (1 - c) (w + e)."""
         c, near = context.server.share, optax.tree.add(params, ascent(gradients, params, self.rho))
-        return jax.tree.map(
+        between = jax.tree.map(
             lambda far, near: (c * far + (1 - c) * near).astype(near.dtype), context.server.perturbed, near
         )
+        return shared_part(context.setting, between, near)
 
     def upload(self, variables, summary, context):
         """The model, and how far it went."""
@@ -89,7 +91,7 @@ class FedGF(SharpnessAware):
         """The mean; w~ behind it; c from the unweighted mean divergence of the last W rounds."""
         new = message.mean["params"]
         back = optax.tree.sub(server.variables["params"], new)
-        perturbed = optax.tree.add(new, of_length(back, self._global_rho()))
+        perturbed = optax.tree.add(new, of_length(shared_part(context.setting, back), self._global_rho()))
         divergence = message.total / jnp.maximum(context.count, 1)
         window = server.window.at[server.rounds % self.window].set(divergence > self.threshold)
         rounds = server.rounds + 1

@@ -19,6 +19,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.methods.method import Context, Method, Tree, hyperparameter
+from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.sharpness import TINY, Nearby, moved_to, of_length
 from fedjax_pcdd.methods.wrappers import averages_models, extended
 from fedjax_pcdd.trees import where, zeros_like
@@ -83,7 +84,7 @@ class FedLESAM(Nearby):
             old = context.server.previous
         else:
             old = where(context.client.seen, context.client.received, start)
-        back = optax.tree.sub(old, start)
+        back = shared_part(context.setting, optax.tree.sub(old, start))
         if self.norm == "global":
             return of_length(back, self.rho)
         total = sum(jnp.linalg.norm(x.ravel()) for x in jax.tree.leaves(back))

@@ -17,6 +17,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting
 from fedjax_pcdd.methods.method import Traits, hyperparameter
+from fedjax_pcdd.methods.own_layers import shared_part
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.methods.sharpness import moved_to, of_length
 from fedjax_pcdd.trees import zeros_like
@@ -66,12 +67,13 @@ class FedSMOO(Drifting):
         loss, state, gradients = evaluate(variables)
         uphill = jax.tree.map(lambda g, mu, s: g - mu - s, gradients, variables[DUAL], common)
         e = of_length(uphill, self.rho)
-        dual = jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, common)
+        dual = shared_part(context.setting, jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, common))
         second = evaluate(moved_to(variables, optax.tree.add(params, e))).gradients
         decays = self.quadratic == "decay"
         near = zeros_like(params) if decays else params
         tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, near, context.start["params"])
-        unclipped = {"unclipped": optax.tree.scale(self.lam, params)} if decays else {}
+        tie, last = (shared_part(context.setting, tree) for tree in (tie, params))
+        unclipped = {"unclipped": optax.tree.scale(self.lam, last)} if decays else {}
         return loss, {**state, DUAL: dual}, step(optax.tree.add_scale(second, self.lam, tie), **unclipped)
 
     def upload(self, variables, summary, context):

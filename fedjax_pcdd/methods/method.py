@@ -99,6 +99,7 @@ class Setting(NamedTuple):
     own_weights: bool = True  # whether clients weigh in a mean as `Method.weight` says
     steps: int = 0  # local steps of a round, of the client with the most; 0 where that is not known
     cohort: int = 0  # S, clients a round, of those with samples; 0 where that is not known
+    own_layers: tuple[tuple[str, ...], ...] = ()  # parameters that stay with their client, by their paths
 
 
 class Facts(NamedTuple):

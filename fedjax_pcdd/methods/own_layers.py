@@ -1,20 +1,39 @@
 """FedBN: every client keeps the parameters and running statistics of its normalisation layers; all else is averaged.
 
 Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
-An option for any method that averages one model. The engine keeps the layers (`Program.local_layers`); what changes for
+An option for any method that averages one model. The engine keeps the layers (`Setting.own_layers`); what changes for
 the method is what it is known to have. Sent: as the method, without these layers. There is no global model: GA is the
 mean over the clients' models, PA that of the averaged part with the client's own layers; `ga_server_average` is that of
 the averaged part with the mean of all clients' layers, weighted as their models. Extra terms of a method see the shared
-parameters alone (ours), weights are the method's (the published code's are equal: `weights=uniform`).
+parameters alone (ours): `Context.start` has own layers as they are now, and what a server or a client keeps of former
+rounds leaves them out by `shared_part`. So with FedCM they follow the client's own gradient, with FedSMOO FedSAM's.
+Weights are the method's (the published code's are equal: `weights=uniform`).
 """
 
 import functools
 
+import jax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Method, Setting, Tree
 from fedjax_pcdd.methods.wrappers import averages_models
+from fedjax_pcdd.trees import zeros_like
+
+
+def shared_part(setting: Setting, tree: Tree, own: Tree = None) -> Tree:
+    """A tree as the parameters, with the leaves of `own`, 0 for None, in place of layers that stay with their clients.
+
+    Args:
+      own: as the tree.
+    """
+    if not setting.own_layers:
+        return tree
+
+    def choose(path, shared, own):
+        return own if tuple(key.key for key in path) in setting.own_layers else shared
+
+    return jax.tree_util.tree_map_with_path(choose, tree, zeros_like(tree) if own is None else own)
 
 
 def with_own_layers(method: Method) -> Method:
@@ -26,13 +45,22 @@ def with_own_layers(method: Method) -> Method:
             f"`bn=local-layers` is for methods whose only model is the average of all, which {type(method).__name__}'s "
             "is not: use `bn=local`."
         )
-    return _derived(type(method))(**{name: getattr(method, name) for name in vars(method)})
+    return _own(method)
+
+
+def _own(method: Method) -> Method:
+    return _derived(type(method))(**vars(method))
 
 
 @functools.cache
 def _derived(cls: type[Method]) -> type[Method]:
     @struct.dataclass
     class OwnLayers(cls):
+        def configure(self, setting, hyper):
+            """As the method by itself, which asks for a global model where it changes one."""
+            plain, advice = cls(**vars(self)).configure(setting, hyper)
+            return _own(plain), advice
+
         def traits(self):
             """Without a global model, and with personal ones that are read between rounds."""
             kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}

@@ -87,7 +87,8 @@ class Tracker:
         for part, look, (arrays, jobs) in zip(self.parts, self._after, plans, strict=True):
             one, held = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
             data = _with_tests(one, one.data_of(arrays, jobs))
-            seen = look(one.methods, one.hyper_at(round), data, one.keys, held, arrays, jobs, np.int32(round))
+            sent = one.sent(arrays, jobs, round)
+            seen = look(one.methods, one.hyper_at(round), data, one.keys, held, sent)
             shown.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
         return shown
 

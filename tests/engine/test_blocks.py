@@ -181,7 +181,8 @@ def test_models_are_looked_at_in_blocks_as_one_after_another(block):
     def seen(**options):
         simulation = toy.simulation("fedrep", **options)
         state, (plan, jobs) = toy.train(simulation, (0,))[0], simulation.plan(1)
-        args = simulation.methods, simulation.hyper_at(1), simulation.data, simulation.keys, state, plan, jobs, 1
+        sent = simulation.sent(plan, jobs, 1)
+        args = simulation.methods, simulation.hyper_at(1), simulation.data, simulation.keys, state, sent
         after = jax.jit(look_after_training, static_argnums=(0, 1))(simulation.program, look, *args)
         between = jax.jit(look_between_rounds, static_argnums=(0, 1))
         return after, between(simulation.program, look, simulation.methods, simulation.data, state, np.arange(5))

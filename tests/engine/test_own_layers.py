@@ -14,13 +14,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from golden_vectors import cases
 from trajectories import Problem
 
-from fedjax_pcdd import models
+from fedjax_pcdd import methods, models
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.program import LAYERS
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddyn import FedDyn
+from fedjax_pcdd.methods.fedlesam import FedLESAM
 from fedjax_pcdd.methods.fedprox import FedProx
 from fedjax_pcdd.methods.method import Method, hyperparameter
 from fedjax_pcdd.models.classifier import Classifier, forward
@@ -236,6 +237,66 @@ def test_a_term_of_the_method_sees_the_shared_parameters_alone():
     own, _ = toy.train(simulated(method=OnlyLayers(mu=5.0), local_layers=False), (0,))
     other, _ = toy.train(simulated(method=OnlyLayers(mu=0.0), local_layers=False), (0,))
     assert any((a != b).any() for a, b in zip(arrays(own.servers), arrays(other.servers), strict=True))
+
+
+def parts(simulation, state):
+    """Shared parameters [P], and own layers [K, Q] of a state."""
+    shared = flatten_dict(jax.tree.map(lambda x: np.array(x[0]), state.servers.variables["params"]))
+    kept = flatten_dict(jax.tree.map(np.array, state.statistics[LAYERS]))
+    assert set(kept) == set(simulation.program.setting.own_layers)
+    return [x for path, x in shared.items() if path not in kept], list(kept.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "plain"),
+    [
+        (FedLESAM(rho=0.3), "fedavg"),  # the first round has no model to look back to
+        (FedLESAM(rho=0.3, memory="server"), "fedavg"),
+        (METHODS["fedavgm"](server_momentum=0.0), "fedavg"),
+        (METHODS["fedexp"](epsilon=1e6), "fedavg"),
+    ],
+)
+def test_what_a_method_keeps_of_former_rounds_is_of_the_shared_parameters(method, plain):
+    """All of these are another method in the first round, whatever the clients' own layers are."""
+    started = toy.train(simulated(), (0, 1))[0]
+    ends = []
+    for one in (method, METHODS[plain]()):
+        simulation = simulated(method=one, cohort=5)
+        state = simulation.start(started.servers.variables)._replace(statistics=started.statistics)
+        ends.append(parts(simulation, simulation.step(jax.tree.map(jnp.copy, state), 0)[0]))
+    assert_close(*ends)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("method", "plain"), [("fedcm", "fedavg"), ("fedgf", "fedsam"), ("fedlesam", "fedavg"), ("fedprox+sam", "fedsam")]
+)
+def test_a_method_leaves_own_layers_to_their_own_gradients(method, plain):
+    """With nothing else that trains, it is another method; of one client the mean is that client's to the last bit."""
+    ends = [toy.train(simulated(method=of_layers_alone(name), cohort=1), range(8))[0] for name in (method, plain)]
+    assert_close(*(state.statistics for state in ends))
+
+
+@pytest.mark.thorough
+def test_the_dual_of_a_perturbation_has_nothing_of_own_layers():
+    simulation = simulated("fedsmoo", cohort=5)
+    state, _ = toy.train(simulation, (0, 1))
+    for tree in (state.servers.state, state.clients.state):
+        flat = flatten_dict(tree)
+        assert not any(np.any(np.array(flat[path])) for path in simulation.program.setting.own_layers)
+        assert np.any(np.array(flat["head", "kernel"]))
+
+
+def of_layers_alone(name):
+    """A method that trains the normalisation layer alone, with hyper-parameters under which that is told."""
+
+    @struct.dataclass
+    class Alone(methods.get(name)):
+        trainable = OnlyLayers.trainable
+
+    chosen = {"mu": 5.0, "rho": 0.5, "threshold": -1.0}
+    return Alone(**{key: value for key, value in chosen.items() if key in Alone.__dataclass_fields__})
 
 
 @pytest.mark.parametrize("name", ["solo", "fedrep", "ditto", "fedmd"])
