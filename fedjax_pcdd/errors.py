@@ -25,13 +25,13 @@ class UserError(ValueError):
         super().__init__(spelled(self.sentence))
 
 
-def spelled(sentence: str, spell: Callable[[str], str] = str) -> str:
-    """A sentence with its fields as `spell` writes them, by default as they are.
+def spelled(sentence: str, spell: Callable[[str], str] = str, quote: Callable[[str], str] = str) -> str:
+    """A sentence with its fields as `spell` writes them and, with their values, `quote`; by default as they are.
 
     >>> spelled("`batch_size` must be at least 1 with `bn=local`.")
     'batch_size must be at least 1 with bn=local.'
     """
-    return _FIELD.sub(lambda field: spell(field[1]) + (field[2] or ""), sentence)
+    return _FIELD.sub(lambda field: quote(spell(field[1]) + (field[2] or "")), sentence)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

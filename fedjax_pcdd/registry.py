@@ -140,7 +140,10 @@ def nearest_part(name: str, known: Iterable[str]) -> str:
     'of a file name the object too, as fedkeep.py:NAME.'
     """
     file = name.rstrip(":")
-    return f"of a file name the object too, as {file}:NAME." if file.endswith(".py") else nearest(name, known)
+    if file.endswith(".py"):
+        return f"of a file name the object too, as {file}:NAME."
+    known = list(known)
+    return nearest(name, known) if known else "there are none by name, so name a file and an object, as FILE.py:NAME."
 
 
 def recall(origins: Mapping[str, Origin]) -> None:

@@ -139,7 +139,9 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     where: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (known or {})
     config = replace(config, **where)
     objects = {name: one for name, one in given._asdict().items() if one is not None}
-    if not resume or not (folder / CONFIG).is_file():
+    if not resume and (folder / CONFIG).is_file():
+        raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
+    if not (folder / CONFIG).is_file():
         missing = [name for name in objects if name != "federation" or known is None]
         return finished(asked._replace(config=config, origin={"given": missing} if missing else {}), label)
     continued = recorded(folder, objects)

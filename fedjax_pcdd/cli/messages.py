@@ -1,6 +1,7 @@
 """What commands say: options as they are written, the names of commands, and how one ends."""
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,10 @@ def sentence(text: str) -> str:
 
     >>> sentence("`batch_size` must be at least 1 with `bn=local`.")
     '--batch-size must be at least 1 with --bn=local.'
+    >>> sentence("continue with `resume=runs/a run`")
+    "continue with '--resume=runs/a run'"
     """
-    return spelled(text, flag)
+    return spelled(text, flag, shlex.quote)
 
 
 def called(name: str) -> str:

@@ -14,6 +14,7 @@ A preset with a `grid` (fedmr/table9) is searched: each hyper-parameter in turn,
 import csv
 import math
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -164,7 +165,7 @@ def conclude(
         writer.writeheader()
         writer.writerows(rows)
     CONSOLE.print(as_table(rows, _chosen_on(given), shown))
-    print(f"written to {folder / 'summary.csv'}; report: {called('report')} {folder}")
+    print(f"written to {folder / 'summary.csv'}; report: {called('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 

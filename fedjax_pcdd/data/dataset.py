@@ -15,6 +15,8 @@ from fedjax_pcdd.errors import UserError
 # Of "train" or "test" and its labels [n]: positions of the samples that are wanted, None for all of them.
 Keep = Callable[[str, np.ndarray], np.ndarray | None]
 
+LOOKED_AT = 1000  # images that tell, mostly, whether there are levels above 1
+
 
 def keep_all(part: str, labels: np.ndarray) -> None:
     """Every sample is wanted."""
@@ -59,7 +61,10 @@ class Dataset:
         if not len(self.x_test):
             object.__setattr__(self, "x_test", np.asarray(self.x_test, self.x_train.dtype))
         if self.x_train.dtype != self.x_test.dtype:
-            self._reject(f"x_train is {self.x_train.dtype} and x_test {self.x_test.dtype}: give both the same type")
+            self._reject(
+                f"x_train is kept as {self.x_train.dtype} and x_test as {self.x_test.dtype} (integers up to 255, but "
+                "not 0 and 1 alone, as uint8, other numbers as float32): give both as floats, or as uint8"
+            )
         if (self.groups_train is None) != (self.groups_test is None):
             self._reject("groups must be given for both training and test samples or for neither")
         if self.class_names is not None and len(self.class_names) != self.num_classes:
@@ -106,8 +111,9 @@ class Dataset:
 def as_images(x: ArrayLike, name: str) -> np.ndarray:
     """Samples as a `Dataset` keeps them: [n, H, W, channels] uint8 or float32.
 
-    Images of integers in [0, 255] are kept as uint8, which models get scaled to [0, 1]; all other numbers are kept as
-    float32 and reach the model as they are, but for the normalisation that is customary for the data set's name.
+    Images of integers in [0, 255] are kept as uint8, which models get scaled to [0, 1]. All other numbers, and images
+    of nothing but 0 and 1, are kept as float32 and reach the model as they are, but for the normalisation that is
+    customary for the data set's name. A warning tells of integers outside of [0, 255].
 
     Args:
       x: images [n, H, W] or [n, H, W, channels], or feature vectors [n, D], which become images [n, 1, D, 1]; images
@@ -124,9 +130,10 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
-    if x.dtype != np.uint8 or x.ndim == 2:
-        levels = x.dtype.kind in "iu" and x.ndim > 2 and x.size and x.min() >= 0 and 1 < x.max() <= 255
-        x = x.astype(np.uint8 if levels else np.float32, copy=False)
+    if x.dtype.kind != "f":
+        x = x.astype(np.uint8 if _has_levels(x, name) else np.float32, copy=False)
+    elif x.dtype != np.float32:
+        x = x.astype(np.float32)
     if x.dtype != np.uint8 and not np.isfinite(x).all():
         raise UserError(f"{name} holds numbers that are not finite: replace or remove these samples.")
     if x.ndim == 4 and x.shape[1] in (1, 3, 4) and x.shape[3] not in (1, 2, 3, 4):
@@ -135,6 +142,22 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     if x.ndim == 2:
         return x[:, None, :, None]
     return x if x.ndim == 4 else x[..., None]
+
+
+def _has_levels(x: np.ndarray, name: str) -> bool:
+    """Whether these numbers are levels of [0, 255]; says so where integers of images are none."""
+    if x.dtype.kind == "b" or x.ndim == 2 or not x.size:
+        return x.dtype == np.uint8 and x.ndim > 2
+    if x.dtype == np.uint8:  # of which there may be more than fit into memory
+        return x[:LOOKED_AT].max() != 1 or x.max() != 1
+    low, high = x.min(), x.max()
+    if low < 0 or high > 255:
+        warnings.warn(
+            f"{name} holds integers from {low} to {high}, no levels from 0 to 255: they reach the model as they are.",
+            stacklevel=4,
+        )
+        return False
+    return bool(high > 1)
 
 
 def as_groups(numbers: np.ndarray) -> np.ndarray:

@@ -10,6 +10,20 @@ from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.trees import zeros_like
 
 
+def scale_by_momentum(decay) -> optax.GradientTransformationExtraArgs:
+    """m = decay m + g. The update takes `moving`, as `scale_by_adam` has it: what stands still keeps its momentum."""
+    trace = optax.trace(decay)
+
+    def update(updates, state: Any, params=None, *, moving=None, **others):
+        after: Any
+        updates, after = trace.update(updates, state)
+        if moving is not None:
+            after = optax.TraceState(jax.tree.map(jnp.where, moving, after.trace, state.trace))
+        return updates, after
+
+    return optax.GradientTransformationExtraArgs(trace.init, update)
+
+
 def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     """Adam, betas 0.9 and 0.999, whose moments and count of steps advance leaf by leaf.
 
@@ -74,7 +88,7 @@ def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> 
       clip: static; False leaves the norm uncomputed.
       apart: parts of the parameters that are clipped each by itself.
     """
-    inner = optax.trace(decay=local.momentum) if local.optimizer == "sgd" else scale_by_adam()
+    inner = scale_by_momentum(local.momentum) if local.optimizer == "sgd" else scale_by_adam()
     steps = [clip_by_norm(local.clip, apart)] if clip else []
     steps += [add_after_clipping(local.weight_decay), inner, optax.scale_by_learning_rate(local.lr)]
     return optax.with_extra_args_support(optax.chain(*steps))

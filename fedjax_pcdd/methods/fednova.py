@@ -5,7 +5,8 @@ Sent: as FedAvg, and the scalar a_k up. Clients keep nothing.
 Follows the formula of the benchmark code, which is also the paper's: a_k counts momentum. It is the sum of the
 coefficients, which is the paper's l1 norm while none is negative. Running statistics are averaged as in FedAvg; the
 benchmark code normalises them like parameters (option). Weight decay is part of the gradient and not corrected for.
-a_k is that of SGD: with Adam it is the count of steps.
+a_k is that of SGD: with Adam it is the count of steps. A client holds w^t beside w for d_k, 2P, where FedMR's Figure 4
+counts P.
 """
 
 from typing import Literal, NamedTuple

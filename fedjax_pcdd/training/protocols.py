@@ -12,6 +12,8 @@ So best_epoch >= best_mean >= last where all clients take part; otherwise `last`
 rounds is newer than theirs for absent clients. Letters: n clients that trained, E epochs.
 """
 
+import math
+from operator import mul
 from typing import Literal
 
 import numpy as np
@@ -71,4 +73,13 @@ def rules(correct: np.ndarray, tests: np.ndarray) -> dict[str, np.ndarray]:
     if correct.shape[1] == 1:
         return last
     best = accuracy(correct.max(axis=1), tests)
-    return last | {"best_epoch": best, "best_mean": shares[:, np.nansum(shares, axis=0).argmax()]}
+    return last | {"best_epoch": best, "best_mean": shares[:, _best_epoch(correct, tests)]}
+
+
+def _best_epoch(correct: np.ndarray, tests: np.ndarray) -> int:
+    """The first epoch of those with the best mean share: compared as fractions of integers, so that ties are ties."""
+    sizes = [size for size in tests.tolist() if size]
+    whole = math.lcm(*sizes)
+    parts = [whole // size for size in sizes]
+    sums = [sum(map(mul, counts, parts)) for counts in correct[tests > 0].T.tolist()]
+    return sums.index(max(sums))

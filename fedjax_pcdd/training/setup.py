@@ -187,6 +187,8 @@ class Setup:
         self._check_protocol(e)
         if self.pairs[e][0].calibrate == "ccvr":
             check_calibration(self.simulation, e)
+        if not self.simulation.sizes[e].any():
+            raise UserError("no client has any training samples: give them some.")
         if not (self.simulation.steps[e] > 0).any():
             raise UserError(
                 "no client has enough samples for one batch: choose a smaller `batch_size` or `last_batch=keep`."

@@ -56,6 +56,11 @@ MISTAKES = {
     "a pair that is none": (lambda: fp.from_arrays(X, Y, X, Y, groups=3), "groups must be a pair"),
     "groups without numbers": (lambda: fp.from_arrays(X, Y, X, Y, groups=([None] * 60, Y)), "must be a number or name"),
     "no test lists": (lambda: fp.Federation(DATA, fp.Partition([Y], None)), "as many test lists as training lists"),
+    "no samples of anybody": (
+        lambda: fp.simulate(fp.Federation(DATA, fp.Partition([[], []], [[0], [1]])), "fedavg", model="mlp"),
+        "no client has any training samples",
+    ),
+    "an augmentation by no name": (lambda: simulate(augmentation="cut"), "name a file and an object, as FILE.py:NAME"),
     "too few to validate": (lambda: simulate(validation=0.001), "validation=0.001 keeps no sample of any client"),
     "metrics by number": (lambda: simulate(metrics={1: lambda run: 1.0}), "metrics takes a dictionary"),
     "a folder by number": (lambda: simulate(run_dir=3), "run_dir takes a path, not 3"),
@@ -101,6 +106,7 @@ def history():
     [
         (X[:3, :4], None, "images takes at least one image as those of the data set, [n, 6, 6, 1], not uint8 [3, 4,"),
         (X[:0], None, "images takes at least one image"),
+        (X + 2.0, None, "images takes the data set's integers from 0 to 255, or these scaled to [0, 1]"),
         ("x", None, "images takes at least one image"),
         (X[:3], 3, "there is no client 3: choose one in [0, 3)."),
         (X[:3], "a", "there is no client a: choose one in [0, 3)."),

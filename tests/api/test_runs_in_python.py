@@ -43,6 +43,8 @@ def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(fede
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, callbacks=[stop], **SMALL)
+    with pytest.raises(fp.UserError, match="already holds a run: continue it with resume=True, or choose another"):
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, **SMALL)
     again = fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL)
     same(again, whole)
     same(fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=folder, resume=True, **SMALL), whole)

@@ -124,7 +124,7 @@ def test_delta_files_load_as_images(tmp_path):
 BROKEN = {
     "missing images": ({"x_test": None}, "x_test is missing"),
     "missing labels": ({"y_train": None}, "y_train is missing"),
-    "float and byte images": ({"x_train": np.zeros((12, 5, 4, 3))}, "x_train is float32 and x_test uint8"),
+    "float and byte images": ({"x_train": np.zeros((12, 5, 4, 3))}, "x_train is kept as float32 and x_test as uint8"),
     "numbers that are none": ({"x_train": np.full((12, 5, 4, 3), np.nan)}, "x_train holds numbers that are not finite"),
     "words": ({"x_train": np.full((12, 5), "a")}, "x_train must be numbers"),
     "films": ({"x_train": np.zeros((12, 2, 5, 4, 3), np.uint8)}, "x_train must be numbers"),
@@ -334,7 +334,19 @@ def test_whether_integers_are_levels_all_of_them_say(tmp_path):
     x[0, 0, 0] = 300
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
     for seed in range(3):
-        assert sources.load("mine", tmp_path, sampler("mine", 4, None, seed)).x_train.dtype == np.float32
+        with pytest.warns(UserWarning, match="holds integers from 0 to 300, no levels"):
+            assert sources.load("mine", tmp_path, sampler("mine", 4, None, seed)).x_train.dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
+def test_images_of_0_and_1_are_kept_as_they_are_whatever_their_type(dtype):
+    x, y = np.random.default_rng(0).integers(0, 2, (2000, 3, 3)), np.arange(2000) % 2
+    data = fp.from_arrays(x.astype(dtype), y, x.astype(dtype), y)
+    assert data.x_train.dtype == data.x_test.dtype == np.float32
+    np.testing.assert_array_equal(data.x_train[..., 0], x)
+    bright = x.astype(np.uint8)
+    bright[-1] = 2
+    assert fp.from_arrays(bright, y, bright, y).x_train.dtype == np.uint8
 
 
 def test_tables_of_any_integers_are_kept_as_numbers(tmp_path):

@@ -53,6 +53,18 @@ def test_what_is_not_clipped_joins_the_clipped_gradient_with_the_decay():
     np.testing.assert_allclose(updates["a"], [-(0.6 + 1 + 10), -(0.8 + 2)], rtol=1e-6)
 
 
+def test_momentum_of_what_stands_still_is_kept():
+    optimiser = make_optimiser(Local(lr=1.0, momentum=0.5, weight_decay=0.0), clip=False)
+    w, gradient = {"a": jnp.ones(2), "b": jnp.ones(2)}, {"a": jnp.full(2, 4.0), "b": jnp.full(2, 4.0)}
+    _, state = optimiser.update(gradient, optimiser.init(w), w)
+    moving = {"a": jnp.array(True), "b": False}
+    for _ in range(3):
+        _, state = optimiser.update({**gradient, "b": jnp.zeros(2)}, state, w, moving=moving)
+    updates, _ = optimiser.update(gradient, state, w)
+    np.testing.assert_array_equal(updates["a"], [-7.75, -7.75])
+    np.testing.assert_array_equal(updates["b"], [-6.0, -6.0])
+
+
 def adam():
     return make_optimiser(Local(optimizer="adam", lr=0.1, weight_decay=0.0), clip=False)
 

@@ -38,6 +38,11 @@ def test_of_equal_epochs_the_earliest_counts():
     np.testing.assert_array_equal(chosen, [0.75, 0.25])
 
 
+def test_means_that_are_equal_but_for_rounding_are_equal():
+    chosen = rules(np.array([[3, 1], [2, 2], [1, 3]]), np.array([10, 10, 10]))["best_mean"]
+    np.testing.assert_array_equal(chosen, [0.3, 0.2, 0.1])
+
+
 def test_a_client_without_tests_counts_nowhere():
     chosen = rules(np.array([[0, 0], [1, 2]]), np.array([0, 4]))
     assert all(np.isnan(values[0]) and values[1] == 0.5 for values in chosen.values())
