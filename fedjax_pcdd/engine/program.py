@@ -33,6 +33,7 @@ class Program:
     """Everything static; two rounds with equal programs and array shapes share one executable."""
 
     model: Classifier
+    method: type  # JAX takes trees of two Flax dataclasses for one structure, and so one's program for the other's
     setting: Setting
     pipeline: Pipeline
     lanes: int  # of each device

@@ -57,9 +57,14 @@ from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
 from fedjax_pcdd.trees import select, total, zeros_like
 
 
-@jax.jit
 def _stack(trees: Sequence[Tree]) -> Tree:
-    return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *trees)
+    leaves = [jax.tree.leaves(tree) for tree in trees]
+    return jax.tree.unflatten(jax.tree.structure(trees[0]), _stack_each(leaves))
+
+
+@jax.jit
+def _stack_each(rows: Sequence[Sequence[Any]]) -> list[jax.Array]:
+    return [jnp.stack([jnp.asarray(x) for x in column]) for column in zip(*rows, strict=True)]
 
 
 def _traced(local: Local) -> Local:
@@ -182,6 +187,7 @@ class Simulation(Planner):
         over = partial(client_pass, budget=eval_batch, size=blocks.size)
         self.program = Program(
             model=model,
+            method=type(experiments[0].method),
             setting=_setting(model, shape, experiments, rounds, weights, int(steps.max()), cohort, layers),
             pipeline=pipeline,
             lanes=lanes,

@@ -124,15 +124,19 @@ class Ahead(NamedTuple):
     held: tuple[Tree, Tree]  # clients and statistics on the device
 
 
-@jax.jit
 def _replaced(held: Tree, new: Tree, source: np.ndarray) -> Tree:
     """Row i becomes new[source[i]] where that is not -1."""
+    leaves, structure = jax.tree.flatten(held)
+    return jax.tree.unflatten(structure, _replaced_each(leaves, jax.tree.leaves(new), source))
 
+
+@jax.jit
+def _replaced_each(held: list[jax.Array], new: list[jax.Array], source: jax.Array) -> list[jax.Array]:
     def replace(old, new):
         chosen = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
         return jnp.where(chosen, new[jnp.maximum(source, 0)], old)
 
-    return jax.tree.map(replace, held, new)
+    return list(map(replace, held, new))
 
 
 def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:

@@ -7,6 +7,7 @@ Follows the paper's algorithm where its text differs (the layer advances with ba
 review are batch means. The paper trains without shuffling and with momentum 1e-4: `shuffle=false`, `momentum=1e-4`.
 """
 
+import warnings
 from functools import partial
 from typing import Literal
 
@@ -16,6 +17,11 @@ from flax import struct
 from fedjax_pcdd.losses.contrastive import review_distance
 from fedjax_pcdd.methods.method import Method, Traits, hyperparameter, objective
 from fedjax_pcdd.models.classifier import layers
+
+UNSEEN = (
+    "the backbone offers no layers, so FedRL reviews the logits alone: call self.sow('intermediates', 'layers', x) on "
+    "what each layer gives."
+)
 
 
 @struct.dataclass
@@ -47,6 +53,8 @@ class FedRL(Method):
         received, _, _ = run(context.received, train=self.received_mode == "train")
         pairs = zip(local, received, strict=True)
         reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
+        if len(reviews) == 1:
+            warnings.warn(UNSEEN, stacklevel=2)
         turn = context.step if self.cycle == "batch" else context.round
         review = jax.lax.switch(turn % len(reviews), reviews)
         return objective(self, variables, outputs, batch, context) + 0.5 * self.mu * review, state

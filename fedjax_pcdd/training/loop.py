@@ -294,6 +294,11 @@ def own_state(state: State, index: int, clients: int) -> State:
     return State(_rows(state.servers, np.int32(index), 1), rows(state.clients), rows(state.statistics))
 
 
-@partial(jax.jit, static_argnums=2, static_argnames="size")
 def _rows(tree: Tree, index: Any, size: int) -> Tree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * size, size), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _rows_of_each(leaves, index, size))
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows_of_each(leaves: list[Any], index: Any, size: int) -> list[jax.Array]:
+    return [jax.lax.dynamic_slice_in_dim(x, index * size, size) for x in leaves]

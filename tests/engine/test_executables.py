@@ -1,11 +1,13 @@
 """Simulations made one after another: what is equal is compiled once, where that is asked for, and only there."""
 
+import jax
 import pytest
 import toy
 from flax import struct
 from participants import arrays, assert_equal, same
 
 import fedjax_pcdd as fp
+from fedjax_pcdd import methods
 from fedjax_pcdd.engine.executables import MOST, compiled, compiled_once
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedprox import FedProx
@@ -95,3 +97,14 @@ def test_trials_with_validation_samples_are_compiled_once(tmp_path):
     grid = {"dataset": "digits", "method": "fedprox", "mu": [0.1, 1.0], "lanes": 1, "min_samples": 10, **options}
     found = fp.sweep(grid, folder=tmp_path)
     assert [one["compilations"] for one in found.values()] == [1, 0]
+
+
+def test_methods_that_jax_cannot_tell_apart_have_programs_of_their_own():
+    """To JAX the structures of two Flax dataclasses without traced fields are equal, whatever their classes."""
+    one, other = FedAvg(), methods.get("solo")()
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    with compiled_once():
+        simulations = [toy.simulation(method=method) for method in (one, other)]
+    assert simulations[0].program != simulations[1].program
+    assert simulations[0].round is not simulations[1].round
+    assert [type(simulation.methods) for simulation in simulations] == [type(one), type(other)]

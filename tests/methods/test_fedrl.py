@@ -1,10 +1,12 @@
 """FedRL: the review of one layer after another."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import linear_model
 import numpy as np
 import pytest
+import toy
 from golden_vectors import cases
 
 from fedjax_pcdd.errors import UserError
@@ -134,3 +136,17 @@ def test_a_received_model_in_train_mode_gives_no_review_at_the_first_step():
 @pytest.mark.thorough
 def test_a_received_model_in_eval_mode_differs_by_its_statistics():
     assert review_of_received("eval") > 0.01
+
+
+class Bare(nn.Module):
+    """A backbone that offers no layers."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.relu(nn.Dense(6)(x.reshape(len(x), -1)))
+
+
+def test_a_backbone_without_layers_is_told():
+    simulated = toy.simulation(method=FedRL(), model=Classifier(Bare(), toy.CLASSES))
+    with pytest.warns(UserWarning, match="offers no layers, so FedRL reviews the logits alone"):
+        simulated.round.lower(*simulated.arguments(simulated.start(), 0, simulated.plan(0)))
