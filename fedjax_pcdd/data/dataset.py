@@ -130,10 +130,7 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
     if x.dtype.kind not in "biuf" or x.ndim not in (2, 3, 4) or not all(x.shape[1:]):
         layouts = "[n, D], [n, H, W] or [n, H, W, channels]"
         raise UserError(f"{name} must be numbers {layouts}, not {x.dtype} {list(x.shape)}.")
-    if x.dtype.kind != "f":
-        x = x.astype(np.uint8 if _has_levels(x, name) else np.float32, copy=False)
-    elif x.dtype != np.float32:
-        x = x.astype(np.float32)
+    x = x.astype(np.uint8 if _has_levels(x, name) else np.float32, copy=False)
     if x.dtype != np.uint8 and not np.isfinite(x).all():
         raise UserError(f"{name} holds numbers that are not finite: replace or remove these samples.")
     if x.ndim == 4 and x.shape[1] in (1, 3, 4) and x.shape[3] not in (1, 2, 3, 4):
@@ -146,8 +143,10 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
 
 def _has_levels(x: np.ndarray, name: str) -> bool:
     """Whether these numbers are levels of [0, 255]; says so where integers of images are none."""
-    if x.dtype.kind == "b" or x.ndim == 2 or not x.size:
-        return x.dtype == np.uint8 and x.ndim > 2
+    if x.dtype.kind not in "iu" or x.ndim == 2:
+        return False
+    if not x.size:
+        return x.dtype == np.uint8
     if x.dtype == np.uint8:  # of which there may be more than fit into memory
         return x[:LOOKED_AT].max() != 1 or x.max() != 1
     low, high = x.min(), x.max()
