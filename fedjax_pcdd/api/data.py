@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data import sources
-from fedjax_pcdd.data.dataset import Dataset, as_images, largest_groups
+from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, largest_groups
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, shortened
 from fedjax_pcdd.models.classifier import Classifier
@@ -84,9 +84,9 @@ def from_arrays(
     """
     y_train, y_test = _labels(y_train, "y_train"), _labels(y_test, "y_test")
     if num_classes is None:
-        num_classes = 1 + max(int(y.max(initial=0)) for y in (y_train, y_test))
-        if num_classes > MOST_CLASSES:
-            raise UserError(f"a label is {num_classes - 1}: number the classes from 0, or give `num_classes`.")
+        if (largest := max(int(y.max(initial=0)) for y in (y_train, y_test))) >= MOST_CLASSES:
+            raise UserError(f"a label is {largest}: number the classes from 0, or give `num_classes`.")
+        num_classes = count_classes(np.concatenate([y_train.astype(int), y_test.astype(int)]))
     if not isinstance(num_classes, int | np.integer) or num_classes < 1:
         raise UserError(f"must be an integer from 1, not {shortened(num_classes)}.", field="num_classes")
     if not isinstance(class_names, Sequence | np.ndarray | None) or isinstance(class_names, str):

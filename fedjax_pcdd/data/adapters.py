@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from fedjax_pcdd.data.dataset import Dataset, as_images, stratified
+from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, stratified
 from fedjax_pcdd.errors import UserError, as_path, in_one_line, nearest, shortened
 
 TEST_SHARE = 0.2
@@ -158,7 +158,7 @@ def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None,
     train = np.setdiff1d(rows, test)
     classes = None if names is None else tuple(map(str, names))
     both = (None, None) if groups is None else (groups[train], groups[test])
-    count = 1 + int(y.max(initial=0)) if classes is None else len(classes)
+    count = count_classes(y) if classes is None else len(classes)
     return Dataset(name, x[train], y[train], x[test], y[test], count, classes, *both)
 
 

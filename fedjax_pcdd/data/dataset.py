@@ -159,6 +159,17 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
     return bool(high > 1)
 
 
+def count_classes(y: np.ndarray) -> int:
+    """C, one more than the largest of all labels [n]; a warning where most of these classes have no sample."""
+    count, present = 1 + int(y.max(initial=0)), len(np.unique(y))
+    if 0 < present < count / 2:
+        warnings.warn(
+            f"the labels name {present} of {count} classes: number them from 0 without gaps, or name all classes.",
+            stacklevel=3,
+        )
+    return count
+
+
 def as_groups(numbers: np.ndarray) -> np.ndarray:
     """Numbers [n] of groups, int32 where all fit."""
     return numbers.astype(np.int32 if np.array_equal(numbers.astype(np.int32), numbers) else np.int64)

@@ -47,10 +47,13 @@ class Federation:
         for part, lists in zip(("training", "test"), self.partition, strict=True):
             whole_numbers(lists, "the partition", part)
         object.__setattr__(self, "partition", Partition(*map(Lists.of, self.partition)))
-        for lists, y in zip(self._lists, (self.dataset.y_train, self.dataset.y_test), strict=True):
-            if lists.flat.size and not (lists.flat.min() >= 0 and lists.flat.max() < len(y)):
+        for part, lists in zip(("train", "test"), self._lists, strict=True):
+            samples = len(getattr(self.dataset, f"y_{part}"))
+            outside = lists.flat[(lists.flat < 0) | (lists.flat >= samples)]
+            if outside.size:
                 raise UserError(
-                    f"the partition was made for another data set than '{self.dataset.name}': make it anew."
+                    f"the partition has {part} sample {outside[0]}, and '{self.dataset.name}' has {samples}, counted "
+                    "from 0: make the partition for this data set."
                 )
 
     def __repr__(self):

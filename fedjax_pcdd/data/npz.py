@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 
 from fedjax_pcdd.data import text
-from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, keep_all
+from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, count_classes, keep_all
 from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, in_one_line
 
@@ -245,7 +245,7 @@ def _classes(archive: Archive, y: np.ndarray) -> tuple[tuple[str, ...] | None, i
     if "classes" not in archive.names:
         if low != 0 or high >= max(len(y), 1):
             raise UserError(f"its labels must run from 0 to C - 1, not from {low} to {high}.")
-        return None, high + 1
+        return None, count_classes(y)
     classes = archive.read("classes")
     if classes.ndim != 1 or low < 0 or high >= len(classes):
         raise UserError(f"its labels run from {low} to {high}, but classes has shape {list(classes.shape)}.")

@@ -12,6 +12,7 @@ Letters: B batch, C classes.
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -273,6 +274,13 @@ def adapted(
     if not isinstance(out, jax.ShapeDtypeStruct) or len(out.shape) != 2 or out.shape[0] != 1:
         shapes = jax.tree.map(lambda leaf: [*leaf.shape], out)
         raise UserError(f"model {name} gives {shapes} for one image: it must give features or logits, [1, width].")
+    if not given and out.shape[1] == num_classes:
+        warnings.warn(
+            f"model {name} gives {num_classes} numbers, one for each class, that are not a dense layer's: they are "
+            "taken for features, and a linear head follows. Let a whole classifier end with its dense layer, without "
+            "softmax.",
+            stacklevel=3,
+        )
     if not given or out.shape[1] != num_classes:
         return module, None
     own: OwnHead = given[0]

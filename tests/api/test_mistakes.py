@@ -159,3 +159,9 @@ def test_labels_that_are_too_few_are_counted():
         fp.UserError, match=r"y_train must have a label for each of the 5 entries of x_train, not \[4\]"
     ):
         fp.from_arrays(np.zeros((5, 2, 2)), np.zeros(4, int), np.zeros((1, 2, 2)), np.zeros(1, int))
+
+
+def test_labels_with_gaps_are_told_unless_the_classes_are_counted():
+    with pytest.warns(UserWarning, match="the labels name 3 of 201 classes"):
+        assert fp.from_arrays(X, 100 * Y, X, 100 * Y).num_classes == 201
+    assert fp.from_arrays(X, 100 * Y, X, 100 * Y, num_classes=201).num_classes == 201

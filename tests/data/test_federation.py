@@ -116,7 +116,7 @@ def test_an_archive_of_other_arrays_is_rejected(tmp_path):
 
 
 def test_a_partition_of_a_larger_data_set_is_rejected():
-    with pytest.raises(UserError, match="another data set than 'tiny'"):
+    with pytest.raises(UserError, match=r"has t.* sample .*, and 'tiny' has .*make the partition for this data set"):
         Federation(dataset(n_train=100), federation().partition)
 
 

@@ -90,6 +90,14 @@ def test_classes_give_number_and_names(tmp_path):
     assert (dataset.num_classes, dataset.class_names) == (4, ("a", "b", "c", "never"))
 
 
+def test_labels_with_gaps_are_told_unless_the_classes_are_named(tmp_path):
+    arrays = made_up()
+    arrays |= {name: 5 * (arrays[name] > 0) for name in ("y_train", "y_test")}
+    with pytest.warns(UserWarning, match="the labels name 2 of 6 classes"):
+        assert stored(tmp_path, arrays).num_classes == 6
+    assert stored(tmp_path, arrays | {"classes": np.array(list("abcdef"))}).num_classes == 6
+
+
 @pytest.mark.parametrize("key", ["writer", "domain"])
 def test_groups_by_split(tmp_path, key):
     groups = {f"{key}_train": np.arange(12) // 4, f"{key}_test": np.arange(6) // 2}

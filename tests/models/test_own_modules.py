@@ -1,5 +1,7 @@
 """Flax modules of the user's own, Linen and NNX, as backbones and as whole classifiers."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -205,8 +207,19 @@ class NnxTwice(nnx.Module):
 
 @pytest.mark.parametrize("part", [Twice, NnxTwice], ids=["linen", "nnx"])
 def test_a_dense_layer_that_is_called_twice_is_no_head(part):
-    params = initialise(built(part), jax.random.key(0), SHAPE)["params"]
+    with pytest.warns(UserWarning, match="a linear head follows"):
+        model = built(part)
+    params = initialise(model, jax.random.key(0), SHAPE)["params"]
     assert params["backbone"]["layer"]["kernel"].shape == params["head"]["kernel"].shape == (3, 3)
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_a_softmax_at_the_end_of_a_whole_classifier_is_told(width):
+    part = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(width), nn.softmax])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        built(part)
+    assert ["without softmax" in str(one.message) for one in told] == [True] * (width == 3)
 
 
 @pytest.mark.thorough
