@@ -16,6 +16,7 @@ import os
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -105,6 +106,14 @@ class Registry(UserDict[str, T], Generic[T]):
     def __len__(self) -> int:
         """How many names there are."""
         return len(list(iter(self)))
+
+    def importable(self) -> dict[str, T]:
+        """All parts by name, for who goes through them; entry points that fail to import are left out."""
+        parts = {}
+        for name in self:
+            with suppress(UserError):
+                parts[name] = self[name]
+        return parts
 
     def _points(self) -> dict[str, Any]:
         return _entry_points(self.group, tuple((folder, _changed(folder)) for folder in sys.path))

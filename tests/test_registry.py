@@ -17,6 +17,8 @@ from flax import struct
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, registry
+from fedjax_pcdd.cli.help import information
+from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data import lists, partition, sources
 from fedjax_pcdd.errors import UserError
@@ -206,6 +208,22 @@ def test_entry_points_are_found_when_a_name_is_looked_up(tmp_path, monkeypatch):
     refused("method 'broken' .nowhere:X. cannot be imported: ModuleNotFoundError", own.find, "broken")
     refused("there is no method 'their': did you mean 'theirs'", own.find, "their")
     assert "theirs" not in Registry("model", "models")
+
+
+def test_a_broken_package_leaves_the_other_methods_alone(tmp_path, monkeypatch):
+    installs(tmp_path, "one", ["broken = nowhere:X", "other = fractions:Fraction"])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "broken" in methods.METHODS
+    assert not {"broken", "other"} & methods.every().keys()
+    assert scan_and_configure(["--method=fedprox", "--mu=0.5"])[1].mu == 0.5
+    refused("mu belongs to fedprox", scan_and_configure, ["--method=fedavg", "--mu=0.5"])
+    assert "fedprox" in information({"list_methods": "true"})
+    refused("method 'broken' .nowhere:X. cannot be imported", scan_and_configure, ["--method=broken"])
+    methods.METHODS.data.pop("other")
+
+
+def scan_and_configure(argv):
+    return configure(scan(argv))
 
 
 def test_a_package_that_is_installed_meanwhile_is_found(tmp_path, monkeypatch):

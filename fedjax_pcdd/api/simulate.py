@@ -184,7 +184,7 @@ def _name(method: Method | str) -> str:
     if isinstance(method, str):
         return method
     cls = type(method)
-    name = next((name for name, known in methods.METHODS.items() if known is cls), None)
+    name = next((name for name, known in methods.METHODS.data.items() if known is cls), None)
     origin = None if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ else origin_of(cls)
     return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 

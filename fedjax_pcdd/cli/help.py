@@ -48,7 +48,7 @@ class MethodRow(NamedTuple):
 def method_rows() -> list[MethodRow]:
     """All registered methods; one that has not been counted has question marks."""
     counts, rows = json.loads(COUNTS.read_text()), []
-    for name, cls in METHODS.items():
+    for name, cls in methods.every().items():
         sent = [counts.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held")]
         traits, file = cls().traits(), cls.__module__.replace(".", "/") + ".py"
         status = "reconstruction" if "reconstructed" in traits.paper else "complete"

@@ -80,13 +80,13 @@ def _named_method(argv: Sequence[str]) -> list[type[Method]]:
 
 def _switches(named: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
-    every = [RUN, *map(options_of, [*METHODS.values(), *named])]
+    every = [RUN, *map(options_of, [*methods.every().values(), *named])]
     names = {option.name for options in every for option in options.values() if option.kind is bool}
     return names | {"help", "status", *LISTS}
 
 
 def _without_value(name: str) -> str:
-    known = {*RUN, *RESERVED, SERVER, *(field for cls in METHODS.values() for field in options_of(cls))}
+    known = {*RUN, *RESERVED, SERVER, *(field for cls in methods.every().values() for field in options_of(cls))}
     return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else options.no_option(name, known)
 
 

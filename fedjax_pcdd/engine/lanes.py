@@ -343,7 +343,7 @@ def begin_round(program: Program, methods, hyper, data, keys, kept, servers, job
     """What a round that goes through its samples in chunks carries from one to the next, on one device.
 
     Args:
-      data: without samples.
+      data: any chunk's.
       kept: clients and statistics.
     """
     return _empty(program, _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))

@@ -47,7 +47,7 @@ from fedjax_pcdd.engine.program import (
     load_data,
 )  # fmt: skip
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
-from fedjax_pcdd.engine.streaming import Streamed
+from fedjax_pcdd.engine.streaming import Chunk, Streamed
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import numbers, of_kind, scalar
 from fedjax_pcdd.methods.method import Local, Method, Server, Setting
@@ -238,11 +238,11 @@ class Simulation(Planner):
             training_round, self.program, compiler_options=compiler_options(devices, one_step=one_step),
             donate_argnums=4, out_shardings=self._shardings(),
         )  # fmt: skip
-        self._compiled_before = self._compiled
         options = {"compiler_options": compiler_options(one_step=one_step), "donate_argnums": 4}
         parts = begin_round, part_of_round, end_round
         self._begin, self._part, self._end = (compiled(part, self.program, **options) for part in parts)
         self._generic_correct = compiled(generic_correct, self.program)
+        self._compiled_before = self._compiled
         self._softmax_sums = compiled(softmax_sums, self.program)
         self._ensemble_correct = compiled(ensemble_correct, self.program)
         self._personal_correct = compiled(personal_correct, self.program, static_argnums=0)
@@ -368,34 +368,52 @@ class Simulation(Planner):
     def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
         """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
         plan = plan or self.plan(round)
-        chunked = self.streamed and self.streamed.chunked
-        after, report = (
-            self._in_chunks(state, round, plan) if chunked else self.round(*self.arguments(state, round, plan))
-        )
-        return Launched(state, after, report, plan)
+        trained = self._in_chunks if self.chunked else self._at_once
+        return Launched(state, *trained(state, round, plan), plan)
+
+    def _at_once(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
+        return self.round(*self.arguments(state, round, plan))
 
     def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
         """One round, whose samples are sent in chunks while the device computes the one before."""
         assert self.streamed
-        held, jobs, carry = self.fetch(state, plan), plan[1], None
-        given = self.methods, self.hyper_at(round)
-        for chunk in self.streamed.chunks(*plan):  # pyright: ignore[reportArgumentType] - of one device
-            inputs = (*given, chunk.data, self.keys)
-            if carry is None:
-                kept = held.clients, held.statistics
-                carry = self._begin(*inputs, kept, held.servers, jobs, np.int32(round))
-            edges = chunk.first, chunk.stop
-            carry = self._part(*inputs, carry, held.servers, chunk.plan, jobs, np.int32(round), *edges)
-        return self._end(*inputs, carry, held.servers, jobs, np.int32(round))
+        held, (arrays, jobs) = self.fetch(state, plan), plan
+        chunks, number = self.streamed.chunks(arrays, jobs), np.int32(round)  # pyright: ignore[reportArgumentType] - of one device
+        chunk = next(chunks)
+        inputs = self._chunk_inputs(chunk, round)
+        carry = self._begin(*inputs, (held.clients, held.statistics), held.servers, jobs, number)
+        while True:
+            carry = self._part(*inputs, carry, *self._chunk_work(chunk, held, jobs, number))
+            if (chunk := next(chunks, None)) is None:
+                return self._end(*inputs, carry, held.servers, jobs, number)
+            inputs = self._chunk_inputs(chunk, round)
+
+    def _chunk_inputs(self, chunk: Chunk, round: int) -> tuple[Any, ...]:
+        return self.methods, self.hyper_at(round), chunk.data, self.keys
+
+    def _chunk_work(self, chunk: Chunk, held: State, jobs: schedule.Jobs, number: np.int32) -> tuple[Any, ...]:
+        return held.servers, chunk.plan, jobs, number, chunk.first, chunk.stop
 
     def compile(self, state: State) -> jax.stages.Compiled:
-        """The compiled round, which `step` will use.
+        """The compiled round, which `step` will use; that of a chunk where a round goes through several.
 
         Raises:
           UserError: the compiler fails.
         """
+        plan = self.plan(0)
         with in_sentences("compiling a round"):
-            return self.round.lower(*self.arguments(state, 0, self.plan(0))).compile()
+            if self.chunked:
+                return self._part.lower(*self._part_arguments(state, 0, plan)).compile()
+            return self.round.lower(*self.arguments(state, 0, plan)).compile()
+
+    def _part_arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
+        """What the compiled part of a round takes, for the first chunk; of what it carries, the shapes alone."""
+        assert self.streamed
+        held, (arrays, jobs), number = self.fetch(state, plan), plan, np.int32(round)
+        chunk = next(self.streamed.chunks(arrays, jobs))  # pyright: ignore[reportArgumentType] - of one device
+        inputs, kept = self._chunk_inputs(chunk, round), (held.clients, held.statistics)
+        carry = jax.eval_shape(self._begin, *inputs, kept, held.servers, jobs, number)
+        return *inputs, carry, *self._chunk_work(chunk, held, jobs, number)
 
     def arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
         """What the compiled `round` takes."""
@@ -418,13 +436,19 @@ class Simulation(Planner):
         return self.storage.fetch(state, self._seen(*plan)[0])
 
     @property
+    def chunked(self) -> bool:
+        """Whether a round goes through its samples in several chunks."""
+        return self.streamed is not None and self.streamed.chunked
+
+    @property
     def compilations(self) -> int:
         """How often the round was compiled; 1 after any number of rounds, 0 if one made before is used."""
         return self._compiled - self._compiled_before
 
     @property
     def _compiled(self) -> int:
-        return self.round._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        trained: Any = self._part if self.chunked else self.round
+        return trained._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Count correct predictions.

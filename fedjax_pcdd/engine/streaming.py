@@ -148,7 +148,7 @@ class Streamed:
             at_once = needed if self.devices > 1 else least
             who = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
             raise UserError(
-                f"the samples of {who} have up to {sum(at_once) / 1e6:.0f} MB, more than the {self.memory / 1e6:.0f} "
+                f"the samples of {who} have up to {sum(at_once) / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} "
                 "MB of `data_memory`: allow more, or choose a smaller `cohort` or fewer `lanes`."
             )
         share = (self.memory - sum(least)) / (sum(needed) - sum(least))
@@ -259,7 +259,7 @@ class Streamed:
             size = self.whole * self.test.images.width
             if size > self.memory:
                 raise UserError(
-                    f"`track` looks at all test samples, {size / 1e6:.0f} MB, more than the {self.memory / 1e6:.0f} MB "
+                    f"`track` looks at all test samples, {size / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} MB "
                     "of `data_memory`: allow more, or leave it out."
                 )
             self._whole = samples_of(*tests_of(self._tests))

@@ -23,6 +23,7 @@ from fedjax_pcdd.engine.mesh import devices_of
 from fedjax_pcdd.engine.program import State, lift, put
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Plan, most_jobs
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier, arithmetic
 from fedjax_pcdd.models.convolution_forms import FORMS, fits, forward, input_gradient, weight_gradient
 from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, Rule, choosing
@@ -136,7 +137,9 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
     if len(counts) == 1 or _soon_over(make, jobs, rounds):
         return _within_memory(make, state, counts[:1])
     for lanes in counts:
-        simulation = make(lanes)
+        simulation = _made(make, lanes)
+        if simulation is None:
+            break
         compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
         if seconds < 0.95 * fastest:
             best, fastest = lanes, seconds
@@ -162,10 +165,22 @@ def _soon_over(make: Callable[[int], Simulation], jobs: int, rounds: int) -> boo
     return SHARE * seconds < PROBES
 
 
+def _made(make: Callable[[int], Simulation], lanes: int) -> Simulation | None:
+    """The simulation with these lanes; None where `data_memory` does not hold the samples of so many clients."""
+    try:
+        return make(lanes)
+    except UserError:
+        if lanes == 1:
+            raise
+        return None
+
+
 def _within_memory(make: Callable[[int], Simulation], state: State, counts: list[int]) -> Simulation:
     """The simulation with the first of these lane counts whose round fits into the devices' memory, else one lane."""
     for lanes in counts:
-        simulation = make(lanes)
+        simulation = _made(make, lanes)
+        if simulation is None:
+            continue
         if free_memory() == math.inf or multihost_utils.broadcast_one_to_all(_fits(simulation.compile(state))):
             return simulation
     return make(1)

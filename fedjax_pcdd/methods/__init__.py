@@ -141,10 +141,19 @@ def get(name: str) -> type[Method]:
     return wrapped(cls, plain, suffixes, {**known_suffixes(), **own} if suffixes else {})
 
 
+def every() -> dict[str, type[Method]]:
+    """All methods by name; another package's that cannot be imported, or are none, are left out."""
+    return {
+        name: cls for name, cls in METHODS.importable().items() if isinstance(cls, type) and issubclass(cls, Method)
+    }
+
+
 def known_suffixes() -> dict[str, Wrapper]:
     """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go in front of a method."""
-    steps = {name: Wrapper(in_front(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.items()}
-    return {**WRAPPERS, **steps}
+    steps = {
+        name: Wrapper(in_front(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.importable().items()
+    }
+    return {**WRAPPERS.importable(), **steps}
 
 
 def _addition(path: str) -> Wrapper:

@@ -119,7 +119,7 @@ def _named(option: str, text: str) -> str:
 
 
 def _foreign(name: str, method: str, known: Sequence[str]) -> str:
-    owners = [other for other, cls in METHODS.items() if name in options_of(cls)]
+    owners = [other for other, cls in methods.every().items() if name in options_of(cls)]
     wrappers = [suffix for suffix in methods.known_suffixes() if name in options_of(methods.get(f"fedavg+{suffix}"))]
     if wrappers and not owners:
         owners = [f"{method}+{suffix}" for suffix in wrappers]

@@ -13,6 +13,7 @@ from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.engine import tuning
 from fedjax_pcdd.engine.program import start_of
 from fedjax_pcdd.engine.round import Experiment, Local, Simulation
 from fedjax_pcdd.engine.streaming import Split
@@ -122,6 +123,30 @@ def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, options):
     with pytest.raises(UserError, match="looks at more samples than are on the device"):
         Tracker(("angles",), small, 0)
     assert_same(trained(small), trained(simulated(name, **options)))
+
+
+def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted():
+    small = simulated("scaffold", stream=2600, cohort=5)
+    assert small.chunked
+    assert small.compile(small.start()).memory_analysis().argument_size_in_bytes > 0
+    assert small.compilations == 0
+    trained(small)
+    assert small.compilations == 1
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3], [3]], ids=["cpu", "accelerator"])
+def test_lanes_are_chosen_of_those_whose_clients_fit_into_data_memory(monkeypatch, counts):
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: counts)
+    monkeypatch.setattr(tuning, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(tuning, "_probe", lambda simulation, state: (0.0, 1 / simulation.program.lanes))
+
+    def make(lanes):
+        return simulated("fedavg", stream=2000, lanes=lanes, cohort=5)
+
+    with pytest.raises(UserError, match="data_memory"):
+        make(3)
+    one = make(1)
+    assert tuning.choose_lanes(make, one.start(), 5, 10**6).program.lanes in (1, 2)
 
 
 def test_memory_for_less_than_the_clients_in_lanes_is_refused():
