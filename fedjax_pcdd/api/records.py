@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.callbacks import Profile, as_callbacks
+from fedjax_pcdd.training.accuracies import LastRound
+from fedjax_pcdd.training.callbacks import Profile
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
 from fedjax_pcdd.training.device_choices import Say
@@ -58,9 +59,9 @@ class Record:
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Args: e: of this one among the experiments of the setup; state: its own, before the first round."""
         self.asked, self.setup, self.e, self.noted, self.say = asked, setup, e, asked.noted, say
-        own = as_callbacks([*asked.callbacks, *asked.last])
-        self._first = [(callback, copy.deepcopy(callback.state())) for callback in own]
-        self.callbacks = [setup.accuracies(e, per_client=True), *own]
+        self._first = [(one, copy.deepcopy(one.state())) for one in (*asked.callbacks, *asked.last)]
+        accuracies = setup.accuracies(e, per_client=True)
+        self.callbacks = [accuracies, *asked.callbacks, LastRound(accuracies), *asked.last]
 
     def close(self) -> None:
         """Let files go."""
@@ -86,9 +87,12 @@ class Record:
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:
         """The summary."""
+        return self._summary(run, result | {"compilations": run.simulation.compilations})
+
+    def _summary(self, run: Run, result: Result) -> Result:
         config, lanes = self.asked.config, run.simulation.program.lanes
         head = {"method": config.method, "dataset": config.dataset, "seed": config.seed, "rounds": run.round}
-        return head | {"lanes": lanes} | result | {"compilations": run.simulation.compilations}
+        return head | {"lanes": lanes} | result
 
 
 def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
@@ -100,6 +104,8 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
 
 class FolderRecord(Record):
     """What one experiment writes: its folder, and the callbacks that fill it."""
+
+    _before: Mapping[str, Any] = {}  # the summary of a run that was over, whose costs are those of its training
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Open or create the folder; UserError before anything is written."""
@@ -118,9 +124,11 @@ class FolderRecord(Record):
             self.inputs = setup.inputs(e, config, asked.method)
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
             self.folder.keep_partition(setup.federations[e], heat_map)
-            measured = [setup.accuracies(e, kept=self._kept), *as_callbacks(list(asked.callbacks))]
+            accuracies = setup.accuracies(e, kept=self._kept)
+            measured = [accuracies, *asked.callbacks]
             self.checkpoint = Checkpoint(checkpoints, measured)
-            self.callbacks = [*measured, *self._writers(), self.checkpoint, *as_callbacks(list(asked.last))]
+            ends = [LastRound(accuracies), *self._writers(), self.checkpoint]
+            self.callbacks = [*measured, *ends, *asked.last]
             self.close = opened.pop_all().close
 
     def _kept(self) -> str:
@@ -169,12 +177,18 @@ class FolderRecord(Record):
         """State and progress of the newest intact checkpoint, or of the start."""
         resumed = self.checkpoint.begin(state, self._best(state)) if self.asked.config.resume else None
         check_inputs(self.checkpoint.began_with, self.inputs, self.folder.path, self.say)
-        return resumed or super().begin(state)
+        began = resumed or super().begin(state)
+        if began[1].stopped or began[1].round >= self.asked.config.rounds:
+            with suppress(UserError):  # it is damaged, and written anew
+                self._before = self.folder.summary() or {}
+        return began
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:
         """Write the summary and the curves."""
         config = self.asked.config
-        summary = super().conclude(run, result | self.setup.more_results(run) | self._cost(run) | self._together())
+        costs = {"compilations": run.simulation.compilations, **self._cost(run)}
+        costs |= {name: self._before[name] for name in costs if name in self._before}
+        summary = self._summary(run, result | self.setup.more_results(run) | costs | self._together())
         try:
             self.folder.write_json(SUMMARY, summary)
             title = f"{config.method}, {config.task or config.dataset}, seed {config.seed}"
@@ -195,7 +209,6 @@ class FolderRecord(Record):
             "seconds_per_round": typical,
             "seconds_local": float(seconds[1:].mean()) if len(seconds) > 1 else typical,
             "compile_seconds": self.setup.clock.seconds / together,
-            "compilations": run.simulation.compilations,
             "samples_per_second": samples / typical if typical else None,
             "peak_memory_mb": memory["host"],
             "device_peak_memory_mb": memory["device"],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -211,13 +212,8 @@ def finished(asked: Asked, label: str | None = None) -> History:
     """The history of one experiment, when it is over; UserError where it fails."""
 
     def history(record: Record, run: Run, summary: Result) -> History:
-        config, rows = record.asked.config, list(run.history.rows)
-        if isinstance(record, FolderRecord):
-            rows = with_clients(rows, record.folder)
-        return History(
-            label or short_name(config.method), run.method, run.federation, config, rows, run.state, summary,
-            run.simulation, asked.given,
-        )  # fmt: skip
+        of_clients = clients_in(record.folder) if isinstance(record, FolderRecord) else {}
+        return history_of(run, record.asked, of_clients, label, summary)
 
     (history_or_error,) = run_together([asked], finish=history)
     if isinstance(history_or_error, Exception):
@@ -225,10 +221,31 @@ def finished(asked: Asked, label: str | None = None) -> History:
     return history_or_error
 
 
-def with_clients(rows: Sequence[Mapping[str, Any]], folder: RunFolder) -> list[dict[str, Any]]:
-    """The rounds of a run in a folder, with the accuracies of its clients."""
-    pa = {row["round"]: row.get("pa_per_client") for row in folder.rows(CLIENTS)}
-    return [{**row, "pa_per_client": pa.get(row["round"])} for row in rows]
+def history_of(
+    run: Run, asked: Asked, of_clients: Mapping[int, Any], label: str | None = None,
+    summary: Mapping[str, Any] = MappingProxyType({}),
+) -> History:  # fmt: skip
+    """The history of a run, over or not.
+
+    Args:
+      of_clients: PA of the clients by round, where rows lack it.
+      label: None for the method's name.
+    """
+    config, rows = asked.config, with_clients(run.history.rows, of_clients)
+    label = label or short_name(config.method)
+    return History(
+        label, run.method, run.federation, config, rows, run.state, dict(summary), run.simulation, asked.given
+    )
+
+
+def clients_in(folder: RunFolder) -> dict[int, Any]:
+    """PA of the clients of a run in a folder, by round."""
+    return {row["round"]: row.get("pa_per_client") for row in folder.rows(CLIENTS)}
+
+
+def with_clients(rows: Sequence[Mapping[str, Any]], of_clients: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """Rows that have the accuracies of the clients, too."""
+    return [{"pa_per_client": of_clients.get(row["round"]), **row} for row in rows]
 
 
 def recorded(folder: Path, objects: Mapping[str, Any]) -> Asked:
@@ -277,7 +294,7 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     resolved = restored.history.get("resolved", {})
     check_given(resolved.get("given", ()), one.given, files.path)
     check_inputs(resolved.get("inputs"), parts.inputs(0, config, one.method), files.path, warn)
-    rows = with_clients(files.rows(rounds=restored.round)[: restored.round], files)
+    rows = with_clients(files.rows(rounds=restored.round)[: restored.round], clients_in(files))
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
     summary = files.summary() or {}
     return History(

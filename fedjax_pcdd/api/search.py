@@ -18,8 +18,7 @@ from fedjax_pcdd.api.sweep import Results, listed, options_of_grid, run_stages
 from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert
-from fedjax_pcdd.training.options import method_of, own_values
-from fedjax_pcdd.training.presets import read_preset
+from fedjax_pcdd.training.options import configure, method_of, own_values
 
 ON_TEST = (
     "trials are chosen on test samples, so the best one's accuracy is too good: "
@@ -42,7 +41,8 @@ class Search:
 
     Attributes:
       trials: suggested so far, without what was suggested before.
-      on_test: whether they are chosen on test samples.
+      chosen_on: what best rounds are chosen by, as `RunConfig.chosen_on`.
+      on_test: whether trials are chosen on test samples.
     """
 
     def __init__(self, given: Mapping[str, str], results: Mapping[str, Any], *, metric: str = "ga", seed: int = 0):
@@ -63,11 +63,12 @@ class Search:
         spaces = {name: _space(name, text, method) for name, text in given.items()}
         self._spaces = {name: space for name, space in spaces.items() if space is not None}
         self._fixed = {name: text for name, text in given.items() if name not in self._spaces}
-        of_preset = read_preset(given["preset"]).run if "preset" in given else {}
-        self.on_test = given.get("select_on", of_preset.get("select_on")) != "validation"
-        self._measure = f"{metric}_best" if self.on_test else f"{metric}_validation_best"
         if not self._spaces:
             raise UserError(f"there is nothing to search: give an option bounds, as {EXAMPLE}, or several values.")
+        some = {name: _written(space, _first(space)) for name, space in self._spaces.items()}
+        self.chosen_on = configure(self._trial("", some).experiments[0].given)[0].chosen_on
+        self.on_test = self.chosen_on != "validation"
+        self._measure = f"{metric}_best" if self.on_test else f"{metric}_validation_best"
 
     def stages(self, count: int, together: int = 1) -> Iterator[list[Experiment]]:
         """The experiments of so many suggestions at a time, until there were `count`; one of old is not run again."""
@@ -168,6 +169,10 @@ def _bounds(text: str) -> list[str]:
         return parts if len(parts) == 2 and [float(part) for part in parts] else []
     except ValueError:
         return []
+
+
+def _first(space: Any) -> Any:
+    return space.low if hasattr(space, "low") else space.choices[0]
 
 
 def _written(space: Any, value: Any) -> str:

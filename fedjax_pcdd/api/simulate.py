@@ -13,17 +13,19 @@ from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_load, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
-from fedjax_pcdd.api.runs import check_same, finished, load_run, recorded
+from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
-from fedjax_pcdd.training.callbacks import Function, Metrics, as_callbacks
+from fedjax_pcdd.training.build import share_kept
+from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.config import RUN, RunConfig, check_names
 from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of
-from fedjax_pcdd.training.folder import CONFIG, SUMMARY
-from fedjax_pcdd.training.loop import Callback, Run
+from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
+from fedjax_pcdd.training.loop import Callback, RoundReport, Run
+from fedjax_pcdd.training.metrics import plain
 from fedjax_pcdd.training.progress import RunBar
 from fedjax_pcdd.training.setup import Given
 
@@ -44,7 +46,7 @@ def simulate(
     *,
     model: Any = None,
     rounds: int = 50,
-    local_epochs: int | None = 10,
+    local_epochs: int | None = None,
     batch_size: int = 100,
     lr: float = 0.01,
     seed: int = 0,
@@ -68,7 +70,7 @@ def simulate(
         class of them: a backbone from images to features, or a whole classifier that ends with a dense layer. A list
         of these where clients have models of their own. None for mlp on the digits, lstm on text, else simple_cnn.
       rounds: T.
-      local_epochs: E; None where `local_steps` says how many updates.
+      local_epochs: E; None for 10, or where `local_steps` says how many updates.
       batch_size: B.
       lr: learning rate of the clients.
       seed: of initial weights, cohorts and batches; the partition has its own.
@@ -103,6 +105,8 @@ def simulate(
     >>> history.ga.shape, history.ga_per_class.shape, history.pa_per_client.shape
     ((2,), (2, 10), (2, 4))
     """
+    if local_epochs is None and options.get("local_steps") is None:
+        local_epochs = RUN["local_epochs"].default
     named = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
     named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
@@ -113,16 +117,30 @@ def simulate(
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
     if callback is not None:
-        told.append(Function(lambda run, _: callback(_so_far(run, label or config.method, config, given))))
+        folder = None if run_dir is None else as_path(run_dir, "run_dir")
+        told.append(_Told(callback, label, Asked(config, chosen, given=given), folder))
     asked = Asked(config, chosen, callbacks=told, last=[RunBar()] if progress else [], given=given)
     if run_dir is None:
         return finished(asked, label)
     return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)
 
 
-def _so_far(run: Run, label: str, config: RunConfig, given: Given) -> History:
-    rows = list(run.history.rows)
-    return History(label, run.method, run.federation, config, rows, run.state, {}, run.simulation, given)
+class _Told(Callback):
+    """Calls a function of the history so far after every round."""
+
+    def __init__(self, function: Callable[[History], object], label: str | None, asked: Asked, folder: Path | None):
+        """Args: folder: holds the rounds before, of a run that is continued."""
+        self.function, self.label, self.asked, self.folder = function, label, asked, folder
+        self.of_clients: dict[int, Any] = {}
+
+    def on_start(self, run: Run) -> None:
+        self.of_clients = clients_in(RunFolder(self.folder)) if self.folder and run.round else {}
+
+    def on_round(self, run: Run, report: RoundReport) -> Any:
+        """What the function returns; True ends the run."""
+        if run.history.rows[-1]["ga"] is not None:
+            self.of_clients[run.round] = plain(run.history.pa_clients)
+        return self.function(history_of(run, self.asked, self.of_clients, self.label))
 
 
 def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> History:
@@ -134,7 +152,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
         raise UserError(f"`{unwritten[0]}` is no number or name, which is all that a run folder holds: drop `run_dir`.")
     assert given.federation is not None
     if config.method == type(method).__name__:
-        methods.METHODS.setdefault(config.method, type(method))  # a script's own class, for who loads the run in there
+        methods.METHODS.register(config.method)(type(method))  # a script's own class, for who loads the run in there
     known = options_that_load(given.federation.dataset)
     where: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (known or {})
     config = replace(config, **where)
@@ -207,6 +225,8 @@ def _as_read(method: Method) -> Method:
 
 def _config(federation: Federation, given: Mapping[str, Any]) -> RunConfig:
     """The options of a run, read as the command line reads them; UserError for a value that does not fit."""
+    if given.get("validation") is None:
+        given = {**given, "validation": share_kept(federation) or None}
     read = {name: _read(RUN[name], value) for name, value in given.items()}
     return RunConfig(dataset=federation.dataset.name, clients=federation.num_clients, **read)
 

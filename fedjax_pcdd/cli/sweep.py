@@ -34,7 +34,7 @@ from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
 from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.metrics import MEASURES
-from fedjax_pcdd.training.presets import read_preset
+from fedjax_pcdd.training.options import configure
 
 if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep import Standing, Sweep
@@ -114,7 +114,9 @@ def _main(argv: Sequence[str]) -> int:
         return not own["status"]
 
     folder, experiments = train(stages(given, results), results, own["sweep_dir"], _most(own), before)
-    return 0 if own["status"] else conclude(folder, summarise(experiments, results), given)
+    if own["status"]:
+        return 0
+    return conclude(folder, summarise(experiments, results), configure(experiments[0].given)[0].chosen_on)
 
 
 def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
@@ -154,9 +156,7 @@ def train(
         raise
 
 
-def conclude(
-    folder: Path, rows: Sequence[Mapping[str, Any]], given: Mapping[str, str], shown: Sequence[str] = ()
-) -> int:
+def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, shown: Sequence[str] = ()) -> int:
     """Write and show the table; the exit code, 1 where something failed."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
@@ -164,15 +164,9 @@ def conclude(
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    CONSOLE.print(as_table(rows, _chosen_on(given), shown))
+    CONSOLE.print(as_table(rows, chosen_on, shown))
     print(f"written to {folder / 'summary.csv'}; report: {called('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0
-
-
-def _chosen_on(given: Mapping[str, str]) -> str:
-    """What best rounds are chosen by, as options or their preset say."""
-    known = {**(read_preset(given["preset"]).run if "preset" in given else {}), **given}
-    return "test, balanced accuracy" if known.get("select_by") == "balanced" else known.get("select_on", "test")
 
 
 def _origin(one: Experiment) -> dict[str, Any]:

@@ -457,8 +457,8 @@ class Simulation(Planner):
           personal: also test every client's personal model between rounds on its own data.
         """
         generic, further = self.general(state)
-        local = () if self.experiments[0].method.traits().global_model else self._personal(state, own=False)
-        return Evaluation(generic, self._personal(state, own=True) if personal else (), local, further)
+        local = () if self.experiments[0].method.traits().global_model else self.personal(state, own=False)
+        return Evaluation(generic, self.personal(state) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
         """Correct predictions of what an experiment has one of: `generic` and `further` of an `Evaluation`."""
@@ -496,8 +496,8 @@ class Simulation(Planner):
         kept = jax.tree.leaves((state.clients, state.statistics))
         return self.cohort_size if kept else self.streamed.tested_rows(self.cohort_size)
 
-    def _personal(self, state: State, *, own: bool) -> np.ndarray:
-        """Correct predictions [R, C] of all personal models."""
+    def personal(self, state: State, *, own: bool = True) -> np.ndarray:
+        """Correct predictions [R, C] of all personal models, each on its client's own tests or on all test samples."""
         counted = np.zeros((self.sizes.size, self.program.counts), np.int32)
         for held, rows, slots, _ in self.storage.portions(state, self._tested_rows(state)):
             batch = self.program.eval_batch_of(self.program.blocks.size)

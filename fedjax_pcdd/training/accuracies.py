@@ -42,6 +42,7 @@ class Accuracies(Callback):
         self.protocol: Protocol = protocol
         self.name, self.every, self.keeps_best, self.kept, self.per_client = name, every, keeps_best, kept, per_client
         self.select_on = select_on
+        self.rule: Protocol = "last" if keeps_best and needs_epochs(protocol) else protocol  # of the rows
 
     def on_start(self, run: Run) -> None:
         """Until a client makes a step, its personal model is the initial one."""
@@ -63,16 +64,23 @@ class Accuracies(Callback):
         if run.traits.recorded:
             server = parts_of(run.simulation)[0].of(run.state).servers
             row |= {name: float(np.array(getattr(server, name))[0]) for name in run.traits.recorded}
-        self._report = report
-        if run.round % self.every == 0 or run.round == run.rounds:
-            self.measure(run, row)
-        if self.per_client and run.federation.num_clients <= MOST_WRITTEN:
-            row["pa_per_client"] = None if row["ga"] is None else plain(run.history.pa_clients)
         run.history.rows.append(row)
+        if run.round % self.every == 0 or run.round == run.rounds:
+            self.complete(run, report)
+        elif self.per_client:
+            row["pa_per_client"] = None
+
+    def complete(self, run: Run, report: RoundReport) -> None:
+        """Measure the model of the newest row."""
+        row = run.history.rows[-1]
+        self.measure(run, row, report)
+        if self.per_client:
+            small = run.federation.num_clients <= MOST_WRITTEN
+            row["pa_per_client"] = plain(run.history.pa_clients) if small else None
         if self.keeps_best and run.history.is_best("ga"):
             run.best = self._copy(run)
 
-    def measure(self, run: Run, row: dict[str, Any]) -> None:
+    def measure(self, run: Run, row: dict[str, Any], report: RoundReport) -> None:
         """Fill in GA, PA under each protocol and GA of each class."""
         received = "received" in self._measured(run)
         counts, seconds = run.evaluate(personal=received)
@@ -80,7 +88,7 @@ class Accuracies(Callback):
             self._personal(run, counts.personal, "received")
             self._take(run, np.arange(len(counts.personal)), counts.personal, ("received",))
             if run.traits.personal_model == "server":
-                self.trained(run, self._report, counts.personal[self._report.jobs.row])
+                self.trained(run, report, counts.personal[report.jobs.row])
                 self._personal(run, counts.personal, "last")
                 self._take(run, np.arange(len(counts.personal)), counts.personal, ("last",))
         self._choose(run)
@@ -106,8 +114,12 @@ class Accuracies(Callback):
             row["ga_validation"] = float(accuracy(both[:, classes:].sum(1), held).mean())
         return {**row, **further(run, counts.further)}
 
-    def _loss(self, run: Run, report: RoundReport) -> float:
-        """Training loss, weighted as the aggregation; UserError if one is not finite, or the model at the end."""
+    def _loss(self, run: Run, report: RoundReport) -> float | None:
+        """Training loss, weighted as the aggregation; None where nobody trained.
+
+        Raises:
+          UserError: a loss is not finite, or the model at the end.
+        """
         jobs, trained = report.jobs, report.jobs.steps > 0
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
@@ -115,26 +127,22 @@ class Accuracies(Callback):
             raise self._not_finite(run, f"the loss of client {clients}")
         if wrong := run.not_finite():  # after aggregation, distillation or exchange, though losses may be
             raise self._not_finite(run, wrong)
-        return float(np.sum(report.loss[trained] * jobs.weight[trained]))
+        return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None
 
     def _not_finite(self, run: Run, what: str) -> UserError:
         rates = " or ".join(f"`{rate}`" for rate in ("lr", *run.traits.rates))
         where = f"in round {run.round} of {self.name}"
         return UserError(f"{what} is not finite {where}: choose a smaller {rates} or set `grad_clip`{self.kept()}.")
 
-    def _rule(self, run: Run) -> Protocol:
-        """The protocol of the rows."""
-        return "last" if self.keeps_best and needs_epochs(self.protocol) else self.protocol
-
     def _measured(self, run: Run) -> list[Protocol]:
         """The protocols that are measured; the aggregated models of very many clients only where they are asked for."""
-        rule = self._rule(run)
+        rule = self.rule
         all_clients = run.federation.num_clients <= MANY or run.traits.personal_model == "server"
         names: list[Protocol] = ["last", *(["received"] if all_clients or rule == "received" else [])]
         return [*names, "best_epoch", "best_mean"] if needs_epochs(rule) else names
 
     def _choose(self, run: Run) -> None:
-        run.history.pa_clients = run.history.also[f"pa_{self._rule(run)}"].copy()
+        run.history.pa_clients = run.history.also[f"pa_{self.rule}"].copy()
 
     def trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
         """Take over the accuracies of the clients that trained, with `after` [S, C] correct predictions in the end.
@@ -170,7 +178,7 @@ class Accuracies(Callback):
         Args:
           of: protocols under which PA is that of these models; under another one nothing is taken.
         """
-        if self._rule(run) not in of:
+        if self.rule not in of:
             return
         federation, history = run.federation, run.history
         tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
@@ -182,6 +190,19 @@ class Accuracies(Callback):
 
     def _copy(self, run: Run) -> Any:
         return jax.tree.map(jnp.copy, run.generic)
+
+
+class LastRound(Callback):
+    """Measures the model of a run that a callback has ended in a round which is not evaluated."""
+
+    def __init__(self, accuracies: Accuracies):
+        """Args: accuracies: measures."""
+        self.accuracies = accuracies
+
+    def on_round(self, run: Run, report: RoundReport) -> None:
+        """After the callbacks that may end the run."""
+        if run.stopped and run.history.rows[-1]["ga"] is None:
+            self.accuracies.complete(run, report)
 
 
 def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:

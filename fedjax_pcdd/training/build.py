@@ -46,24 +46,38 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     if kept is not None and config.validation is None:  # then all samples are for training
         joined = [np.concatenate(both) for both in zip(parts.train, kept, strict=True)]
         parts, kept = parts._replace(train=Lists.of(joined)), None
-    if kept is not None:
-        _check_share(config, kept.flat.size, len(Lists.of(parts.train).flat), len(kept))
     return validated(config, Federation(dataset, parts, kept))
 
 
-def _check_share(config: RunConfig, kept: int, trained: int, clients: int) -> None:
-    """UserError unless the option is the share that a partition's file keeps, to within a sample of each client."""
-    share = kept / max(kept + trained, 1)
-    if abs(kept - (config.validation or 0) * (kept + trained)) > clients:
+def share_kept(federation: Federation) -> float | None:
+    """The share of the clients' samples that are kept for validation; None where there are no such lists."""
+    if federation.validation is None:
+        return None
+    kept = federation.validation.flat.size
+    return kept / max(kept + int(federation.sizes.sum()), 1)
+
+
+def _check_share(config: RunConfig, federation: Federation) -> None:
+    """UserError unless the option is the share that is kept, to within a sample of each client."""
+    share, asked = share_kept(federation) or 0.0, config.validation or 0.0
+    total = federation.sizes.sum() + (0 if federation.validation is None else federation.validation.flat.size)
+    if abs(share - asked) * total > federation.num_clients:
         raise UserError(
-            f"{config.partition} keeps {share:.3g} of its samples for validation, not {config.validation:g}: use "
-            f"`validation={share:.3g}`, or the partition of a run without."
+            f"the partition keeps {share:.3g} of its samples for validation, not {asked:g}: use "
+            f"`validation={share:.3g}`, or a partition without validation samples."
         )
 
 
 def validated(config: RunConfig, federation: Federation) -> Federation:
-    """The federation with validation samples, if the options ask for some that it has not."""
-    if config.validation is None or federation.validation is not None:
+    """The federation with validation samples, if the options ask for some that it has not.
+
+    Raises:
+      UserError: it keeps another share than they ask for, or none can be kept.
+    """
+    if config.validation is None:
+        return federation
+    if federation.validation is not None:
+        _check_share(config, federation)
         return federation
     made = hold_out(federation, config.validation, config.seed)
     if made.validation is not None and not made.validation.flat.size:

@@ -98,6 +98,8 @@ class Metrics(Callback):
         known = functions if isinstance(functions, Mapping) else {None: None}
         if not all(isinstance(name, str) and callable(of) for name, of in known.items()):
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
+        if further := [name for name in known if str(name).startswith(("ga_", "pa_"))]:
+            raise UserError(f"names '{further[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
         self.functions = functions
 
     def on_round(self, run: Run, report: RoundReport) -> None:

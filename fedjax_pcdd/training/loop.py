@@ -4,7 +4,7 @@
         def on_round(self, run, report):
             return (run.history.last("ga") or 0) >= 0.9
 
-    run = loop(simulation, simulation.start(), 20, [Accuracies(), StopAt()])
+    run = loop(simulation, simulation.start(), 20, [Accuracies("fedavg"), StopAt()])
 
 Run folders, runs in memory, tasks by domain and sweeps differ in their callbacks alone. A sweep is one simulation of
 several experiments: `runs[e]` is one of them, and `Each` hands it to callbacks that are written for one.
@@ -249,7 +249,8 @@ class Each(Callback):
 def call_all(callbacks: Sequence[Callback], run: Any, report: RoundReport) -> None:
     """Tell all callbacks of a round; those after one that ends the run already see that it is stopped."""
     for callback in callbacks:
-        if callback.on_round(run, report) in (True, np.True_):
+        ends = callback.on_round(run, report)
+        if isinstance(ends, bool | np.bool_) and ends:  # a function may return anything else
             run.stop()
 
 

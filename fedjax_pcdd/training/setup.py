@@ -262,7 +262,7 @@ class Setup:
         """What the first round starts from."""
         return state
 
-    def accuracies(self, e: int, **more: Any) -> Callback:
+    def accuracies(self, e: int, **more: Any) -> Accuracies:
         """The callback that measures an experiment; what more `Accuracies` takes."""
         config = self.pairs[e][0]
         rules = {"keeps_best": self.keeps_best, "select_on": config.chosen_on, "protocol": self.protocol}

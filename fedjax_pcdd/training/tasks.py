@@ -167,7 +167,7 @@ class TaskSetup(ParticipantSetup):
         """One of the images of all domains, and that of the public images."""
         return augment.DOMAIN_PIPELINE, augment.public_pipeline(self.config.public or "", self.task.side)
 
-    def accuracies(self, e: int, **more: Any) -> Callback:
+    def accuracies(self, e: int, **more: Any) -> Accuracies:
         """Inter- and intra-domain accuracies."""
         return DomainAccuracies(self.config.method, every=self.config.eval_every, top=self.task.recipe.top, **more)
 
@@ -208,7 +208,7 @@ class DomainAccuracies(Accuracies):
         super().on_round(run, report)
         run.history.rows[-1]["local_objective"] = mean(report.loss[report.jobs.steps > 0])
 
-    def measure(self, run: Run, row: dict[str, Any]) -> None:
+    def measure(self, run: Run, row: dict[str, Any], report: RoundReport) -> None:
         """Fill in the accuracies of a round."""
         shares = domain_shares(run)
         row |= _means(shares)

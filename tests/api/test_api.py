@@ -76,7 +76,7 @@ def test_arguments_have_the_defaults_of_the_command_line():
     given |= {name: p.default for name, p in inspect.signature(fp.partition).parameters.items() if name in RUN}
     for name in ("method", "dataset", "resume"):
         del given[name]
-    assert given == {name: RUN[name].default for name in given} | {"clients": None}
+    assert given == {name: RUN[name].default for name in given} | {"clients": None, "local_epochs": None}
 
 
 def test_every_method_is_a_class_of_the_package():

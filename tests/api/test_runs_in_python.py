@@ -8,6 +8,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from flax import struct
 from flax.traverse_util import flatten_dict
 
 import fedjax_pcdd as fp
@@ -189,3 +190,45 @@ def test_epochs_are_measured_where_nothing_is_fine_tuned(federation):
     plain, best = (fp.simulate(federation, "fedavg", pa_protocol=rule, **options) for rule in ("last", "best_epoch"))
     assert "pa_best_epoch_last" not in plain.summary
     assert best.summary["pa_best_epoch_last"] == best.summary["pa_last"] >= plain.summary["pa_last"]
+
+
+@pytest.mark.thorough
+def test_a_class_that_is_written_anew_is_the_one_that_is_loaded(federation, tmp_path):
+    def written(sign):
+        @struct.dataclass
+        class Signed(fp.FedAvg):
+            def logits(self, variables, outputs, context):
+                return sign * outputs.logits
+
+        Signed.__qualname__, Signed.__module__ = "Signed", "__main__"
+        return Signed()
+
+    images = federation.dataset.x_test[:3]
+    try:
+        for name, sign in (("a", 1.0), ("b", -1.0)):
+            history = fp.simulate(federation, written(sign), rounds=1, run_dir=tmp_path / name, **SMALL)
+            np.testing.assert_array_equal(
+                fp.load_run(tmp_path / name).outputs(images).logits, history.outputs(images).logits
+            )
+    finally:
+        fp.methods.METHODS.data.pop("Signed", None)
+
+
+@pytest.mark.thorough
+def test_a_finished_run_that_is_continued_keeps_what_its_training_took(federation, tmp_path):
+    first = fp.simulate(federation, rounds=2, run_dir=tmp_path / "run", **SMALL)
+    again = fp.resume(tmp_path / "run", federation=federation)
+    assert again.summary == first.summary
+    assert first.summary["compilations"] == 1
+
+
+@pytest.mark.thorough
+def test_local_steps_stand_for_epochs_as_on_the_command_line(federation):
+    small = {name: value for name, value in SMALL.items() if name != "local_epochs"}
+    history = fp.simulate(federation, rounds=1, local_steps=3, **small)
+    assert (history.config.local_epochs, history.config.local_steps) == (None, 3)
+
+
+def test_a_metric_is_not_named_as_an_accuracy(federation):
+    with pytest.raises(fp.UserError, match="metrics names 'ga_mine', as accuracies of our own are"):
+        fp.simulate(federation, metrics={"ga_mine": lambda run: 1.0}, **SMALL)

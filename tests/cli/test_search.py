@@ -109,6 +109,19 @@ def test_a_search_is_a_sweep_that_python_reads_and_more_trials_continue(tmp_path
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_search_on_test_samples_says_so():
-    with pytest.warns(UserWarning, match="trials are chosen on test samples"), pytest.raises(UserError, match="mu"):
+def test_a_search_on_test_samples_says_so(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="trials are chosen on test samples"), pytest.raises(UserError, match="file"):
+        fp.search({"lr": (0.1, 0.2)}, folder=tmp_path / "file")
+
+
+def test_what_the_splits_of_a_preset_say_of_selection_counts(tmp_path):
+    run = "run: {dataset: digits}\nsplits: {held: {select_on: validation, validation: 0.2}}"
+    (tmp_path / "own.yaml").write_text(run)
+    search = Search({"method": "fedgela", "preset": str(tmp_path / "own.yaml"), "split": "held", "ew": "1,4"}, {})
+    assert (search.chosen_on, search.on_test) == ("validation", False)
+
+
+def test_an_option_that_no_trial_takes_is_refused_at_once():
+    with pytest.raises(UserError, match="mu belongs to"):
         fp.search({"lr": (0.1, 0.2), "mu": 3})

@@ -243,3 +243,41 @@ def test_one_of_a_sweep_may_stop_and_the_others_go_on(tmp_path):
     assert early.ga[-1] == pytest.approx(
         np.mean(np.argmax(early.outputs(early.federation.dataset.x_test).logits, 1) == early.federation.dataset.y_test)
     )
+
+
+@pytest.mark.thorough
+def test_only_a_truth_value_ends_a_run(federation):
+    several = [lambda run, report: 1, lambda run, report: report.loss, lambda run, report: "yes"]
+    assert len(fp.simulate(federation, callbacks=several, **SMALL | {"rounds": 2})) == 2
+
+
+@pytest.mark.thorough
+def test_the_model_of_a_run_that_was_ended_is_measured(federation):
+    history = fp.simulate(federation, callbacks=[StopAt(3)], eval_every=2, **SMALL)
+    whole = fp.simulate(federation, **SMALL | {"rounds": 3})
+    assert np.isnan(history.ga[0])
+    assert history.ga[1:].tolist() == whole.ga[1:].tolist()
+    assert (history.summary["ga_last"], history.summary["pa_last"]) == (whole.ga[2], whole.pa[2])
+
+
+@pytest.mark.thorough
+def test_the_history_that_a_callback_gets_is_the_same_with_and_without_a_folder(federation, tmp_path):
+    seen = {}
+
+    def note(name):
+        return lambda history: seen.setdefault(name, []).append((history.label, history.pa_per_client.tolist()))
+
+    folder = tmp_path / "run"
+    fp.simulate(federation, callback=note("memory"), **SMALL)
+    fp.simulate(federation, callback=note("folder"), run_dir=folder, **SMALL)
+    assert seen["memory"] == seen["folder"]
+    assert np.isfinite(seen["folder"][-1][1]).all()
+
+
+@pytest.mark.thorough
+def test_a_round_in_which_nobody_trains_has_no_loss(tmp_path):
+    options = RUN | {"clients": 6, "cohort": 1, "lost_share": 0.7, "rounds": 4, "run_dir": str(tmp_path / "run")}
+    runs.run(*build(options))
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert None in losses
+    assert all(loss is None or loss > 0 for loss in losses)

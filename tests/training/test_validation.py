@@ -135,6 +135,19 @@ def test_the_partition_of_a_run_has_the_validation_samples_that_are_asked_for(tm
         federate(build(options | {"validation": 0.1})[0])
 
 
+@pytest.mark.thorough
+def test_validation_samples_that_a_federation_has_are_recorded_and_used():
+    small = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0, "model": "mlp"}
+    plain = fp.partition(fp.load_dataset("digits"), clients=4, beta=1.0)
+    held = fp.simulate(plain, validation=0.1, **small)
+    again = fp.simulate(held.federation, select_on="validation", **small)
+    assert again.config.validation == pytest.approx(0.1, abs=0.01)
+    assert again.summary["selected_on"] == "validation"
+    assert again.ga.tolist() == held.ga.tolist()
+    with pytest.raises(UserError, match=r"keeps 0\.0999 of its samples for validation, not 0\.5"):
+        fp.simulate(held.federation, validation=0.5, **small)
+
+
 def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
     rows = [
         {"round": i + 1, "ga": g, "ga_validation": v} for i, (g, v) in enumerate([(0.5, 0.4), (0.3, 0.6), (0.9, 0.6)])
