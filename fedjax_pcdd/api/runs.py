@@ -203,7 +203,7 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
-    one = recorded(as_path(folder, "folder"), objects)
+    one = recorded(as_path(folder, "folder"), objects, "resume")
     one = one._replace(callbacks=as_callbacks(callbacks), last=[RunBar()] if progress else [])
     return finished(one)
 
@@ -248,12 +248,16 @@ def with_clients(rows: Sequence[Mapping[str, Any]], of_clients: Mapping[int, Any
     return [{"pa_per_client": of_clients.get(row["round"]), **row} for row in rows]
 
 
-def recorded(folder: Path, objects: Mapping[str, Any]) -> Asked:
-    """A run that is continued, with the objects that config.yaml cannot describe; UserError where one is missing."""
+def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -> Asked:
+    """A run that is continued, with the objects that config.yaml cannot describe; UserError where one is missing.
+
+    Args:
+      asks: the function that was called, for sentences.
+    """
     config, method = read_run(folder)
     for name in objects:
         if name not in Given._fields:
-            raise UserError(f"load_run takes no argument '{name}': {nearest(name, Given._fields)}")
+            raise UserError(f"{asks} takes no argument '{name}': {nearest(name, Given._fields)}")
     given, resolved = Given(**objects), {}
     with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
         resolved = RunFolder(folder).read_json(RESOLVED) or {}

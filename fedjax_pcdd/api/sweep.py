@@ -220,6 +220,7 @@ class Sweep:
         file = self.folder / CLAIMS / f"{name}.failed"
         with writing(self.folder, ELSEWHERE):
             if isinstance(result, UserError):
+                # The failure that this sweep found there, come again, looks different: to others it is a new one.
                 file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
             else:
                 file.unlink(missing_ok=True)

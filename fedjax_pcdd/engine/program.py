@@ -128,7 +128,7 @@ class Data(NamedTuple):
     test: Samples
     class_counts: jax.Array  # [R, C] training samples
     public: Any = ()  # [N, H, W, channels] uint8, if the run has public images
-    held: Any = ()  # [R] validation samples, behind the tests of each row, where they are on the device
+    held: Any = ()  # [R] how many validation samples lie behind the tests of each row, where they are on the device
 
 
 class State(NamedTuple):
