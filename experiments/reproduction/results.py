@@ -16,7 +16,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import PA_LAST, measured, read_expected
 from fedjax_pcdd.report.grouping import INDIFFERENT
-from fedjax_pcdd.training.config import FOLDERS, RUN, values
+from fedjax_pcdd.training.config import RUN, values
 from fedjax_pcdd.training.fields import options_of, write_text
 from fedjax_pcdd.training.folder import PACKAGES
 from fedjax_pcdd.training.protocols import needs_epochs
@@ -105,7 +105,7 @@ def identity(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options that decide what a run computes, and its seed."""
-    left_out = {*INDIFFERENT, *FOLDERS} - {"seed"}
+    left_out = INDIFFERENT - {"seed"}
     return {name: str(value) for name, value in sorted(config.items()) if name not in left_out}
 
 

@@ -26,7 +26,7 @@ from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, difference, values
+from fedjax_pcdd.training.config import RunConfig, difference, values
 from fedjax_pcdd.training.device_choices import Say, fewer_lanes
 from fedjax_pcdd.training.folder import CLIENTS, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
@@ -268,7 +268,7 @@ def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -
 def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
     """UserError that names the options in which the run of a folder is another one than is wanted."""
     old, new = values(*recorded), values(*wanted)
-    fields = [name for name in difference(recorded, wanted) if name not in MAY_CHANGE and name not in FOLDERS]
+    fields = difference(recorded, wanted)
     if fields:
         parts = ", ".join(f"`{name}` was {old.get(name)}, not {new.get(name)}" for name in fields[:4])
         more = f", and {len(fields) - 4} more differ" if len(fields) > 4 else ""

@@ -28,7 +28,7 @@ from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, as_path, shortened, writing
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, RunConfig, values
+from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
 from fedjax_pcdd.training.lock import InUse, Lock, owner
@@ -241,7 +241,7 @@ def begun(folder: Path) -> list[Planned]:
 
 def sweep_folder(pairs: Sequence[Pair]) -> Path:
     """Where a sweep lies that names no folder: by its content but for the seeds, so that more of these join it."""
-    indifferent = {*FOLDERS, *MAY_CHANGE, "seed"}
+    indifferent = {*NOT_COMPUTED, "seed"}
     content = {str([(n, v) for n, v in values(*pair).items() if n not in indifferent]) for pair in pairs}
     digest = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()
     return Path("runs") / f"sweep-{digest[:8]}"

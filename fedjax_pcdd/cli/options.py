@@ -17,7 +17,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Method
 from fedjax_pcdd.registry import is_import_path
 from fedjax_pcdd.training import options
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RESERVED, RUN, RunConfig, build, difference
+from fedjax_pcdd.training.config import RESERVED, RUN, RunConfig, build, difference
 from fedjax_pcdd.training.config import values as values_of
 from fedjax_pcdd.training.fields import Option, bounds, choices, convert, members, options_of
 from fedjax_pcdd.training.options import SERVER
@@ -110,7 +110,7 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
         raise UserError(_changed({"method": given["method"]}, old))
     new = old | options.own_values(given, old["method"]) | {"resume": folder, "run_dir": folder}
     pair = build(new)
-    fields = [name for name in difference(recorded, pair) if name not in MAY_CHANGE and name not in FOLDERS]
+    fields = difference(recorded, pair)
     if fields:
         raise UserError(_changed({name: new[name] for name in fields}, old))
     return pair

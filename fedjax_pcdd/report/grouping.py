@@ -7,11 +7,11 @@ from typing import Any
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
+from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
 
 # These options do not change what is computed.
-INDIFFERENT = {*FOLDERS, *MAY_CHANGE, "seed", "lanes", "client_state", "eval_batch"}
+INDIFFERENT = {*NOT_COMPUTED, "seed", "lanes", "client_state", "eval_batch"}
 PARTITION = ("clients", "partition", "beta", "classes_per_client")
 
 Names = tuple[str, str, str]  # method, variant of the preset ("" without), settings as `mu=0.1`

@@ -48,6 +48,8 @@ MAY_CHANGE = {
     *("coordinator", "processes", "process", "patience"),
 }
 
+NOT_COMPUTED = {*FOLDERS, *MAY_CHANGE}  # two runs that differ in these alone compute the same
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -344,8 +346,8 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
 
 
 def difference(recorded: tuple[RunConfig, "Method"], given: tuple[RunConfig, "Method"]) -> list[str]:
-    """Names of the fields in which two pairs (configuration, method) differ, or that only one of them has."""
-    a, b = values(*recorded), values(*given)
+    """Names of the fields by which two pairs (configuration, method) compute different things, or that one lacks."""
+    a, b = ({n: v for n, v in values(*pair).items() if n not in NOT_COMPUTED} for pair in (recorded, given))
     return [name for name in a | b if name not in a or name not in b or a[name] != b[name]]
 
 

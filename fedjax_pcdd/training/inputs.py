@@ -22,7 +22,7 @@ from fedjax_pcdd.data.federation import Dataset, Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.training.config import FOLDERS, MAY_CHANGE, RunConfig, values
+from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.folder import RunFolder, dumps
 from fedjax_pcdd.training.outside import origins_of
 
@@ -46,7 +46,7 @@ def inputs_of(
       labels: of the public images [N], where the run trains on them.
       availability: of the clients, where they are not always there.
     """
-    options = {name: value for name, value in values(config, method).items() if name not in {*MAY_CHANGE, *FOLDERS}}
+    options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
     return {
         "options": json.loads(json.dumps(options, default=str)),
         "data set": data,
