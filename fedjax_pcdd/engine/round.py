@@ -54,17 +54,12 @@ from fedjax_pcdd.methods.method import Local, Method, Server, Setting
 from fedjax_pcdd.methods.own_layers import with_own_layers
 from fedjax_pcdd.models import normalisation_params, normalises, uses_batch_norm
 from fedjax_pcdd.models.classifier import Classifier, feature_dim, initialise
-from fedjax_pcdd.trees import select, total, zeros_like
+from fedjax_pcdd.trees import on_leaves, select, total, zeros_like
 
 
-def _stack(trees: Sequence[Tree]) -> Tree:
-    leaves = [jax.tree.leaves(tree) for tree in trees]
-    return jax.tree.unflatten(jax.tree.structure(trees[0]), _stack_each(leaves))
-
-
-@jax.jit
-def _stack_each(rows: Sequence[Sequence[Any]]) -> list[jax.Array]:
-    return [jnp.stack([jnp.asarray(x) for x in column]) for column in zip(*rows, strict=True)]
+@on_leaves
+def _stack(*rows: Any) -> jax.Array:
+    return jnp.stack([jnp.asarray(x) for x in rows])
 
 
 def _traced(local: Local) -> Local:
@@ -261,7 +256,7 @@ class Simulation(Planner):
             self.streamed = Streamed(self.federations, rows, program.lanes, stream, public, program.devices)
         data = self.streamed.known if self.streamed else load_data(self.federations, public)
         keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in self.experiments])
-        arrays = _stack([method for method, _ in configured]), _stack(local), data, keys
+        arrays = _stack(*(method for method, _ in configured)), _stack(*local), data, keys
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
 
     def _shardings(self) -> Any:
@@ -313,7 +308,7 @@ class Simulation(Planner):
                 for e, (server, make) in enumerate(zip(servers, makes, strict=True))
             ]
             statistics = self.storage.initial([lambda row, own=own: own for own in kept])
-        return self.storage.placed(State(_stack(servers), clients, statistics))
+        return self.storage.placed(State(_stack(*servers), clients, statistics))
 
     def _first(self, e: int, method: Any, data: Data, variables: Tree) -> tuple[Tree, Callable[[Any], Tree]]:
         """An experiment's first server, and the function of a row that makes a client's first state."""

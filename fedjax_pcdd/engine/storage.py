@@ -19,7 +19,7 @@ import numpy as np
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, sharding
 from fedjax_pcdd.engine.program import State, Tree
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import on_leaves, select
 
 Make = Callable[[jax.Array], Tree]  # the state of one row
 
@@ -124,19 +124,11 @@ class Ahead(NamedTuple):
     held: tuple[Tree, Tree]  # clients and statistics on the device
 
 
-def _replaced(held: Tree, new: Tree, source: np.ndarray) -> Tree:
+@on_leaves
+def _replaced(held: jax.Array, new: jax.Array, *, source: jax.Array) -> jax.Array:
     """Row i becomes new[source[i]] where that is not -1."""
-    leaves, structure = jax.tree.flatten(held)
-    return jax.tree.unflatten(structure, _replaced_each(leaves, jax.tree.leaves(new), source))
-
-
-@jax.jit
-def _replaced_each(held: list[jax.Array], new: list[jax.Array], source: jax.Array) -> list[jax.Array]:
-    def replace(old, new):
-        chosen = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(chosen, new[jnp.maximum(source, 0)], old)
-
-    return list(map(replace, held, new))
+    chosen = (source >= 0).reshape(-1, *[1] * (held.ndim - 1))
+    return jnp.where(chosen, new[jnp.maximum(source, 0)], held)
 
 
 def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
@@ -268,7 +260,8 @@ class OnHost(OnDevice):
         source = np.full(self.rows, -1, np.int32)
         source[rows[trained]] = np.flatnonzero(trained)
         source = source[ahead.rows]
-        return ahead._replace(kept=kept, held=_replaced(ahead.held, new, source) if (source >= 0).any() else ahead.held)
+        held = _replaced(ahead.held, new, source=source) if (source >= 0).any() else ahead.held
+        return ahead._replace(kept=kept, held=held)
 
 
 def _no_room(size: int, error: OSError) -> UserError:

@@ -27,7 +27,7 @@ from fedjax_pcdd.training import interrupts
 from fedjax_pcdd.training.finite import not_finite
 from fedjax_pcdd.training.metrics import History, new_history
 from fedjax_pcdd.training.trained_models import TrainedModels
-from fedjax_pcdd.trees import select
+from fedjax_pcdd.trees import on_leaves, select
 
 
 class RoundReport(NamedTuple):
@@ -291,15 +291,10 @@ def loop(
 
 def own_state(state: State, index: int, clients: int) -> State:
     """A copy of one experiment's part of a state: servers [1, ...], and clients and statistics [K, ...]."""
-    rows = partial(_rows, index=np.int32(index), size=clients)
-    return State(_rows(state.servers, np.int32(index), 1), rows(state.clients), rows(state.statistics))
+    rows = partial(_rows, index=np.int32(index))
+    return State(rows(state.servers, size=1), *(rows(x, size=clients) for x in (state.clients, state.statistics)))
 
 
-def _rows(tree: Tree, index: Any, size: int) -> Tree:
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _rows_of_each(leaves, index, size))
-
-
-@partial(jax.jit, static_argnums=2)
-def _rows_of_each(leaves: list[Any], index: Any, size: int) -> list[jax.Array]:
-    return [jax.lax.dynamic_slice_in_dim(x, index * size, size) for x in leaves]
+@partial(on_leaves, static_argnames="size")
+def _rows(leaf: Any, *, index: Any, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
