@@ -111,7 +111,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
     """The result of a finished run, with what it has in the place of any paper's numbers; tables share runs."""
-    summary = record.summary or {}
+    summary = record.result
     metrics = [*printed_metrics(expected), *([PA_LAST] if needs_epochs(record.config["pa_protocol"]) else [])]
     numbers = {metric: measured(record, metric) for metric in metrics}
     seconds = sum(row["seconds"] + row.get("eval_seconds", 0.0) for row in record.rows)

@@ -162,7 +162,7 @@ def burden(records: list[RunRecord], given: Options) -> str:
     """Memory and time of a client (FedMR, Figure 4; FedRL, Table 3)."""
     lines, ratios = [], {}
     for label, record in zip(labels_of(records), records, strict=True):
-        (counts, words, _), summary = _counted(record), record.summary or {}
+        (counts, words, _), summary = _counted(record), record.result
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
         base = (reference and reference.summary) or {}
@@ -197,7 +197,7 @@ def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     alike = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
 
     def compared(one: RunRecord) -> list[Any]:
-        machine = [(one.summary or {}).get(name) for name in ("device", "platform", "cpus")]
+        machine = [one.result.get(name) for name in ("device", "platform", "cpus")]
         return [one.partition, *(one.config.get(name) for name in alike), *machine]
 
     return next((one for one in records if one.method == REFERENCE and compared(one) == compared(record)), None)
@@ -213,7 +213,7 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
     labels = {key: f"{key[0]} ({key[1]})" if key[1] else key[0] for key in groups}
     swept = [one for own in groups.values() for runs in own.values() for one in runs]
     others = [one for runs in fedavg.values() for one in runs]
-    pa, reference = (with_pa_named("PA", [one.summary or {} for one in runs]) for runs in (swept, others))
+    pa, reference = (with_pa_named("PA", [one.result for one in runs]) for runs in (swept, others))
     fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
         references = {labels[k]: [one.mean or 0.0 for one in means[k[0]]] for k in groups if k[0] in means}
@@ -233,7 +233,7 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
 
 def _over_seeds(runs: Sequence[RunRecord]) -> tuple[Cell, Cell]:
     """GA and PA in percent, of the newest run of each seed."""
-    summaries = [one.summary or {} for one in newest(runs)]
+    summaries = [one.result for one in newest(runs)]
     ga, pa = (over_seeds((one[name] for one in summaries), factor=100.0) for name in ("ga_best", "pa_best"))
     return ga, pa
 
@@ -256,7 +256,7 @@ def _by_ew(
         for method in dict.fromkeys(one.method for one in swept)
     }
     for record in records:
-        ew, summary = _ew(record), record.summary or {}
+        ew, summary = _ew(record), record.result
         if None in (summary.get("ga_best"), summary.get("pa_best")) or (ew is None and record.method != REFERENCE):
             continue
         setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
@@ -271,7 +271,7 @@ def _by_ew(
 
 def _chosen_on(records: list[RunRecord]) -> str:
     """What the best rounds of the runs were chosen by."""
-    return " or ".join(dict.fromkeys((one.summary or {}).get("selected_on", "test") for one in records))
+    return " or ".join(dict.fromkeys(one.result.get("selected_on", "test") for one in records))
 
 
 def _partition_of(record: RunRecord) -> str:
@@ -294,7 +294,7 @@ def grid(records: list[RunRecord], given: Options) -> str:
         hyper = [one.resolved["hyperparameters"] for one in own]
         for name in [n for n in hyper[0] if len({str(h[n]) for h in hyper}) > 1]:
             searched = _searched(own, name)
-            held_out = all((one.summary or {}).get("selected_on") == "validation" for one in searched)
+            held_out = all(one.result.get("selected_on") == "validation" for one in searched)
             means = _means_by(searched, name, "ga_best")
             scores = _means_by(searched, name, "ga_validation_best") if held_out else means
             if not scores:
@@ -313,9 +313,7 @@ def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, 
     members: dict[float, list[RunRecord]] = {}
     for record in records:
         members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
-    return {
-        value: float(np.mean([(one.summary or {})[measure] for one in newest(own)])) for value, own in members.items()
-    }
+    return {value: float(np.mean([one.result[measure] for one in newest(own)])) for value, own in members.items()}
 
 
 def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:

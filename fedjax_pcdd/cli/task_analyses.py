@@ -72,7 +72,7 @@ def _check_alike(records: list[RunRecord]) -> None:
 
 def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
     """Mean accuracies [K] on the other domains and on the own one, of the newest run of each seed."""
-    return {name: np.mean([(r.summary or {})[name] for r in newest(records)], axis=0) for name in ("inter", "intra")}
+    return {name: np.mean([r.result[name] for r in newest(records)], axis=0) for name in ("inter", "intra")}
 
 
 def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:
@@ -129,7 +129,7 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
 def _domains(record: RunRecord) -> list[str]:
     """Names of the domains of a run; UserError where it is none over such."""
     _recipe(record)
-    known = (record.summary or {}).get("domains")
+    known = record.result.get("domains")
     if known is None:
         raise UserError(f"{record.path / 'summary.json'} names no domains: resume the run, or leave it out.")
     return known

@@ -28,7 +28,7 @@ class RunRecord:
       resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
       rows: metrics.jsonl, accuracies as shares.
       clients: clients.jsonl.
-      summary: the result, None while the run is unfinished.
+      summary: summary.json, None while the run is unfinished.
     """
 
     path: Path
@@ -38,6 +38,11 @@ class RunRecord:
     rows: list[dict[str, Any]]
     clients: list[dict[str, Any]]
     summary: dict[str, Any] | None
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The summary, empty while the run is unfinished."""
+        return self.summary or {}
 
     @property
     def method(self) -> str:

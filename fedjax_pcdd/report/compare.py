@@ -90,7 +90,7 @@ def _compare(
 
 
 def _not_finite(run: RunRecord) -> list[str]:
-    found = [name for metric, name in ACCURACIES.items() if not math.isfinite((run.summary or {}).get(metric) or 0.0)]
+    found = [name for metric, name in ACCURACIES.items() if not math.isfinite(run.result.get(metric) or 0.0)]
     return [f"{run.path} has no finite number as its {name}, which is left out." for name in found]
 
 
@@ -106,7 +106,7 @@ def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
 
 
 def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
-    return with_pa_named(ACCURACIES[metric], [run.summary or {} for run in runs])
+    return with_pa_named(ACCURACIES[metric], [run.result for run in runs])
 
 
 def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:
@@ -129,7 +129,7 @@ def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[lis
 
 def _values(runs: Sequence[RunRecord], metric: str) -> dict[int, float]:
     """In percent, by seed, where a run has it."""
-    known = {run.seed: (run.summary or {}).get(metric) for run in runs}
+    known = {run.seed: run.result.get(metric) for run in runs}
     return {seed: 100 * value for seed, value in known.items() if value is not None}
 
 

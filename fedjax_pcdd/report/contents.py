@@ -57,7 +57,7 @@ def own_table(group: Group) -> Table:
     known = [(entry.names, entry.runs) for entry in group.entries]
     targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
     rule = RULES.get(group.preset or "", BEST)
-    summaries = [run.summary or {} for _, runs in known for run in runs]
+    summaries = [run.result for _, runs in known for run in runs]
     accuracies = _accuracies(summaries)
     columns = [Column(one.heading, one.entry, best=1) for one in accuracies]
     spread = {n: heading for n, heading in SPREAD.items() if any(one.get(n) is not None for one in summaries)}
@@ -89,14 +89,14 @@ def _accuracies(summaries: Iterable[Mapping[str, Any]]) -> list[Accuracy]:
 def _accuracy(runs: Runs, asked: Accuracy) -> Cell:
     """Of runs in percent; nothing where PA was not measured at the moment that the heading names."""
     shares = []
-    for summary in (run.summary or {} for run in runs):
+    for summary in (run.result for run in runs):
         begins = pa_entries(summary).get(asked.moment) if asked.moment else "ga"
         shares.append(summary.get(begins + asked.entry[2:]) if begins else None)
     return over_seeds(shares, _lengths(runs), 100.0)
 
 
 def _of_summary(runs: Runs, name: str, factor: float) -> Cell:
-    return over_seeds(((run.summary or {}).get(name) for run in runs), _lengths(runs), factor)
+    return over_seeds((run.result.get(name) for run in runs), _lengths(runs), factor)
 
 
 def _lengths(runs: Iterable[RunRecord]) -> set[int]:
@@ -132,7 +132,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     for field, name in (("rows", rows), ("columns", columns)):
         if name is not None and name not in known:
             raise UserError(f"takes an option of the runs, not '{name}': {nearest(name, known)}", field=field)
-    numbers = {name: None for run in finished for name, x in (run.summary or {}).items() if _is_number(x)}
+    numbers = {name: None for run in finished for name, x in run.result.items() if _is_number(x)}
     if metric not in numbers:
         raise UserError(f"takes an entry of summary.json, not '{metric}': {nearest(metric, numbers)}", field="metric")
     members: dict[tuple[Any, Any], list[RunRecord]] = {}
@@ -148,11 +148,11 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     others = {name for own in members.values() for name in differing([run.config for run in own])} - {rows, columns}
     remark = f"Cells are means over runs that also differ in {', '.join(sorted(others))}." if others else ""
     if metric.endswith("_best"):
-        chosen = dict.fromkeys((run.summary or {}).get("selected_on", "test") for run in finished)
+        chosen = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
         remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
     direction = -1 if metric == "pa_std" else int(share)
     headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
-    name = with_pa_named(ACCURACIES.get(metric, metric), [run.summary or {} for run in finished])
+    name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
 
@@ -182,7 +182,7 @@ def _differing(group: Group, key: str, head: str) -> str:
     """What the summaries have under a key, as how PA was measured, and of which experiments where that differs."""
     names: dict[str, list[str]] = {}
     for name, entry in zip(group.labels, group.entries, strict=True):
-        for protocol in dict.fromkeys((run.summary or {}).get(key) for run in entry.runs):
+        for protocol in dict.fromkeys(run.result.get(key) for run in entry.runs):
             if protocol is not None:
                 names.setdefault(protocol, []).append(name)
     words = [f"{protocol} ({', '.join(own)})" if len(names) > 1 else protocol for protocol, own in names.items()]
@@ -233,7 +233,7 @@ def _paper_table(
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
         rows[names] = [_beside(cell, theirs.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    validated = any((run.summary or {}).get("selected_on") == "validation" for own in runs.values() for run in own)
+    validated = any(run.result.get("selected_on") == "validation" for own in runs.values() for run in own)
     note = HELD_OUT if validated and metric.note == FLATTERED else metric.note
     return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
 

@@ -108,7 +108,7 @@ def measured(run: RunRecord, metric: str) -> float | None:
     if "_top" in metric:
         return _of_domain(run, metric)
     known = METRICS.get(metric)
-    value = (run.summary or {}).get(known.entry) if known else None
+    value = run.result.get(known.entry) if known else None
     return None if known is None or value is None else known.factor * value
 
 
@@ -118,7 +118,7 @@ def _of_domain(run: RunRecord, metric: str) -> float | None:
     if domain == "mean":
         value = run.rows[-1].get(f"{which}_{top}") if run.rows else None
         return None if value is None else 100 * value
-    summary, recipe = run.summary or {}, TASKS.get(str(run.config["task"]))
+    summary, recipe = run.result, TASKS.get(str(run.config["task"]))
     if recipe is None or top != f"top{recipe.top}" or domain not in summary.get("domains", ()):
         return None
     return 100 * summary[which][summary["domains"].index(domain)]

@@ -70,7 +70,7 @@ def _members(group: Group) -> list[tuple[str, RunRecord]]:
 def _shares(group: Group) -> list[Table]:
     """Accuracies by class and by client, where a run has them."""
     runs = [(f"{name}, seed {run.seed}", run) for name, run in _members(group)]
-    summaries = [run.summary or {} for _, run in runs]
+    summaries = [run.result for _, run in runs]
     by_class = [(name, _last(run, "ga_per_class")) for name, run in runs]
     by_client = [(name, _clients(run)) for name, run in runs]
     tables = [
@@ -88,7 +88,7 @@ def _last(run: RunRecord, name: str) -> list[float | None]:
 def _clients(run: RunRecord) -> list[float | None]:
     """Those whose mean is the best PA of the tables; of older runs the last ones in training."""
     newest = run.clients[-1].get("pa_per_client", []) if run.clients else []
-    return (run.summary or {}).get("pa_best_per_client", newest)
+    return run.result.get("pa_best_per_client", newest)
 
 
 def _share_table(title: str, what: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
@@ -121,7 +121,7 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
         state = "unfinished" if run.summary is None else "finished"
         words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, state)
         done = Cell(run.rounds_done, text=f"{run.rounds_done} of {run.config['rounds']}")
-        best = [_percent((run.summary or {}).get(name)) for name in ("ga_best", "pa_best")]
+        best = [_percent(run.result.get(name)) for name in ("ga_best", "pa_best")]
         measured = Cell(text=pa_name(run.summary).removeprefix("PA").strip() or NOTHING if run.summary else NOTHING)
         rows.append(Row(str(run.path), (*(Cell(text=word) for word in words), Cell(run.seed), done, *best, measured)))
     finished = [run.summary for run in runs if run.summary is not None]
@@ -130,7 +130,7 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
 
 
 def _machine(run: RunRecord) -> dict[str, Any]:
-    return {name: (run.summary or {})[name] for name in MACHINE if name in (run.summary or {})}
+    return {name: run.result[name] for name in MACHINE if name in run.result}
 
 
 def _indented(value: Any) -> str:
