@@ -50,9 +50,9 @@ def at(array: Any, index: Any) -> jax.Array:
     return jax.lax.squeeze(jax.lax.dynamic_slice(array, start, size, allow_negative_indices=False), (0,))
 
 
-def zeros_like(tree: Tree) -> Tree:
-    """Zeros with the shapes and dtypes of the leaves; takes arrays or `jax.ShapeDtypeStruct`."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+def zeros_like(tree: Tree, *leading: int) -> Tree:
+    """Zeros with the shapes, behind leading axes if any, and dtypes of leaves: arrays or `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), tree)
 
 
 def size(tree: Tree) -> int:

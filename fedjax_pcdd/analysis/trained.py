@@ -16,8 +16,8 @@ from flax import struct
 
 from fedjax_pcdd.engine.devices import full_precision
 from fedjax_pcdd.engine.evaluation import by_client
-from fedjax_pcdd.engine.jobs import Inputs, only
-from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.jobs import only
+from fedjax_pcdd.engine.lanes import inputs_of, run_lanes
 from fedjax_pcdd.engine.parcels import Parcel, opened
 from fedjax_pcdd.engine.program import Data, Program, State, Tree, with_own
 from fedjax_pcdd.methods.method import Context, Local, Message, Method
@@ -141,8 +141,7 @@ def look_after_training(
     """
     program, (plan, jobs, round) = replace(program, in_place=False), opened(sent)  # the state stays as it is
     watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
-    one = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(keys[0], round), number))
-    inputs = Inputs(watched, hyper, state.servers, data, jobs, one(jobs.number), round)
+    inputs = inputs_of(watched, hyper, data, keys, state.servers, jobs, round)
     return run_lanes(program, inputs, state, plan).message.each
 
 

@@ -37,11 +37,11 @@ from fedjax_pcdd.engine.program import (
     put,
     unlabelled,
 )  # fmt: skip
-from fedjax_pcdd.engine.schedule import Jobs, Plan
+from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
 from fedjax_pcdd.methods.checks import alike, of_kind
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
-from fedjax_pcdd.trees import at, select, where
+from fedjax_pcdd.trees import at, select, where, zeros_like
 
 LANES = "lanes"  # the axis over which lanes are mapped
 
@@ -169,23 +169,19 @@ def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Mes
     return mean, jax.tree.map(partial(add, weight=jnp.ones_like(weight)), sums[1], new[1])
 
 
-def _zeros(tree: Tree, *leading: int) -> Tree:
-    return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
-
-
 def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
     """Lanes, if any outlives a segment, and outcome before the first one."""
     jobs = inputs.jobs.row.shape[0]
     lane = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
     sent = jax.eval_shape(partial(upload, program, inputs), lane)[1]
     stacked = () if program.experiments == 1 else (program.experiments,)
-    reduced = Message(_zeros(sent.mean, *stacked), _zeros(sent.total, *stacked), _zeros(sent.each, jobs))
+    reduced = Message(zeros_like(sent.mean, *stacked), zeros_like(sent.total, *stacked), zeros_like(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     correct, before = (jnp.zeros((jobs, n), jnp.int32) for n in (program.counts, program.tests_epochs))
     clients, statistics = state.clients, state.statistics
     if not program.in_place:
-        clients, statistics = _zeros((lane.client, lane.statistics), jobs)
-    lanes = () if program.blocks.together else _zeros(lane, program.lanes)
+        clients, statistics = zeros_like((lane.client, lane.statistics), jobs)
+    lanes = () if program.blocks.together else zeros_like(lane, program.lanes)
     return lanes, Outcome(reduced, clients, statistics, loss, correct, before)
 
 
@@ -204,7 +200,7 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
 
     def silent():
         outcome = _run(replace(program, summarises=False), inputs, state, plan)
-        return outcome._replace(message=outcome.message._replace(total=_zeros(sent)))
+        return outcome._replace(message=outcome.message._replace(total=zeros_like(sent)))
 
     return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, silent)
 
@@ -222,9 +218,7 @@ def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) ->
 def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -> Outcome:
     """What one of several devices does."""
     (plan, members), position = opened(select(shared[0], 0)), shared[1]
-    jobs = select(inputs.jobs, jnp.maximum(members, 0))
-    jobs = jobs._replace(steps=jnp.where(members >= 0, jobs.steps, 0))
-    inputs = inputs._replace(jobs=jobs, keys=inputs.keys[jnp.maximum(members, 0)])
+    inputs = inputs._replace(jobs=jobs_of(inputs.jobs, members), keys=inputs.keys[jnp.maximum(members, 0)])
     if program.split_data:
         inputs = inputs._replace(data=own_shard(inputs.data))
     own = _run_lanes(program, inputs, state, plan)
@@ -334,7 +328,7 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
       sent: plan, jobs and the number of the round.
     """
     plan, jobs, round = opened(sent)
-    inputs = _inputs(methods, hyper, data, keys, state.servers, jobs, round)
+    inputs = inputs_of(methods, hyper, data, keys, state.servers, jobs, round)
     return _ended(program, inputs, keys, state, run_lanes(program, inputs, state, plan))
 
 
@@ -346,7 +340,7 @@ def begin_round(program: Program, methods, hyper, data, keys, kept, servers, job
       data: any chunk's.
       kept: clients and statistics.
     """
-    return _empty(program, _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))
+    return _empty(program, inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))
 
 
 @full_precision
@@ -354,18 +348,20 @@ def part_of_round(
     program: Program, methods, hyper, data, keys, carry, servers, plan, jobs, round, first, stop
 ) -> Any:  # fmt: skip
     """The segments from first to stop of such a round; its state is what is carried."""
-    inputs, state = _inputs(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
+    inputs, state = inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
     return _segments(program, inputs, state, plan, first, stop, carry)
 
 
 @full_precision
 def end_round(program: Program, methods, hyper, data, keys, carry, servers, jobs, round) -> tuple[State, Report]:
     """The result of such a round."""
-    inputs = _inputs(methods, hyper, data, keys, servers, jobs, round)
+    inputs = inputs_of(methods, hyper, data, keys, servers, jobs, round)
     return _ended(program, inputs, keys, State(servers, (), ()), carry[1])
 
 
-def _inputs(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
+def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
+    """What the jobs of a round read, with a key for each."""
+
     def job_key(number, experiment):
         return jax.random.fold_in(jax.random.fold_in(keys[experiment], round), number)
 

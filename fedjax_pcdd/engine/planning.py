@@ -21,7 +21,6 @@ from fedjax_pcdd.engine.storage import OnDevice
 from fedjax_pcdd.engine.streaming import Streamed, renumbered
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local, Method
-from fedjax_pcdd.trees import select
 
 Planned = tuple[schedule.Plan | schedule.Shares, schedule.Jobs]
 
@@ -169,9 +168,8 @@ class Planner:
         """Rows of the clients' state that a round sees, and which of them train."""
         if isinstance(plan, schedule.Plan) or not self.program.split_clients:
             return jobs.row, jobs.steps > 0
-        members = plan.members.ravel()
-        jobs = select(jobs, np.maximum(members, 0))
-        return jobs.row, (members >= 0) & (jobs.steps > 0)
+        jobs = schedule.jobs_of(jobs, plan.members.ravel())
+        return jobs.row, jobs.steps > 0
 
     def sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:
         """What the host sends for a round; of several devices each gets its own share, and all get the rest."""

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from fedjax_pcdd.methods.method import LastBatch
+from fedjax_pcdd.trees import select
 
 # In place of a client, for draws of a whole round: the cohort, or, where all take part and exchange answers, the order
 # of the public images.
@@ -64,6 +65,12 @@ class Jobs(NamedTuple):
     weight: np.ndarray  # p_k, normalised within the experiment's cohort; 0 for a job without steps
     steps: np.ndarray  # local steps in the round
     epoch_steps: np.ndarray  # local steps in an epoch
+
+
+def jobs_of(jobs: Jobs, members: Any) -> Jobs:
+    """Those that `Shares.members` name, -1 as a job without steps; takes arrays of NumPy and of JAX."""
+    own = select(jobs, members.clip(0))
+    return own._replace(steps=own.steps * (members >= 0))
 
 
 Draws = Callable[[int, int], np.random.Generator]

@@ -20,9 +20,8 @@ from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.data.mapped import Rows
 from fedjax_pcdd.engine.mesh import EVERYWHERE, SPLIT, distribute, mesh_of, sharding
 from fedjax_pcdd.engine.program import Data, Samples, samples_of, tests_of
-from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares
+from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares, jobs_of
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.trees import select
 
 _SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT, SPLIT)
 SHARDS = Data(_SHARDED, _SHARDED, EVERYWHERE, EVERYWHERE)  # how the data of several devices lie
@@ -269,8 +268,8 @@ class Streamed:
 def _members(plan: Plan | Shares, jobs: Jobs) -> np.ndarray:
     """Rows [D, M] of each device's jobs with steps, -1 for none."""
     members = plan.members if isinstance(plan, Shares) else np.arange(len(jobs.row))[None]
-    own = select(jobs, np.maximum(members, 0))
-    return np.where((members >= 0) & (own.steps > 0), own.row, -1)
+    own = jobs_of(jobs, members)
+    return np.where(own.steps > 0, own.row, -1)
 
 
 def _active(plan: Plan, first: int, stop: int) -> np.ndarray:

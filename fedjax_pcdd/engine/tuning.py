@@ -27,6 +27,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.models.classifier import Classifier, arithmetic
 from fedjax_pcdd.models.convolution_forms import FORMS, fits, forward, input_gradient, weight_gradient
 from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, Rule, choosing
+from fedjax_pcdd.trees import zeros_like
 
 COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
 ACCELERATED = ("direct", "gemm")  # the other forms are made for the caches of a CPU
@@ -110,7 +111,7 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
             return put(lanes, lane, load(program, inputs, state.clients, state.statistics, lane % len(jobs.row), 0))
 
         shapes = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
-        lanes = jax.tree.map(lambda x: jnp.zeros((program.lanes, *x.shape), x.dtype), shapes)
+        lanes = zeros_like(shapes, program.lanes)
         lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
         one = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)
         return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
