@@ -43,15 +43,15 @@ def own_shard(data: Data, tests: bool = False) -> Data:
 class Split:
     """Training or test samples of all rows."""
 
-    def __init__(self, images: Any, labels: Any, lists: Lists, most: int):
-        """Args: most: rows of a shard."""
+    def __init__(self, images: Any, labels: Any, lists: Lists, rows: int):
+        """Args: rows: of a shard, at most."""
         self.images, self.labels, self.lists = Rows(images), labels, lists
         self.largest = np.append(0, np.cumsum(np.sort(lists.sizes)[::-1]))  # samples of so many rows at most
-        self.rows, self.most = most, self.most_of(most)
+        self.rows, self.room = rows, self.room_of(rows)  # room of a shard, in samples
         self.sizes = jnp.asarray(lists.sizes.astype(np.int32))
 
-    def most_of(self, rows: int) -> int:
-        """M of so many rows."""
+    def room_of(self, rows: int) -> int:
+        """M of a shard of so many rows."""
         return max(1, int(self.largest[min(rows, len(self.lists))]))
 
     def shard(self, rows: np.ndarray, capacity: int | None = None) -> Samples:
@@ -62,7 +62,7 @@ class Split:
         sizes = self.lists.sizes[rows]
         ends = np.cumsum(sizes)
         first, total = ends - sizes, int(ends[-1]) if len(ends) else 0
-        numbers = np.zeros(self.most_of(capacity) if capacity else self.most, np.int32)
+        numbers = np.zeros(self.room_of(capacity) if capacity else self.room, np.int32)
         numbers[:total] = self.lists.flat[np.repeat(self.lists.starts[rows] - first, sizes) + np.arange(total)]
         start, row_numbers = self._table(capacity or self.rows)
         start[: len(rows)], row_numbers[: len(rows)] = first, rows
@@ -125,24 +125,27 @@ class Streamed:
         dataset, partitions = federations[0].dataset, [f.partition for f in federations]
         counts = np.concatenate([f.class_counts for f in federations])
         train, (images, labels, test) = Lists.join([p.train for p in partitions]), tests_of(federations)
-        self._tests, self._whole = federations, None
+        self._federations, self._whole = federations, None
         self.memory, self.devices, self.lanes, self.whole = memory, devices, lanes, len(labels)
         self.train = Split(dataset.x_train, dataset.y_train, train, rows)
         self.test = Split(images, labels, test, rows)
-        self.chunked = self._cut(rows)
+        rooms = self._rooms_of_chunks(rows)
+        self.chunked = rooms is not None  # whether a round goes through chunks
+        if rooms:
+            self.train.room, self.test.room = rooms
         public = () if public is None else jnp.asarray(public)
         counts = jnp.asarray(counts, jnp.result_type(float))
         train, test = (self._placed(split.nothing()) for split in (self.train, self.test))
         self.known = distribute(Data(train, test, counts, public), devices)
         self._ahead: tuple[np.ndarray, Data] | None = None
 
-    def _cut(self, rows: int) -> bool:
-        """Whether a round goes through chunks; their M then is what the memory holds."""
+    def _rooms_of_chunks(self, rows: int) -> list[int] | None:
+        """M of a chunk of a round, of both splits, that the memory holds; None where it holds a round as a whole."""
         splits = (self.train, self.test)
-        needed = [split.most * split.images.width for split in splits]
+        needed = [split.room * split.images.width for split in splits]
         if sum(needed) <= self.memory:
-            return False
-        least = [split.most_of(self.lanes) * split.images.width for split in splits]
+            return None
+        least = [split.room_of(self.lanes) * split.images.width for split in splits]
         if self.devices > 1 or sum(least) > self.memory:
             at_once = needed if self.devices > 1 else least
             who = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
@@ -151,9 +154,10 @@ class Streamed:
                 "MB of `data_memory`: allow more, or choose a smaller `cohort` or fewer `lanes`."
             )
         share = (self.memory - sum(least)) / (sum(needed) - sum(least))
-        for split, low, high in zip(splits, least, needed, strict=True):
-            split.most = max(1, int(low + share * (high - low)) // split.images.width, split.most_of(self.lanes))
-        return True
+        return [
+            max(1, int(low + share * (high - low)) // split.images.width, split.room_of(self.lanes))
+            for split, low, high in zip(splits, least, needed, strict=True)
+        ]
 
     def _placed(self, samples: Samples) -> Samples:
         """On all devices."""
@@ -218,7 +222,7 @@ class Streamed:
                 break
 
     def _fits(self, rows: np.ndarray) -> bool:
-        return all(split.lists.sizes[rows].sum() <= split.most for split in (self.train, self.test))
+        return all(split.lists.sizes[rows].sum() <= split.room for split in (self.train, self.test))
 
     def sizes_of(self, jobs: Jobs) -> np.ndarray:
         """Training samples [J] of the jobs with steps, none of others: those of a shard of all, one after another."""
@@ -261,7 +265,7 @@ class Streamed:
                     f"`track` looks at all test samples, {size / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} MB "
                     "of `data_memory`: allow more, or leave it out."
                 )
-            self._whole = samples_of(*tests_of(self._tests))
+            self._whole = samples_of(*tests_of(self._federations))
         return self._whole
 
 
