@@ -29,7 +29,20 @@ from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import aggregated
-from fedjax_pcdd.engine.program import Evaluation, Launched, Report, State, Tree, facts_of, fresh_variables, samples_of
+from fedjax_pcdd.engine.program import (
+    CLIENT,
+    EXCHANGE,
+    MODEL,
+    Evaluation,
+    Launched,
+    Report,
+    State,
+    Tree,
+    facts_of,
+    fresh_variables,
+    samples_of,
+    stream_of,
+)  # fmt: skip
 from fedjax_pcdd.engine.round import Experiment, Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
@@ -224,7 +237,7 @@ class Groups:
 
     def _initial(self, g: int, model: Classifier | None = None) -> Tree:
         """Fresh variables of a group's participants [K_g, ...], of their model or of another one."""
-        shape, key = self.federation.image_shape, jax.random.fold_in(jax.random.key(self.seed), 0)
+        shape, key = self.federation.image_shape, stream_of(self.seed, MODEL)
         group, numbers = self.groups[g], jnp.array(self.members[g])
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
@@ -233,11 +246,11 @@ class Groups:
 
     def _clients(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
-        program, data, key = self.groups[g].program, self.groups[g].data, jax.random.key(self.seed)
+        program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, CLIENT)
         rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
 
         def one(row, number, variables):
-            own = jax.random.fold_in(jax.random.fold_in(key, 3), number)
+            own = jax.random.fold_in(key, number)
             return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), own)
 
         return jax.jit(jax.vmap(one))(rows, numbers, variables)
@@ -365,7 +378,7 @@ class Groups:
 
     def exchange(self, state: State, round: int) -> State:
         """The exchange of a round."""
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), 4), round)
+        key = jax.random.fold_in(stream_of(self.seed, EXCHANGE), round)
         data, hyper = tuple(g.data for g in self.groups), self.groups[0].hyper_at(round)
         plan = self.public_plan(round)
         clients, public = self._exchange(

@@ -27,6 +27,13 @@ Tree = Any
 
 OPTIMISER, LAYERS = "optimiser", "layers"  # names beside running statistics in what the engine keeps of a client
 
+MODEL, ROUNDS, SERVER, CLIENT, EXCHANGE = range(5)  # what a seed has a stream of keys for
+
+
+def stream_of(seed: int, which: int) -> jax.Array:
+    """The key that everything of one kind is drawn with."""
+    return jax.random.fold_in(jax.random.key(seed), which)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:

@@ -31,8 +31,12 @@ from fedjax_pcdd.engine.optimiser import make_optimiser
 from fedjax_pcdd.engine.planning import Experiment as Experiment
 from fedjax_pcdd.engine.planning import Planned, Planner
 from fedjax_pcdd.engine.program import (
+    CLIENT,
     LAYERS,
+    MODEL,
     OPTIMISER,
+    ROUNDS,
+    SERVER,
     Data,
     Evaluation,
     Launched,
@@ -45,6 +49,7 @@ from fedjax_pcdd.engine.program import (
     fresh_variables,
     layers_of,
     load_data,
+    stream_of,
 )  # fmt: skip
 from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.engine.streaming import Chunk, Streamed
@@ -255,7 +260,7 @@ class Simulation(Planner):
             rows = schedule.most_jobs(jobs, program.devices // self.owners)
             self.streamed = Streamed(self.federations, rows, program.lanes, stream, public, program.devices)
         data = self.streamed.known if self.streamed else load_data(self.federations, public)
-        keys = jnp.stack([jax.random.fold_in(jax.random.key(e.seed), 1) for e in self.experiments])
+        keys = jnp.stack([stream_of(e.seed, ROUNDS) for e in self.experiments])
         arrays = _stack(*(method for method, _ in configured)), _stack(*local), data, keys
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
 
@@ -313,7 +318,7 @@ class Simulation(Planner):
     def _first(self, e: int, method: Any, data: Data, variables: Tree) -> tuple[Tree, Callable[[Any], Tree]]:
         """An experiment's first server, and the function of a row that makes a client's first state."""
         setting = self.program.setting
-        server_key, client_key = (jax.random.fold_in(jax.random.key(self.experiments[e].seed), i) for i in (2, 3))
+        server_key, client_key = (stream_of(self.experiments[e].seed, which) for which in (SERVER, CLIENT))
         first = e * setting.num_clients
         counts = data.class_counts[first : first + setting.num_clients]
         server = method.init_server(setting, variables, counts, server_key)
@@ -329,8 +334,8 @@ class Simulation(Planner):
 
     def initial(self, e: int) -> Tree:
         """Variables of the model that an experiment starts from."""
-        init = jax.random.fold_in(jax.random.key(self.experiments[e].seed), 0)
-        variables = fresh_variables(self.program.model, init, self.image_shape)
+        key = stream_of(self.experiments[e].seed, MODEL)
+        variables = fresh_variables(self.program.model, key, self.image_shape)
         return jax.tree.map(lambda x: x.astype(self.param_dtype), variables)
 
     def _kept(self, e: int, method: Any, server: Tree, client: Tree) -> Tree:
