@@ -10,6 +10,7 @@ import numpy as np
 from scipy.stats import rankdata, studentized_range
 
 SPAN = 0.025, 0.975  # quantiles
+DRAWS = 2000  # of the bootstrap
 
 
 class Ranks(NamedTuple):
@@ -30,7 +31,7 @@ class Ranks(NamedTuple):
     over: np.ndarray | None = None
 
 
-def ranks(scores: np.ndarray, draws: int = 2000, seed: int = 0, baseline: int | None = None) -> Ranks:
+def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
     """Mean ranks, with intervals by drawing splits, and seeds within each, with replacement.
 
     All methods share the draws, so that a method is compared with another by the interval of the difference of their
@@ -39,19 +40,17 @@ def ranks(scores: np.ndarray, draws: int = 2000, seed: int = 0, baseline: int | 
     Args:
       scores: [M, B, N], larger is better; -inf for what diverged.
       baseline: the method of `over`.
-      draws: of the bootstrap.
-      seed: of its random numbers.
 
     >>> one = ranks(np.array([[[3.0, 3.0]], [[1.0, 2.0]]]))
     >>> one.mean.tolist(), one.low.tolist(), one.high.tolist()
     ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
     """
     methods, splits, seeds = scores.shape
-    rng = np.random.default_rng(seed)
-    drawn_splits = rng.integers(splits, size=(draws, splits))
-    drawn_seeds = rng.integers(seeds, size=(draws, splits, seeds))
-    drawn = scores[:, drawn_splits[:, :, None], drawn_seeds].mean(-1)  # [M, draws, B]
-    means = _ranked(drawn).mean(-1)  # [M, draws]
+    rng = np.random.default_rng(0)
+    drawn_splits = rng.integers(splits, size=(DRAWS, splits))
+    drawn_seeds = rng.integers(seeds, size=(DRAWS, splits, seeds))
+    drawn = scores[:, drawn_splits[:, :, None], drawn_seeds].mean(-1)  # [M, DRAWS, B]
+    means = _ranked(drawn).mean(-1)  # [M, DRAWS]
     low, high = np.quantile(means, SPAN, axis=1)
     over = None if baseline is None else np.quantile(means - means[baseline], SPAN, axis=1).T
     return Ranks(_ranked(scores.mean(-1)).mean(-1), low, high, critical_difference(methods, splits), over)

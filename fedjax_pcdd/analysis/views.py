@@ -21,6 +21,7 @@ from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.pair import Pair, part
 
 PROBE = 128  # B of the paper whose spectra are compared, FedMR
+PROBES = 10
 
 
 class View(NamedTuple):
@@ -86,8 +87,8 @@ def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
     return index, jnp.arange(PROBE) < used
 
 
-def random_probe(samples: int, seed: int, most: int = 10) -> np.ndarray:
-    """Random samples of a test set of so many, each once: [n, B] in up to `most` batches of PROBE, or a smaller one."""
+def random_probe(samples: int, seed: int) -> np.ndarray:
+    """Random samples of a test set of so many, each once: [n, B] in up to PROBES batches of PROBE, or a smaller one."""
     batch = min(PROBE, samples)
-    batches = min(most, samples // batch)
+    batches = min(PROBES, samples // batch)
     return np.random.default_rng(seed).permutation(samples)[: batches * batch].reshape(batches, batch).astype(np.int32)

@@ -163,15 +163,15 @@ def map_of(federation: Federation) -> Map:
     return Map(federation.dataset.name, federation.class_counts, federation.dataset.class_names)
 
 
-def read_counts(path: Path, fold: str = "train") -> Map:
-    """The counts of a CSV file with the columns centre, fold, class and count.
+def read_counts(path: Path) -> Map:
+    """The training samples of a CSV file with the columns centre, fold, class and count.
 
     Raises:
       UserError: there is no such file, or it has other columns.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row["fold"] == fold]
+            rows = [row for row in csv.DictReader(file) if row["fold"] == "train"]
         centres, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("centre", "class"))
         counts = np.zeros((len(centres), len(names)), int)
         for row in rows:
@@ -181,7 +181,7 @@ def read_counts(path: Path, fold: str = "train") -> Map:
     except (KeyError, ValueError, TypeError):
         raise UserError(f"{path} must have the columns centre, fold, class and count.") from None
     if not rows:
-        raise UserError(f"{path} has no rows of the fold '{fold}'.")
+        raise UserError(f"{path} has no rows of the fold 'train'.")
     return Map(path.stem, counts, names)
 
 

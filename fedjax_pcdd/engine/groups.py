@@ -135,7 +135,7 @@ class Groups:
             for members in self.members
         )
         first = self.groups[0]
-        self.methods, self.hyper, self.program, self.advice = first.methods, first.hyper, first.program, first.advice
+        self.methods, self.program, self.advice = first.methods, first.program, first.advice
         self.method = select(self.methods, 0)
         self.traits = self.method.traits()
         self._check_features()

@@ -39,7 +39,7 @@ class OnDevice:
     split = False  # whether several devices divide what is fetched
     chunk = 0  # rows that are looked at together, 0 for as many as one likes
 
-    def __init__(self, rows: int, devices: int = 1, owners: np.ndarray | None = None):
+    def __init__(self, rows: int, devices: int, owners: np.ndarray | None):
         """For R rows on D devices; owners: [R] of several processes the one whose devices train each, None for any."""
         self.rows, self.devices, self.owners = rows, devices, owners
 

@@ -109,7 +109,7 @@ class Streamed:
     """The samples of all experiments over one data set."""
 
     def __init__(
-        self, federations: Sequence[Federation], rows: int, lanes: int, memory: int, public: Any, devices: int = 1
+        self, federations: Sequence[Federation], rows: int, lanes: int, memory: int, public: Any, devices: int
     ):
         """Prepare, without reading any sample.
 

@@ -122,7 +122,7 @@ class Checkpoints:
         """Whether a round gets a checkpoint without being forced."""
         return round % self._every == 0
 
-    def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> bool:
+    def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> None:
         """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
 
         Where the checkpoint before is still being written, this waits for it.
@@ -135,26 +135,22 @@ class Checkpoints:
           history: JSON; what it stands for comes back on `restore`.
           force: write now, and fully, whatever `every` and `clients_every` say.
 
-        Returns:
-          Whether a checkpoint is being written here (False too where this round has one already).
-
         Raises:
           UserError: this or the previous checkpoint could not be written (no space left, for example).
         """
         if not (self.is_due(round) or force):
-            return False
+            return
         full = force or round // self._every % self._clients_every == 0
         changed = self._taken(round, clients) if full and callable(clients) else None
         if not self._writes:
-            return False
+            return
         self.wait()
         if round in self._manager.all_steps() and (round in self._full or not full):
-            return False
+            return
         parts = {"server": snapshot("server", server)}
         if full:
             parts["clients"] = {} if changed else snapshot("clients", clients)
         self._pending = self._worker.submit(self._write, round, parts, history, changed)
-        return True
 
     def _taken(self, round: int, clients: Callable) -> "_Taken":
         """What changed of the states of this process's clients; in several processes the others write theirs now."""

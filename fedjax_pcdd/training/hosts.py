@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedjax_pcdd.engine.devices import select_device
-from fedjax_pcdd.errors import UserError, spelled
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN, RunConfig
 
 # In the errors of a collective operation, and of JAX's service, when a process is gone.
@@ -58,7 +58,7 @@ class Obituary:
 
 
 @contextmanager
-def together(config: RunConfig, spell: Callable[[str], str] = spelled) -> Iterator[RunConfig]:
+def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConfig]:
     """Take part in a run of several processes, if the options say so; ends the process where something fails in it.
 
     Args:
