@@ -94,31 +94,12 @@ def kl_to_target(
       target: [B, C], a constant; of the same form and temperature.
       logits: [B, C] of the student.
       form: "avg_logits" or "avg_probs". "avg_losses" is "avg_probs" here: the gradient is the same, and the value
-        lacks a part that no student can change (`ensemble_kl` has it).
+        lacks a part that no student can change.
       temperature: T > 0.
     """
     check(form, ENSEMBLES, "form of the ensemble")
     loss = kl_to_teacher if form == "avg_logits" else kl_to_probabilities
     return loss(target, logits, temperature=temperature, mask=mask)
-
-
-def ensemble_kl(
-    teachers: Array, logits: Array, *, form: str = "avg_logits", temperature: Number = 1.0, mask: Mask = None
-) -> Array:
-    """FedDF's loss of a student, given all its teachers.
-
-    Args:
-      teachers: [K, B, C] logits, constants.
-      logits: [B, C] of the student.
-      form: "avg_logits": KL(softmax(mean_k Z_k / T) || student), the paper's; "avg_probs": KL(mean_k softmax(Z_k / T)
-        || student); "avg_losses": mean_k KL(softmax(Z_k / T) || student).
-      temperature: T > 0.
-    """
-    check(form, ENSEMBLES, "form of the ensemble")
-    if form == "avg_losses":
-        return jnp.mean(jax.vmap(lambda z: kl_to_teacher(z, logits, temperature=temperature, mask=mask))(teachers))
-    target = ensemble_target(teachers, form=form, temperature=temperature)
-    return kl_to_target(target, logits, form=form, temperature=temperature, mask=mask)
 
 
 def mutual_losses(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ensembles import ensemble_kl
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -14,7 +15,6 @@ from fedjax_pcdd.losses.distillation import (
     ENSEMBLES,
     absolute_error,
     confident,
-    ensemble_kl,
     ensemble_target,
     helper_consistency,
     kl_to_probabilities,

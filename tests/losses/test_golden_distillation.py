@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ensembles import ensemble_kl
 from golden_vectors import cases
 
 from fedjax_pcdd.losses.classification import cross_entropy
@@ -13,7 +14,6 @@ from fedjax_pcdd.losses.correlation import cross_correlation, cross_correlation_
 from fedjax_pcdd.losses.distillation import (
     absolute_error,
     confident,
-    ensemble_kl,
     ensemble_target,
     helper_consistency,
     kl_to_target,
