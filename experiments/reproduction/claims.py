@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
-from fedjax_pcdd.report.statistics import VERDICTS, Difference, family
+from fedjax_pcdd.report.statistics import Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 from reproduction.columns import BASELINE, Column, Expectations, Row, difference, printed
+from reproduction.verdicts import VERDICTS, against
 
 POINTS = "pct", "fraction"  # ends of the metrics that are in percent points
 
@@ -83,8 +84,8 @@ class Finding(NamedTuple):
         """By the best round, as the papers have it; of PA by the model after the last epoch too: they must agree."""
         if self.best is None:
             return "not tried"
-        verdict = self.best.against(self.claimed)
-        agreed = self.by_last is None or self.by_last.against(self.claimed) == verdict
+        verdict = against(self.best, self.claimed)
+        agreed = self.by_last is None or against(self.by_last, self.claimed) == verdict
         return verdict if agreed else "not distinguishable"
 
     @property
@@ -189,7 +190,7 @@ def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
 
 def _verdicts(pairs: Sequence[tuple[Difference, float]]) -> list[str]:
     adjusted = family([delta for delta, _ in pairs])
-    return [delta.against(claimed) for delta, (_, claimed) in zip(adjusted, pairs, strict=True) if delta]
+    return [against(delta, claimed) for delta, (_, claimed) in zip(adjusted, pairs, strict=True) if delta]
 
 
 def ordered(verdicts: Iterable[str]) -> list[str]:

@@ -5,8 +5,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_pcdd.report.expected import Expected
-from fedjax_pcdd.report.statistics import Difference, paired, rank_correlation
+from fedjax_pcdd.report.statistics import Difference, paired
 from fedjax_pcdd.report.tables import over_seeds
+from reproduction.verdicts import rank_correlation
 
 BASELINE = "fedavg"
 # Metric of the expected tables -> entry of a result with the mean of its last ten rounds, as a share.

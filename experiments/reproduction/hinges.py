@@ -7,6 +7,7 @@ from fedjax_pcdd.report.statistics import Difference
 from fedjax_pcdd.training.config import RUN
 from reproduction.claims import Claim
 from reproduction.columns import Column, Row, difference, in_words
+from reproduction.verdicts import against
 
 CPU = "cpu"  # the scale that the others are compared with
 # What a departure is of, by the options in which it departs: the first that has one of them.
@@ -57,7 +58,7 @@ class Departure(NamedTuple):
         pair = self.usual, self.other
         if self.usual.mean * self.other.mean <= 0:
             return True
-        return all(one.p is not None for one in pair) and len({one.against(self.claimed) for one in pair}) > 1
+        return all(one.p is not None for one in pair) and len({against(one, self.claimed) for one in pair}) > 1
 
 
 def departures(

@@ -8,12 +8,13 @@ from typing import Any
 from fedjax_pcdd.models import MODELS, build
 from fedjax_pcdd.models.classifier import sizes
 from fedjax_pcdd.report.expected import PA, PA_LAST, Expected, kind, title
-from fedjax_pcdd.report.statistics import VERDICTS, Difference, family, signed
+from fedjax_pcdd.report.statistics import Difference, family, signed
 from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds, texts
 from fedjax_pcdd.report.tables import Column as Heading
 from fedjax_pcdd.report.tables import Row as Line
 from reproduction.claims import Count, Finding, ordered
 from reproduction.columns import BASELINE, FIRST, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
+from reproduction.verdicts import VERDICTS, against
 
 INTRODUCTION = """# Reproduction
 
@@ -150,7 +151,7 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
         if one.best is not None:
             paper = NOTHING if one.paper is None else signed(one.paper)
             paper += f" ({one.claim.printed_on})" if one.claim.printed_on else ""
-            ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), one.last_ten.against(one.claimed))
+            ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), against(one.last_ten, one.claimed))
             where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
             values = (one.alone and one.alone.p, one.in_table, one.best.p)
             p = [NOTHING if value is None else f"{value:.3f}" for value in values]
@@ -230,7 +231,7 @@ def _cells(
     beside = [over_seeds(row.values(PA_LAST).values())] if last else []
     words_over = [
         NOTHING if over is None else str(over), NOTHING if claimed is None else signed(claimed),
-        "" if over is None or claimed is None else over.against(claimed),
+        "" if over is None or claimed is None else against(over, claimed),
     ]  # fmt: skip
     return (*ours, *(Cell(text=word) for word in words), *beside, *(Cell(text=word) for word in words_over))
 

@@ -1,4 +1,4 @@
-"""What can be said of a few seeds: paired differences, and whether two orders agree.
+"""What can be said of a few seeds: paired differences, with an interval and tests.
 
 Two experiments are compared pair by pair of the same seed, so that what the seed decides (partition, initial weights,
 batches) drops out. The interval is Student's, which is as wide as few pairs ask for; of one pair only the sign is said.
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ALPHA = 0.05
-LEAST_RANKED = 3  # methods that an order is about
 DIGITS = 9  # beyond which equal numbers differ by the rounding of floats
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 
@@ -52,27 +51,9 @@ class Difference(NamedTuple):
             return f"one seed, {self.side}"
         return self.side if self.p <= alpha and self.mean else "not distinguishable"
 
-    def against(self, claimed: float) -> str:
-        """What it says about a difference with the sign of `claimed`, one of `VERDICTS`.
-
-        >>> Difference(1.5, 0.1, (0, 1, 2), p=0.01).against(7.0), Difference(-1.5, None, (1,)).against(7.0)
-        ('held', 'one seed, opposite sign')
-        """
-        same = self.mean * claimed > 0
-        if self.p is None:
-            return f"one seed, {'same' if same else 'opposite' if self.mean else 'no'} sign"
-        verdict = self.verdict()
-        return ("held" if same else "did not hold") if verdict in ("above", "below") else verdict
-
     def __str__(self):
         """As `+1.50 ± 0.25`, the standard error."""
         return signed(self.mean) + ("" if self.error is None else f" ± {self.error:.2f}")
-
-
-VERDICTS = (
-    *("held", "not distinguishable", "did not hold"),
-    *("one seed, same sign", "one seed, opposite sign", "one seed, no sign"),
-)
 
 
 def signed(value: float) -> str:
@@ -135,17 +116,3 @@ def _holm(p_values: Sequence[float | None]) -> list[float | None]:
         least = max(least, min(1.0, p * (len(known) - rank)))
         adjusted[i] = least
     return adjusted
-
-
-def rank_correlation(ours: Sequence[float], paper: Sequence[float]) -> float | None:
-    """Spearman's correlation of two columns, ties at their mean rank; None for few or equal values.
-
-    >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
-    0.5
-    """
-    if len(ours) < LEAST_RANKED or any(np.ptp(column) == 0 for column in (ours, paper)):
-        return None
-    from scipy import stats
-
-    correlation: Any = stats.spearmanr(ours, paper)
-    return round(float(correlation.statistic), 12)
