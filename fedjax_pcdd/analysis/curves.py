@@ -15,13 +15,22 @@ import numpy as np
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
 STYLES = ("-", "--", ":", "-.")
 FEW = 30  # points that are marked one by one
-IN_WORDS = {"ga": "GA", "pa": "PA in training"}
+CURVES = {"ga": "GA", "pa": "PA in training", "loss": "training loss"}  # key of metrics.jsonl -> its name
 OWN_COLOURS = {"ga": COLOURS[0], "pa": COLOURS[1], "loss": "#555555"}
 
 
 def look(index: int) -> tuple[str, str]:
     """Colour and line style of the i-th of several curves."""
     return COLOURS[index % len(COLOURS)], STYLES[index // len(COLOURS) % len(STYLES)]
+
+
+def axis_of(name: str) -> tuple[str, int]:
+    """What the axis of one of `CURVES` says, and the factor of its numbers: accuracies are shown in percent.
+
+    >>> axis_of("pa"), axis_of("loss")
+    (('PA in training (%)', 100), ('training loss', 1))
+    """
+    return (CURVES[name], 1) if name == "loss" else (f"{CURVES[name]} (%)", 100)
 
 
 def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +104,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
         accuracy.plot(rounds[best], values[best], "o", ms=7, mfc="white", mec=OWN_COLOURS[name], mew=1.6, zorder=3)
     curve(loss, *series(rows, "loss"), color=OWN_COLOURS["loss"])
     frame(accuracy, across="", upwards="accuracy (%)")
-    frame(loss, upwards="training loss")
+    frame(loss, upwards=CURVES["loss"])
     accuracy.set_title(title, loc="left", fontsize=11)
     _name_ends(accuracy, curves)
     figure.savefig(path)
@@ -110,7 +119,7 @@ def _name_ends(axes: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -
     for name, (rounds, values) in curves.items():
         shift = max(missing, 0) / 2 * (1 if name == upper else -1) if len(ends) > 1 else 0.0
         best = values.argmax()
-        text = f"{IN_WORDS[name]} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
+        text = f"{CURVES[name]} {values[-1]:.2f}\nbest {values[best]:.2f} (round {rounds[best]})"
         axes.annotate(
             text, (1.01, ends[name] + shift), xycoords=axes.get_yaxis_transform(), annotation_clip=False,
             color=OWN_COLOURS[name], fontsize=9, va="center",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from fedjax_pcdd.analysis.curves import IN_WORDS, curve, frame, look, series
+from fedjax_pcdd.analysis.curves import CURVES, axis_of, curve, frame, look, series
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import State
@@ -24,8 +24,6 @@ from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.setup import NOTHING, Given
 from fedjax_pcdd.training.tasks import setup
 from fedjax_pcdd.training.trained_models import TrainedModels
-
-CURVES = IN_WORDS | {"loss": "training loss"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +160,10 @@ class History(TrainedModels):
         what = what or "ga"
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
-        rounds, values = series(self.rows, what, factor=1 if what == "loss" else 100)
+        upwards, factor = axis_of(what)
+        rounds, values = series(self.rows, what, factor=factor)
         curve(ax, rounds, values, label=label or self.label, **style)
-        frame(ax, upwards=CURVES[what] + ("" if what == "loss" else " (%)"))
+        frame(ax, upwards=upwards)
         return ax
 
     def to_table(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedjax_pcdd.analysis.curves import CURVES
 from fedjax_pcdd.cli.messages import called
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
@@ -16,7 +17,7 @@ from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
 from fedjax_pcdd.report.expected import kind, read_expected, title
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.page import page
-from fedjax_pcdd.report.plots import LABELS, curves, in_words
+from fedjax_pcdd.report.plots import curves, in_words
 from fedjax_pcdd.report.tables import Table, code, comma_separated, escaped, latex, markdown
 from fedjax_pcdd.training.fields import run_option, write_text
 from fedjax_pcdd.training.folder import CONFIG
@@ -154,7 +155,7 @@ def _files(groups, papers, runs, notes, own) -> dict[str, str]:
     lines += map(markdown, [*own, *papers])
     for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
         lines.append(markdown(table))
-        for name in LABELS:
+        for name in CURVES:
             svg = curves(one, name, key=True)
             if svg is not None:
                 pictures[f"curves/{index}-{name}.svg"] = svg

@@ -9,10 +9,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from fedjax_pcdd.analysis.curves import CURVES
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.contents import own_table
 from fedjax_pcdd.report.grouping import Group
-from fedjax_pcdd.report.plots import LABELS, curves, inline, legend
+from fedjax_pcdd.report.plots import curves, inline, legend
 from fedjax_pcdd.report.tables import NOTHING, Cell, Column, Row, Table, aside, shown
 from fedjax_pcdd.training.progress import pa_name, with_pa_named
 
@@ -58,7 +59,7 @@ def page(
 
 def _figures(group: Group, index: int) -> list[Markup]:
     """The curves of a group as SVG."""
-    pictures = [(name, curves(group, name)) for name in LABELS]
+    pictures = [(name, curves(group, name)) for name in CURVES]
     return [Markup(inline(svg, f"g{index}{name}")) for name, svg in pictures if svg is not None]
 
 

@@ -9,12 +9,11 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedjax_pcdd.analysis.curves import curve, frame, look, series
+from fedjax_pcdd.analysis.curves import axis_of, curve, frame, look, series
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.grouping import Group
 
 GREY = "#808080"  # can be read on white and on black
-LABELS = {"ga": "GA (%)", "pa": "PA in training (%)", "loss": "training loss"}
 
 
 def band(runs: Sequence[RunRecord], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -46,11 +45,11 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
         return None
     figure = Figure(figsize=(4.4, 3.1 + (0.2 * len(bands) if key else 0)), layout="constrained")
     axes = figure.add_subplot()
-    factor = 1 if name == "loss" else 100
+    upwards, factor = axis_of(name)
     for (colour, style, _), (rounds, mean, deviation) in zip(legend(group), bands, strict=True):
         marker, width = "o" if len(rounds) == 1 else None, deviation if deviation is None else factor * deviation
         curve(axes, rounds, factor * mean, deviation=width, color=colour, linestyle=style, marker=marker)
-    frame(axes, upwards=LABELS[name], colour=GREY)
+    frame(axes, upwards=upwards, colour=GREY)
     if key:
         lines = [axes.plot([], [], color=colour, linestyle=style)[0] for colour, style, _ in legend(group)]
         texts = [text for _, _, text in legend(group)]
@@ -60,7 +59,7 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
 
 def in_words(group: Group, name: str) -> str:
     """What a picture shows, for who does not see it."""
-    return f"{LABELS[name]} over the rounds: {', '.join(group.labels)}"
+    return f"{axis_of(name)[0]} over the rounds: {', '.join(group.labels)}"
 
 
 def legend(group: Group) -> list[tuple[str, str, str]]:
