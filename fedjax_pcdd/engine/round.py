@@ -151,9 +151,11 @@ class Simulation(Planner):
         Args:
           model: as `Method.build` returned it.
           experiments: equal in model, data set, static fields of method and local training.
+          pipeline: what is done to images before a model sees them.
           cohort: S, clients a round; clients without samples are never chosen.
           lanes: L of each device, at most E * S are used.
           devices: D; each trains its share of a round's jobs, and has data and state in its memory.
+          rounds: T, for what methods do in the last ones, or by degrees.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
           local_layers: keep these and the parameters of normalisation layers with the client, as FedBN.
@@ -165,6 +167,7 @@ class Simulation(Planner):
           eval_batch: samples at a time in passes that train nothing; by default what runs well on the device.
           block: b, jobs that begin or end as one, at most L; by default what runs well on the device.
           public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
+          dtype: of the computation.
           param_dtype: of the parameters (float64 needs JAX's x64 mode).
         """
         shape = self.image_shape = pipeline.shape(experiments[0].federation.image_shape)
@@ -173,7 +176,6 @@ class Simulation(Planner):
             experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
         _check_samples(experiments[0], public, stream)
         super().__init__(experiments, cohort)
-        held = experiments[0].federation.validation
         self.param_dtype, self.block = param_dtype, block
         self.client_state: Literal["device", "host", "disk"] = client_state
         self.owners = jax.process_count() if client_state in ("host", "disk") or stream is not None else 1
@@ -184,7 +186,6 @@ class Simulation(Planner):
         all_train = devices == 1 and self._all_train(steps)
         blocks = choose_blocks(steps.ravel(), most, lanes, everyone=all_train, size=block)
         eval_batch = eval_batch or evaluation_batch(lanes * self.local.batch_size)
-        over = partial(client_pass, budget=eval_batch, size=blocks.size)
         self.program = Program(
             model=model,
             method=type(experiments[0].method),
@@ -197,10 +198,7 @@ class Simulation(Planner):
             masked=self.has_padding,
             blocks=blocks,
             eval_batch=eval_batch,
-            train_pass=over(self.sizes.ravel()),
-            batch_pass=over(self.sizes.ravel(), batch=self.local.batch_size),
-            test_pass=over(np.concatenate([e.federation.tested_sizes for e in experiments])),
-            held_pass=over(np.zeros(1, int) if held is None else held.sizes),
+            **self._passes(eval_batch, blocks.size),
             dtype=dtype,
             public_pipeline=public and public[1],
             devices=devices,
@@ -208,7 +206,7 @@ class Simulation(Planner):
             split_clients=self.storage.split,
             keeps_optimiser=keeps_optimiser,
             tests_epochs=int(self.epochs.max()) if tests_epochs else 0,
-            validated=held is not None,
+            validated=experiments[0].federation.validation is not None,
             in_place=devices == 1,
             aggregates=aggregates,
         )
@@ -216,6 +214,16 @@ class Simulation(Planner):
         self._make_arrays(public and public[0], stream)
         self.weights = self._raw_weights(weights)
         self._make_programs()
+
+    def _passes(self, budget: int, size: int) -> dict[str, Any]:
+        """How clients' samples are gone through where nothing is trained, so many at a time in blocks of a size."""
+        over, held = partial(client_pass, budget=budget, size=size), self.federations[0].validation
+        return {
+            "train_pass": over(self.sizes.ravel()),
+            "batch_pass": over(self.sizes.ravel(), batch=self.local.batch_size),
+            "test_pass": over(np.concatenate([federation.tested_sizes for federation in self.federations])),
+            "held_pass": over(np.zeros(1, int) if held is None else held.sizes),
+        }
 
     def _storage(self, devices: int) -> OnDevice:
         """What holds the clients' states between rounds."""
