@@ -17,7 +17,7 @@ from fedjax_pcdd.cli.options import configure
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.domains import load_task
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.collect import read_run
+from fedjax_pcdd.report.collect import read_record
 from fedjax_pcdd.training.config import values
 from fedjax_pcdd.training.lock import InUse
 from fedjax_pcdd.training.presets import PAPERS
@@ -143,7 +143,7 @@ def _result(cell: Cell, error: UserError | None, folders: Folders) -> dict[str, 
     try:
         if error is not None:
             raise error
-        return add_eigenvalues(results.finished(cell, read_run(folder), folders.expected), folder, folders.expected)
+        return add_eigenvalues(results.finished(cell, read_record(folder), folders.expected), folder, folders.expected)
     except UserError as error:
         if isinstance(error.__cause__, OSError | ValueError):
             raise

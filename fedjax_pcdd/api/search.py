@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
-from fedjax_pcdd.api.sweep import Results, listed, options_of_grid, run_stages
+from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages, with_commas
 from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert
@@ -221,7 +221,7 @@ def search(
     read = {name: convert(SEARCH[name], str(value)) for name, value in arguments.items()}
     results: dict[str, Any] = {}
     where, known = None if folder is None else as_path(folder, "folder"), options_of_grid(space, "space")
-    given = {name: ":".join(map(str, x)) if isinstance(x, tuple) else listed(x) for name, x in known.items()}
+    given = {name: ":".join(map(str, x)) if isinstance(x, tuple) else with_commas(x) for name, x in known.items()}
     own = Search(given, results, metric=read["metric"], seed=read["search_seed"])
     if own.on_test:
         warn(ON_TEST)

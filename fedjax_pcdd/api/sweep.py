@@ -32,7 +32,7 @@ from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, v
 from fedjax_pcdd.training.fields import Option, convert
 from fedjax_pcdd.training.folder import CONFIG, RunFolder
 from fedjax_pcdd.training.lock import InUse, Lock, owner
-from fedjax_pcdd.training.named_arrays import size
+from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import read_run
 from fedjax_pcdd.training.progress import CellBar, PartOfSweep, SweepBar
@@ -297,7 +297,7 @@ def affordable(config: RunConfig, method: Method) -> int:
         state = Setup([(config, method)]).simulation.start()
     except UserError:
         return 1  # it is said when it runs
-    return int(max(1, min(MOST, available_memory() / 2 / max(1, COPIES * size(state)))))
+    return int(max(1, min(MOST, available_memory() / 2 / max(1, COPIES * bytes_of(state)))))
 
 
 class Results(dict[str, Any]):
@@ -339,7 +339,7 @@ def sweep(
     if together is not None:
         together = convert(TOGETHER, str(together))
     where = None if folder is None else as_path(folder, "folder")
-    steps = stages({name: listed(value) for name, value in given.items()}, results)
+    steps = stages({name: with_commas(value) for name, value in given.items()}, results)
     return Results(*run_stages(steps, results, where, together, console=Console(quiet=not progress)), results)
 
 
@@ -391,6 +391,6 @@ def run_stages(
     return folder or Path(), experiments
 
 
-def listed(value: Any) -> str:
+def with_commas(value: Any) -> str:
     """Values as the command line lists them."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)

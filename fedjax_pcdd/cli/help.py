@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.cli.messages import called
+from fedjax_pcdd.cli.messages import invocation
 from fedjax_pcdd.cli.options import LISTS, entries, width
 from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
 from fedjax_pcdd.training.config import GROUPS, RUN
@@ -119,7 +119,7 @@ def help_text(method: str) -> str:
     if own:
         paper = cls().traits().paper
         groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
-    parts = [f"usage: {called('run')} [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width())]
+    parts = [f"usage: {invocation('run')} [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width())]
     parts += [f"{group} options: {text}\n{entries(options)}" for group, text, options in groups]
     return "\n\n".join(parts)
 

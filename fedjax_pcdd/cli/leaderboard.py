@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from fedjax_pcdd.analysis.ranks import Ranks, draw_ranks, ranks
-from fedjax_pcdd.cli.messages import called, flag
+from fedjax_pcdd.cli.messages import flag, invocation
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError, nearest, writing
@@ -51,7 +51,7 @@ class Options:
 def leaderboard_main(argv: Sequence[str] | None = None) -> int:
     """Do what the arguments ask for; exit code 0, 2 for a mistake of the user, 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    return command(Options, lambda options: _act(options, argv), argv, called("leaderboard"))
+    return command(Options, lambda options: _act(options, argv), argv, invocation("leaderboard"))
 
 
 def _act(options: Options, argv: Sequence[str]) -> None:

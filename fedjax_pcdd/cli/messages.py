@@ -28,7 +28,7 @@ def sentence(text: str) -> str:
     return spelled(text, flag, shlex.quote)
 
 
-def called(name: str) -> str:
+def invocation(name: str) -> str:
     """How a command is written: as a script of a checkout, where one was called, else as the installed program."""
     script = Path(sys.argv[0])
     in_checkout = script.suffix == ".py" and script.parent.name == "experiments"

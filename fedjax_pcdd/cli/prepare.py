@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedjax_pcdd.cli.messages import called
+from fedjax_pcdd.cli.messages import invocation
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.natural import write_federation
@@ -34,7 +34,7 @@ class PrepareOptions:
 
 def prepare_main(argv: Sequence[str] | None = None) -> int:
     """Prepare what the arguments name; exit code 0, or 2 for what the user can put right."""
-    return command(PrepareOptions, _prepare, argv, called("prepare"))
+    return command(PrepareOptions, _prepare, argv, invocation("prepare"))
 
 
 def _prepare(options: PrepareOptions) -> None:

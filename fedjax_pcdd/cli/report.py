@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pcdd.analysis.curves import CURVES
-from fedjax_pcdd.cli.messages import called
+from fedjax_pcdd.cli.messages import invocation
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
@@ -65,12 +65,12 @@ def report_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int
     Returns:
       Exit code: 0, or 2 for a mistake of the user (one sentence on stderr).
     """
-    return command(ReportOptions, lambda options: _report(options, papers), argv, called("report"))
+    return command(ReportOptions, lambda options: _report(options, papers), argv, invocation("report"))
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
     """Print a comparison; arguments and exit code as `report_main`."""
-    return command(CompareOptions, _compare, argv, called("compare"))
+    return command(CompareOptions, _compare, argv, invocation("compare"))
 
 
 def _compare(options: CompareOptions) -> None:
@@ -173,4 +173,4 @@ def _files(groups, papers, runs, notes, own) -> dict[str, str]:
 
 def command_of(run: RunRecord) -> str:
     """How a run was started; where that is not recorded, a command with the same options."""
-    return run.command or f"{called('run')} {shlex.quote(f'--preset={run.path / CONFIG}')}"
+    return run.command or f"{invocation('run')} {shlex.quote(f'--preset={run.path / CONFIG}')}"

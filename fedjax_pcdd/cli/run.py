@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.cli.messages import called, guarded, sentence
+from fedjax_pcdd.cli.messages import guarded, invocation, sentence
 from fedjax_pcdd.training.config import RUN, RunConfig, check_written, run_folder
 
 GRACE = 30.0  # seconds that a run has after SIGTERM or SIGINT to end its round and save it
@@ -73,4 +73,4 @@ def _warn(text: str) -> None:
 def origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:
     """How a run was asked for: by it a report sees the cell of a paper's table."""
     cell = {name: given.get(name) for name in ("preset", "split", "variant")}
-    return {**cell, "command": f"{called('run')} {shlex.join(argv)}".rstrip()}
+    return {**cell, "command": f"{invocation('run')} {shlex.join(argv)}".rstrip()}

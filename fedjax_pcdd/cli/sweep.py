@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from fedjax_pcdd.api.grid import Experiment, stages, summarise
-from fedjax_pcdd.cli.messages import called, flag, guarded, sentence
+from fedjax_pcdd.cli.messages import flag, guarded, invocation, sentence
 from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line, writing
@@ -165,7 +165,7 @@ def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, sh
         writer.writeheader()
         writer.writerows(rows)
     CONSOLE.print(as_table(rows, chosen_on, shown))
-    print(f"written to {folder / 'summary.csv'}; report: {called('report')} {shlex.quote(str(folder))}")
+    print(f"written to {folder / 'summary.csv'}; report: {invocation('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0
 
 

@@ -19,7 +19,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.method import Context, Traits, Tree, hyperparameter
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, without_copy
-from fedjax_pcdd.methods.validated_step import least, listed, validation_loss
+from fedjax_pcdd.methods.validated_step import least, numbers_in, validation_loss
 from fedjax_pcdd.trees import squared_distance, where
 
 
@@ -73,7 +73,7 @@ class Ditto(PersonalCopy):
     @property
     def candidates(self) -> list[float]:
         """The numbers that lambda is chosen from; UserError where the option is no list of such."""
-        return listed("lambda_candidates", self.lambda_candidates)
+        return numbers_in("lambda_candidates", self.lambda_candidates)
 
     def _own(self, context: Context) -> Any:
         """Whether this step is one of the own model's epochs, scalar."""

@@ -11,10 +11,10 @@ from fedjax_pcdd.methods.method import Context, Method, Tree
 from fedjax_pcdd.models.classifier import forward
 
 
-def listed(option: str, text: str) -> list[float]:
+def numbers_in(option: str, text: str) -> list[float]:
     """The numbers of an option; UserError where it is no list of numbers from 0 up.
 
-    >>> listed("lambda_candidates", "0.1,1,2")
+    >>> numbers_in("lambda_candidates", "0.1,1,2")
     [0.1, 1.0, 2.0]
     """
     try:

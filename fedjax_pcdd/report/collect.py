@@ -131,7 +131,7 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     records: list[RunRecord] = []
     for folder in folders.values():
         try:
-            records.append(read_run(folder))
+            records.append(read_record(folder))
         except UserError as error:
             if len(folders) == 1:
                 raise
@@ -155,7 +155,7 @@ def _folders(path: Path) -> Iterable[Path]:
         below.sort()
 
 
-def read_run(path: Path) -> RunRecord:
+def read_record(path: Path) -> RunRecord:
     """The record of one folder; UserError where it is no run of this library or cannot be read."""
     folder = RunFolder(path)
     text = read_text(path / CONFIG)

@@ -14,7 +14,7 @@ import yaml
 from fedjax_pcdd.data.partition import check_name, has_clients
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import recall, short_name
-from fedjax_pcdd.training.fields import check, convert, convert_all, listed, load_mapping, options_of, run_option
+from fedjax_pcdd.training.fields import check, convert, convert_all, load_mapping, names_in, options_of, run_option
 
 if TYPE_CHECKING:  # methods load JAX, which options alone do not need
     from fedjax_pcdd.methods import Method, Traits
@@ -263,7 +263,7 @@ class RunConfig:
 
 def rounds_of(lr_steps: str) -> tuple[int, ...]:
     """The rounds of an option like "40,80"; UserError unless they are such, in rising order."""
-    rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in listed(lr_steps))
+    rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in names_in(lr_steps))
     if any(before >= after for before, after in pairwise((0, *rounds))):
         raise UserError(f"`lr_steps={lr_steps}` must be rising round numbers with commas between them, as 40,80.")
     return rounds

@@ -231,10 +231,10 @@ def short_nearest(name: str, known: Mapping[str, Any]) -> str:
     return text if text.startswith("did") or len(known) <= FEW else "`help` lists what there is."
 
 
-def listed(text: str | None) -> list[str]:
+def names_in(text: str | None) -> list[str]:
     """The names in a text with commas between them; none where it is None.
 
-    >>> listed("angles, mine.py:Sharpness")
+    >>> names_in("angles, mine.py:Sharpness")
     ['angles', 'mine.py:Sharpness']
     """
     return [name.strip() for name in (text or "").split(",") if name.strip()]

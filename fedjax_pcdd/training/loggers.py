@@ -10,7 +10,7 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, called
-from fedjax_pcdd.training.fields import listed
+from fedjax_pcdd.training.fields import names_in
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
@@ -92,7 +92,7 @@ def check(config: Any) -> None:
     for name in OWN:
         if getattr(config, name):
             load(name)
-    for name in listed(config.loggers):
+    for name in names_in(config.loggers):
         LOGGERS.find(name)
 
 
@@ -102,7 +102,7 @@ def made(config: Any, folder: Path) -> list[Callback]:
     loggers: list[Callback] = [TensorBoard(folder / "tensorboard")] if config.tensorboard else []
     loggers += [WandB(folder, options)] if config.wandb else []
     loggers += [MLflow(folder, options)] if config.mlflow else []
-    return loggers + [_logger(name, folder, options) for name in listed(config.loggers)]
+    return loggers + [_logger(name, folder, options) for name in names_in(config.loggers)]
 
 
 def _logger(name: str, folder: Path, options: dict[str, Any]) -> Callback:

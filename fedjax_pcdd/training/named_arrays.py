@@ -61,7 +61,7 @@ def _like(value: np.ndarray, leaf: Any) -> Any:
     return jax.device_put(value, sharding, may_alias=False)
 
 
-def size(tree: Any) -> int:
+def bytes_of(tree: Any) -> int:
     """Bytes of all leaves, which may be abstract."""
     return sum(np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 

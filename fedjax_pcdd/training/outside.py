@@ -12,7 +12,7 @@ from fedjax_pcdd.data.sources import LOADERS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
-from fedjax_pcdd.training.fields import listed
+from fedjax_pcdd.training.fields import names_in
 from fedjax_pcdd.training.loggers import LOGGERS
 
 OUTSIDE = "from_outside"  # the key of config.yaml that names them
@@ -28,9 +28,9 @@ def origins_of(config: Any) -> dict[str, Origin]:
         (PARTITIONS, None if config.availability == "model" else config.availability),
         (models.BACKBONES, config.model),
         (AUGMENTATIONS, config.augmentation),
-        *((models.BACKBONES, name) for name in listed(config.models)),
-        *((QUANTITIES, name) for name in listed(config.track)),
-        *((LOGGERS, name) for name in listed(config.loggers)),
+        *((models.BACKBONES, name) for name in names_in(config.models)),
+        *((QUANTITIES, name) for name in names_in(config.track)),
+        *((LOGGERS, name) for name in names_in(config.loggers)),
     ]
     origins = {name: _origin(registry, name) for registry, name in named if name}
     weights = config.initial_weights

@@ -16,7 +16,7 @@ from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.client_log import Changed
 from fedjax_pcdd.training.loop import Callback, Progress, RoundReport, Run
 from fedjax_pcdd.training.metrics import History
-from fedjax_pcdd.training.named_arrays import size
+from fedjax_pcdd.training.named_arrays import bytes_of
 
 _SMALL_FILES = 2**17
 
@@ -78,7 +78,7 @@ class Checkpoint(Callback):
 
 def required_bytes(server: Any, clients: Any) -> int:
     """Disk space in bytes of one full checkpoint; the trees may be abstract."""
-    return size(server) + size(clients) + _SMALL_FILES
+    return bytes_of(server) + bytes_of(clients) + _SMALL_FILES
 
 
 def check_space(folder: Path, required: int) -> None:

@@ -19,7 +19,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training.config import RunConfig, build
-from fedjax_pcdd.training.named_arrays import size
+from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.progress import PartOfSweep, SweepBar
 from fedjax_pcdd.training.setup import Setup
 
@@ -249,7 +249,7 @@ def test_traced_hyperparameters_share_a_program_and_static_ones_do_not():
 def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
     config, method = build({**SMALL, "method": "fedavg"})
     state = Setup([(config, method)]).simulation.start()
-    monkeypatch.setattr(sweep, "available_memory", lambda: states * size(state))
+    monkeypatch.setattr(sweep, "available_memory", lambda: states * bytes_of(state))
     assert sweep.affordable(config, method) == most
 
 

@@ -13,7 +13,7 @@ from made_up_runs import in_preset, write_experiments, write_run
 
 from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.report.collect import collect, read_run
+from fedjax_pcdd.report.collect import collect, read_record
 from fedjax_pcdd.report.contents import own_table, paper_tables
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
@@ -84,7 +84,7 @@ def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
     folder = write_run(tmp_path / "a")
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(re.sub(r"momentum: .*\n", "", text))
-    assert read_run(folder).config["momentum"] == 0.9
+    assert read_record(folder).config["momentum"] == 0.9
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_options_that_an_older_run_did_not_know_have_their_defaults(tmp_path):
 )
 def test_a_command_that_was_not_recorded_is_made_from_the_options(tmp_path, argv):
     (tmp_path / "config.yaml").write_text(dump(*parse(argv)))
-    command = command_of(read_run(tmp_path)).split()
+    command = command_of(read_record(tmp_path)).split()
     assert dump(*parse(command[2:])) == dump(*parse(argv))
 
 
@@ -436,7 +436,7 @@ def test_the_expected_tables_of_the_papers_can_all_be_read():
 
 
 def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
-    runs = [read_run(write_run(tmp_path / "a", 0.3)), read_run(write_run(tmp_path / "b", 0.6, rounds=6))]
+    runs = [read_record(write_run(tmp_path / "a", 0.3)), read_record(write_run(tmp_path / "b", 0.6, rounds=6))]
     rounds, mean, deviation = band(runs, "ga")
     assert rounds.tolist() == [1, 2, 3]
     np.testing.assert_allclose(mean, [0.1, 0.2, 0.3])
