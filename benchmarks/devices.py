@@ -23,8 +23,10 @@ from benchmarks.table import hardware, run, save
 from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.devices import select_device
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 
 HEADER = (
     "| | devices | one device, s | with as many lanes, s | all devices, s | speed-up, medians | fastest rounds "

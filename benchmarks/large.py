@@ -27,10 +27,13 @@ from benchmarks.round_time import build, device_peak_mb
 from benchmarks.table import ROOT, hardware, pin, save
 from benchmarks.workloads import CLASSES, LR, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, Partition
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import sizes
 from fedjax_pcdd.training.callbacks import Function
 from fedjax_pcdd.training.loop import loop

@@ -29,10 +29,11 @@ from fedjax_pcdd.analysis.traffic import in_words, traffic
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.jobs import Inputs
 from fedjax_pcdd.engine.lanes import run_lanes
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import compiler_options
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import ServerContext
+from fedjax_pcdd.methods.method import Local, ServerContext
 from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.trees import select

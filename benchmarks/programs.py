@@ -24,11 +24,14 @@ from benchmarks.turns import tagged
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import get
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import forward, initialise
 
 PUBLIC_IMAGES, PUBLIC_BATCH = 256, 64

@@ -17,13 +17,17 @@ from benchmarks.limits import limits
 from benchmarks.workloads import CLASSES, LR, MOMENTUM, WEIGHT_DECAY, Workload
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition, dirichlet
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.data.partition import dirichlet
 from fedjax_pcdd.engine.devices import TYPES, products, select_device
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier, sizes
 
 

@@ -20,10 +20,14 @@ from benchmarks.round_time import build, federation
 from benchmarks.table import hardware, save
 from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS, Workload, peak_memory_mb
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition, dirichlet
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.data.partition import dirichlet
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import sizes
 
 SMALL = replace(WORKLOADS["w4lr"], clients=10)

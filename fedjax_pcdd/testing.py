@@ -15,13 +15,15 @@ from chex import assert_trees_all_close, assert_trees_all_equal
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation, hold_out
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation, hold_out
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.devices import CompileClock
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Local, Method
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)

@@ -16,9 +16,10 @@ from flax import struct  # noqa: E402
 
 from fedjax_pcdd import models  # noqa: E402
 from fedjax_pcdd.cli.run import main  # noqa: E402
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation  # noqa: E402
+from fedjax_pcdd.engine.planning import Experiment  # noqa: E402
+from fedjax_pcdd.engine.round import Simulation  # noqa: E402
 from fedjax_pcdd.methods import METHODS  # noqa: E402
-from fedjax_pcdd.methods.method import Message, Method, Server  # noqa: E402
+from fedjax_pcdd.methods.method import Local, Message, Method, Server  # noqa: E402
 
 
 @struct.dataclass

@@ -7,7 +7,7 @@ import toy
 
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.methods.method import Keys
 from fedjax_pcdd.methods.participant import PublicBatch
 from fedjax_pcdd.models.classifier import forward, initialise

@@ -10,8 +10,10 @@ import numpy as np
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.groups import Groups, Public
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS, Context
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.resnet import ResNet
 from fedjax_pcdd.testing import CLASSES as CLASSES
 from fedjax_pcdd.testing import OWNED as OWNED

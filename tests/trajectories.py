@@ -10,11 +10,14 @@ import numpy as np
 import toy
 
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier
 
 DRAWN = [("etf", "in_etf_M"), ("etf", "in_etf"), ("sparse_etf", "in_ssec")]  # what a server draws, and its vectors

@@ -16,15 +16,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.lists import Lists
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine.jobs import Inputs, context_of, load, train_step
 from fedjax_pcdd.engine.lanes import summary_of
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Context, Keys, Message, Method, ServerContext
+from fedjax_pcdd.methods.method import Context, Keys, Local, Message, Method, ServerContext
 from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select, size

@@ -21,14 +21,14 @@ import numpy as np
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.lists import Lists
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.lists import Lists, Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.blocks import client_pass
 from fedjax_pcdd.engine.evaluation import domain_correct, public_logits
 from fedjax_pcdd.engine.exchange import Table, run_exchange
 from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import aggregated
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import (
     CLIENT,
     EXCHANGE,
@@ -43,7 +43,7 @@ from fedjax_pcdd.engine.program import (
     samples_of,
     stream_of,
 )  # fmt: skip
-from fedjax_pcdd.engine.round import Experiment, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
 from fedjax_pcdd.methods.participant import Participant, model_of, with_model

@@ -28,8 +28,7 @@ from fedjax_pcdd.engine.executables import compiled
 from fedjax_pcdd.engine.lanes import begin_round, end_round, part_of_round, training_round
 from fedjax_pcdd.engine.mesh import EVERYWHERE, distribute, own_copy, owners_of, sharding
 from fedjax_pcdd.engine.optimiser import make_optimiser
-from fedjax_pcdd.engine.planning import Experiment as Experiment
-from fedjax_pcdd.engine.planning import Planned, Planner
+from fedjax_pcdd.engine.planning import Experiment, Planned, Planner
 from fedjax_pcdd.engine.program import (
     CLIENT,
     LAYERS,

@@ -14,9 +14,9 @@ from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import Lists, load_validation
 from fedjax_pcdd.data.partition import is_file, partition
 from fedjax_pcdd.engine.devices import TYPES
-from fedjax_pcdd.engine.round import Local
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.registry import located
 from fedjax_pcdd.training.config import RunConfig, rounds_of

@@ -18,7 +18,8 @@ import numpy as np
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability
-from fedjax_pcdd.data.federation import Dataset, Federation
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.engine.round import Experiment, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method

@@ -14,9 +14,10 @@ import numpy as np
 
 from fedjax_pcdd.analysis import pictures
 from fedjax_pcdd.data import augment
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.domains import Task, load_task
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError

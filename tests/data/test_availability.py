@@ -10,9 +10,11 @@ import toy
 import fedjax_pcdd as fp
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.availability import Availability, availability
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import cohort
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models import build as build_model
 from fedjax_pcdd.training.config import RunConfig, build
 from fedjax_pcdd.training.inputs import check_inputs

@@ -17,9 +17,11 @@ from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.lstm import LSTM
 from fedjax_pcdd.training.build import default_model, federate

@@ -11,13 +11,16 @@ from jax.extend import core
 from fedjax_pcdd import models
 from fedjax_pcdd.analysis.trained import look_after_training, look_between_rounds
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.blocks import PADDING, WAITING, Blocks, Pass, block_size, choose_blocks, choose_quantum
 from fedjax_pcdd.engine.blocks import client_pass as pass_of
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import layout
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 
 some_steps = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

@@ -12,9 +12,11 @@ from fedjax_pcdd import models
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.jobs import resumed
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import OPTIMISER
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 
 ORDERED = {"shuffle": False}  # every epoch has the same batches, so that two short rounds are one long one
 

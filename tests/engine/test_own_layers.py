@@ -16,14 +16,15 @@ from trajectories import Problem
 
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import LAYERS
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedlesam import FedLESAM
 from fedjax_pcdd.methods.fedprox import FedProx
-from fedjax_pcdd.methods.method import Method, hyperparameter
+from fedjax_pcdd.methods.method import Local, Method, hyperparameter
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
 

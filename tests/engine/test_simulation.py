@@ -14,10 +14,11 @@ from flax import struct
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule, tuning
 from fedjax_pcdd.engine.lanes import training_round
-from fedjax_pcdd.engine.round import Experiment, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.method import Method

@@ -14,11 +14,13 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import tuning
+from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import start_of
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.streaming import Split
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.training import setup as training_setup
 from fedjax_pcdd.training.config import build as build_config
 from fedjax_pcdd.training.setup import Setup

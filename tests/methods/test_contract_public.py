@@ -9,7 +9,7 @@ import toy
 from chex import assert_trees_all_close
 
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS

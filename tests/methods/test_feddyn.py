@@ -12,12 +12,14 @@ from trajectories import train
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline, prepare
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods.feddc import FedDC
 from fedjax_pcdd.methods.feddyn import FedDyn
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Local, Method
 from fedjax_pcdd.methods.scaffold import Scaffold
 from fedjax_pcdd.models.classifier import forward
 

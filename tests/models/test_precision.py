@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from fedjax_pcdd.data.augment import Pipeline
-from fedjax_pcdd.data.federation import Dataset, Federation
-from fedjax_pcdd.data.partition import Partition
+from fedjax_pcdd.data.dataset import Dataset
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.devices import TYPES, products
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.cnn import simple_cnn
 from fedjax_pcdd.models.resnet import ResNet

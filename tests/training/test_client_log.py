@@ -232,7 +232,9 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
-from fedjax_pcdd.engine.round import Experiment, Local, Simulation
+from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.saving import Checkpoint
