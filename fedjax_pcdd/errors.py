@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+Say = Callable[[str], None]  # tells the user a sentence that is no error
+
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(=[^`]*)?`")
 
 

@@ -15,14 +15,13 @@ import numpy as np
 from fedjax_pcdd.analysis.curves import draw_curves
 from fedjax_pcdd.data.federation import heat_map
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.accuracies import LastRound
 from fedjax_pcdd.training.callbacks import Profile
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, dump
-from fedjax_pcdd.training.device_choices import Say
 from fedjax_pcdd.training.folder import SUMMARY, Records, RunFolder, describe_machine, peak_memory_mb
 from fedjax_pcdd.training.inputs import check_inputs, read_resolved, write_resolved
 from fedjax_pcdd.training.loop import Callback, Progress, Run

@@ -20,14 +20,14 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result, check_given
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import UserError, as_path, nearest, spelled
+from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, difference, values
-from fedjax_pcdd.training.device_choices import Say, fewer_lanes
+from fedjax_pcdd.training.device_choices import fewer_lanes
 from fedjax_pcdd.training.folder import CLIENTS, RunFolder
 from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state

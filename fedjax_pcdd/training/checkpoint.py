@@ -27,7 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.errors import Say, UserError, failed_write
 from fedjax_pcdd.training.client_log import Changed, ClientLog, Part
 from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
@@ -65,7 +65,7 @@ class Checkpoints:
         every: int = 1,
         clients_every: int = 1,
         read_only: bool = False,
-        say: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr),
+        say: Say = lambda sentence: print(sentence, file=sys.stderr),
     ):
         """Open or create the folder; what a killed process left half-written or half-removed goes.
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import most_jobs
 from fedjax_pcdd.engine.tuning import operations, time_forms
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import Say, UserError, in_one_line
 from fedjax_pcdd.models.convolution_table import Choices, Operation, Rule, as_json, from_json, table
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.hosts import told_by_first
@@ -34,7 +34,6 @@ SECONDS = 20.0
 MOST_LANES = 16  # with which ways of lanes are timed; more lanes have the same ways
 
 Timed = dict[Operation, Rule]
-Say = Callable[[str], None]
 
 
 class Kept:

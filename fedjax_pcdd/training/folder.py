@@ -32,7 +32,7 @@ from PIL import Image
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
-from fedjax_pcdd.errors import UserError, failed_write
+from fedjax_pcdd.errors import Say, UserError, failed_write
 from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
@@ -172,7 +172,7 @@ class RunFolder:
                 damaged.append(number)
         return rows, damaged
 
-    def truncate(self, rows: Sequence[Mapping[str, Any]], say: Callable[[str], None] = _tell) -> None:
+    def truncate(self, rows: Sequence[Mapping[str, Any]], say: Say = _tell) -> None:
         """Go back to what a checkpoint knows: these rows, and in every other .jsonl no round after them.
 
         Files of others, whose lines have no rounds, stay as they are.

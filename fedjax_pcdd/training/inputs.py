@@ -21,7 +21,7 @@ from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import NOT_COMPUTED, RunConfig, values
 from fedjax_pcdd.training.folder import RunFolder, dumps
@@ -61,7 +61,7 @@ def inputs_of(
     }
 
 
-def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run: Path, say: Callable) -> None:
+def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run: Path, say: Say) -> None:
     """Compare what a run began with, None for one of an earlier version, with what it would go on with.
 
     Args:

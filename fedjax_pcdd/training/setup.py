@@ -15,7 +15,7 @@ from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.methods.checks import misspelt
 from fedjax_pcdd.models.classifier import Classifier
@@ -34,7 +34,7 @@ from fedjax_pcdd.training.build import (
     who_is_there,
 )
 from fedjax_pcdd.training.config import RunConfig, unused
-from fedjax_pcdd.training.device_choices import Say, convolutions_of
+from fedjax_pcdd.training.device_choices import convolutions_of
 from fedjax_pcdd.training.fine_tuning import calibrated, check_calibration, from_global, from_last, global_models
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.initial_weights import started_from
