@@ -29,7 +29,7 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
     """A data set by its name, whole in memory; nothing is downloaded.
 
     Args:
-      name: "digits" is built in; else as `python experiments/run.py --list-datasets` shows, or your own npz file.
+      name: "digits" is built in; else one that docs/data.md names, or your own npz file.
       data_dir: folder of npz files or of prepared TensorFlow Datasets; None for where the latter keeps them.
 
     Raises:
@@ -127,7 +127,7 @@ def partition(
     min_samples: int = 10,
     doubled: bool = False,
 ) -> Federation:
-    """Share a data set out to clients, as `experiments/run.py` does with the same options.
+    """Share a data set out to clients, as sweeps do by options of these names.
 
     Args:
       dataset: what is shared out.

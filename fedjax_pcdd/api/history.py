@@ -220,7 +220,7 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
 
 
 def table(histories: Sequence[History]) -> list[dict[str, Any]]:
-    """One row a history: its label, best and last GA and PA as `experiments/run.py` reports them, and which PA.
+    """One row a history: its label, best and last GA and PA as its summary has them, and which PA.
 
     Raises:
       UserError: one of them is not finished, as in a callback.
