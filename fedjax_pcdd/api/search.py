@@ -213,6 +213,9 @@ def search(
       together: trials that are suggested at once and trained as one program where they can be.
       progress: whether a bar is shown.
 
+    Returns:
+      What came of it: the results of a sweep, and the searched options of the best trial.
+
     Raises:
       UserError: a mistake in the space, a folder that holds other experiments, no trial that ended, or Optuna (the
         extra `search`) is missing.

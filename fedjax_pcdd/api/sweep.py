@@ -332,6 +332,9 @@ def sweep(
       together: most experiments that are trained as one program; None for as many as fit into memory.
       progress: whether a bar is shown.
 
+    Returns:
+      What came of it: by name the summary of each experiment, or the error with which it failed.
+
     Raises:
       UserError: a mistake in the grid, or a folder that holds other experiments; nothing is run then.
     """

@@ -57,7 +57,12 @@ class Lists(Sequence[np.ndarray]):
 
 
 class Partition(NamedTuple):
-    """Index lists of all clients: K int64 arrays into the training samples, K into the test samples."""
+    """Index lists of all clients.
+
+    Attributes:
+      train: K int64 arrays, positions of each client's training samples among the data set's.
+      test: K int64 arrays, of its test samples.
+    """
 
     train: Sequence[np.ndarray]
     test: Sequence[np.ndarray]

@@ -38,44 +38,81 @@ Scope = Literal["generic", "personal", "local"]
 
 
 class Summary(NamedTuple):
-    """How a client's training data are passed over after local training, for `summarise`."""
+    """How a client's training data are passed over after local training, for `summarise`.
+
+    Attributes:
+      augmented: whether images are augmented as in training.
+      train: in training mode, so in batches of B; else in batches of any size.
+      last: nothing but zeros before so many last rounds, so left out there: `upload` may be given (); 0: never.
+    """
 
     augmented: bool = False
-    train: bool = False  # in training mode, so in batches of B; else in batches of any size
-    last: int = 0  # nothing but zeros before so many last rounds, so left out there: `upload` may be given (); 0: never
+    train: bool = False
+    last: int = 0
 
 
 class Traits(NamedTuple):
-    """What the engine and the reports must know of a method before anything is traced."""
+    """What the engine and the reports must know of a method before anything is traced.
+
+    Attributes:
+      paper: authors and where it was published.
+      target: the accuracy that the paper optimises.
+      global_model: whether there is one; where not, GA is the mean of the local models on the global test set.
+      fine_tunes: whether PA is that of models fine-tuned by each client, by `fine_tuner`.
+      personal_model: whether PA is of the model just trained (local) or of `personal_variables` (server).
+      protocol: of PA, where an option of the method's own says it.
+      own_loss: whether its supervised term is another softmax, which `loss` and `class_weights` do not change.
+      clip: largest norm of the gradient, unless the user says otherwise.
+      rates: learning rates beside `lr` that may be too large.
+      ensemble: whether `ga_ensemble`, of the mean of all clients' softmax outputs, is recorded beside GA.
+      recorded: scalars of the server, by their fields, that each round's metrics have.
+      apart: parts of the parameters that are clipped each by itself.
+      resumed: the only parts of the parameters whose optimiser may be kept; None: all.
+      epochs: local epochs of a round in place of the E asked for.
+      least_epochs: local epochs that there are at least.
+      more_epochs: local epochs after all these.
+      summary: a pass over the local data after training; None for no pass.
+      public: whether hooks read the public images in their context.
+      validation: whether hooks read the client's validation samples in their context.
+      own_models: whether clients keep their models, perhaps of different architectures.
+      exchange: on public images, before or after local training; see `participant.py`.
+      targets: of an exchange: made from every batch, or once a round from all.
+      averages: which own models are averaged, where all are alike: as exchanged, or as trained.
+      pauses: whether there are rounds that train nothing, in which a server's further step would go on.
+      transfer_epochs: on labelled public images, before any other training of own models.
+      common_start: whether own models of one architecture begin alike.
+      common_server: whether the servers of groups of architectures are told what the clients of all groups sent.
+      common_features: whether what is sent has D features, so architectures must have as many.
+    """
 
     paper: str = ""
-    target: Literal["generic", "personal", "both"] = "generic"  # the accuracy that the paper optimises
-    global_model: bool = True  # False: GA is the mean of the local models on the global test set
-    fine_tunes: bool = True  # PA is that of models fine-tuned by each client, by `fine_tuner`
-    personal_model: Literal["local", "server"] = "local"  # PA of the model just trained or of `personal_variables`
-    protocol: Literal["last", "received"] | None = None  # of PA, where an option of the method's own says it
-    own_loss: bool = False  # its supervised term is another softmax, which `loss` and `class_weights` do not change
-    clip: float | None = None  # largest norm of the gradient, unless the user says otherwise
-    rates: tuple[str, ...] = ()  # learning rates beside `lr` that may be too large
-    ensemble: bool = False  # `ga_ensemble`, of the mean of all clients' softmax outputs, is recorded beside GA
-    recorded: tuple[str, ...] = ()  # scalars of the server, by their fields, that each round's metrics have
-    apart: tuple[str, ...] = ()  # parts of the parameters that are clipped each by itself
-    resumed: tuple[str, ...] | None = None  # the only parts of the parameters whose optimiser may be kept; None: all
-    epochs: int | None = None  # local epochs of a round in place of the E asked for
-    least_epochs: int = 0  # and how many there are at least
-    more_epochs: int = 0  # and how many come after all these
-    summary: Summary | None = None  # a pass over the local data after training; None for no pass
-    public: bool = False  # hooks read the public images in their context
-    validation: bool = False  # hooks read the client's validation samples in their context
-    own_models: bool = False  # clients keep their models, perhaps of different architectures
-    exchange: Literal["never", "before", "after"] = "never"  # on public images, see `participant.py`
-    targets: Literal["batch", "round"] = "batch"  # of an exchange: made from every batch, or once a round from all
-    averages: Literal["never", "exchanged", "trained"] = "never"  # own models, where all are alike
-    pauses: bool = False  # there are rounds that train nothing, in which a server's further step would go on
-    transfer_epochs: int = 0  # on labelled public images, before any other training of own models
-    common_start: bool = False  # whether own models of one architecture begin alike
-    common_server: bool = False  # the servers of groups of architectures are told what the clients of all groups sent
-    common_features: bool = False  # what is sent has D features, so architectures must have as many
+    target: Literal["generic", "personal", "both"] = "generic"
+    global_model: bool = True
+    fine_tunes: bool = True
+    personal_model: Literal["local", "server"] = "local"
+    protocol: Literal["last", "received"] | None = None
+    own_loss: bool = False
+    clip: float | None = None
+    rates: tuple[str, ...] = ()
+    ensemble: bool = False
+    recorded: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    resumed: tuple[str, ...] | None = None
+    epochs: int | None = None
+    least_epochs: int = 0
+    more_epochs: int = 0
+    summary: Summary | None = None
+    public: bool = False
+    validation: bool = False
+    own_models: bool = False
+    exchange: Literal["never", "before", "after"] = "never"
+    targets: Literal["batch", "round"] = "batch"
+    averages: Literal["never", "exchanged", "trained"] = "never"
+    pauses: bool = False
+    transfer_epochs: int = 0
+    common_start: bool = False
+    common_server: bool = False
+    common_features: bool = False
 
     @property
     def needs_public(self) -> bool:
@@ -84,39 +121,69 @@ class Traits(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is fixed for all experiments of one program (static)."""
+    """What is fixed for all experiments of one program (static).
 
-    num_classes: int  # C
-    feature_dim: int  # D
-    num_clients: int  # K
-    rounds: int  # T
-    epochs: int  # E, of the client with the most
-    batch_size: int  # B
-    normalised: bool  # whether the backbone has normalisation layers, over batches or groups
-    one_class_clients: int = 0  # clients with samples of a single class
-    fewest_classes: int = 1  # that a client with samples has, at least
-    rarest_class: int = 2**31  # training samples that all clients have of it together
-    own_weights: bool = True  # whether clients weigh in a mean as `Method.weight` says
-    steps: int = 0  # local steps of a round, of the client with the most; 0 where that is not known
-    cohort: int = 0  # S, clients a round, of those with samples; 0 where that is not known
-    own_layers: tuple[tuple[str, ...], ...] = ()  # parameters that stay with their client, by their paths
+    Attributes:
+      num_classes: C.
+      feature_dim: D.
+      num_clients: K.
+      rounds: T.
+      epochs: E, of the client with the most.
+      batch_size: B.
+      normalised: whether the backbone has normalisation layers, over batches or groups.
+      one_class_clients: clients with samples of a single class.
+      fewest_classes: that a client with samples has, at least.
+      rarest_class: training samples that all clients have of it together.
+      own_weights: whether clients weigh in a mean as `Method.weight` says.
+      steps: local steps of a round, of the client with the most; 0 where that is not known.
+      cohort: S, clients a round, of those with samples; 0 where that is not known.
+      own_layers: parameters that stay with their client, by their paths.
+    """
+
+    num_classes: int
+    feature_dim: int
+    num_clients: int
+    rounds: int
+    epochs: int
+    batch_size: int
+    normalised: bool
+    one_class_clients: int = 0
+    fewest_classes: int = 1
+    rarest_class: int = 2**31
+    own_weights: bool = True
+    steps: int = 0
+    cohort: int = 0
+    own_layers: tuple[tuple[str, ...], ...] = ()
 
 
 class Facts(NamedTuple):
-    """What is known of one client before training."""
+    """What is known of one client before training.
 
-    client: jax.Array  # scalar int32, its index in [0, K)
-    class_counts: jax.Array  # [C] training samples of each class
-    num_samples: jax.Array  # scalar, n_k
-    federation_counts: jax.Array  # [K, C] of all clients: only for constants that a server hands out once
+    Attributes:
+      client: scalar int32, its index in [0, K).
+      class_counts: [C] training samples of each class.
+      num_samples: scalar, n_k.
+      federation_counts: [K, C] of all clients: only for constants that a server hands out once.
+    """
+
+    client: jax.Array
+    class_counts: jax.Array
+    num_samples: jax.Array
+    federation_counts: jax.Array
 
 
 class Batch(NamedTuple):
-    """One mini-batch, prepared (augmented, normalised)."""
+    """One mini-batch, prepared (augmented, normalised).
 
-    images: jax.Array  # [B, H, W, channels]
-    labels: jax.Array  # [B] integers in [0, C)
-    mask: jax.Array  # [B] 1 for a sample, 0 for padding
+    Attributes:
+      images: [B, H, W, channels].
+      labels: [B] integers in [0, C).
+      mask: [B] 1 for a sample, 0 for padding.
+    """
+
+    images: jax.Array
+    labels: jax.Array
+    mask: jax.Array
 
 
 LastBatch = Literal["drop", "keep", "top_up", "strict"]
@@ -168,25 +235,44 @@ class Unlabelled(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a hook may look at while one client trains."""
+    """What a hook may look at while one client trains.
+
+    Attributes:
+      model: as the method built it.
+      setting: what is fixed for all experiments of the program.
+      hyper: local training in this round.
+      server: as `init_server` made it, at the start of the round.
+      client: this client's own state, at the start of the round.
+      start: the variables that local training started from (w^t), with own layers as they are now.
+      facts: of this client.
+      epoch: local epoch, from 0.
+      epochs: local epochs of this client, of which `Setting.epochs` is the most of any.
+      step: local step, from 0.
+      round: communication round, from 0.
+      keys: of this step.
+      public: where the run has public images.
+      validation: the sum of a function over batches of this client's validation samples, where `Traits.validation` asks
+        for them.
+      untouched: w^t with own layers as they were, where clients have such layers.
+      exchanging: in an exchange on public images, see `participant.py`; static.
+    """
 
     model: Classifier
     setting: Setting
     hyper: Local
-    server: Tree  # as `init_server` made it, at the start of the round
-    client: Tree  # this client's own state, at the start of the round
-    start: Tree  # the variables that local training started from (w^t), with own layers as they are now
+    server: Tree
+    client: Tree
+    start: Tree
     facts: Facts
-    epoch: jax.Array  # local epoch, from 0
-    epochs: jax.Array  # local epochs of this client, of which `Setting.epochs` is the most of any
-    step: jax.Array  # local step, from 0
-    round: jax.Array  # communication round, from 0
-    keys: Keys  # of this step
-    public: Unlabelled | None = None  # where the run has public images
-    # The sum of a function over batches of this client's validation samples, where `Traits.validation` asks for them:
+    epoch: jax.Array
+    epochs: jax.Array
+    step: jax.Array
+    round: jax.Array
+    keys: Keys
+    public: Unlabelled | None = None
     validation: Callable[[Callable[[Batch], Tree]], Tree] | None = None
-    untouched: Tree = None  # w^t with own layers as they were, where clients have such layers
-    exchanging: bool = False  # in an exchange on public images, see `participant.py`; static
+    untouched: Tree = None
+    exchanging: bool = False
 
     @property
     def received(self) -> Tree:
@@ -195,15 +281,26 @@ class Context(NamedTuple):
 
 
 class ServerContext(NamedTuple):
-    """What the server may look at when it aggregates."""
+    """What the server may look at when it aggregates.
+
+    Attributes:
+      model: as the method built it.
+      setting: what is fixed for all experiments of the program.
+      hyper: of local training in this round.
+      round: communication round, from 0.
+      clients: [S] the cohort, indices in [0, K).
+      count: scalar, how many of them trained and sent a message.
+      key: of this round.
+      public: where the run has public images.
+    """
 
     model: Classifier
     setting: Setting
-    hyper: Local  # of local training in this round
+    hyper: Local
     round: jax.Array
-    clients: jax.Array  # [S] the cohort, indices in [0, K)
-    count: jax.Array  # scalar, how many of them trained and sent a message
-    key: jax.Array  # of this round
+    clients: jax.Array
+    count: jax.Array
+    key: jax.Array
     public: Unlabelled | None = None
 
 
@@ -223,11 +320,17 @@ class Step(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a client sends. `mean` and `total` are reduced as clients finish, so a cohort is never stacked for them."""
+    """What a client sends. `mean` and `total` are reduced as clients finish, so a cohort is never stacked for them.
 
-    mean: Tree = ()  # reduced to sum_k p_k * mean_k
-    total: Tree = ()  # reduced to sum_k total_k
-    each: Tree = ()  # stacked to [S, ...]
+    Attributes:
+      mean: reduced to sum_k p_k * mean_k.
+      total: reduced to sum_k total_k.
+      each: stacked to [S, ...].
+    """
+
+    mean: Tree = ()
+    total: Tree = ()
+    each: Tree = ()
 
 
 class Server(NamedTuple):

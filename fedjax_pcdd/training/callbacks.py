@@ -16,7 +16,7 @@ class EarlyStopping(Callback):
     """Ends a run whose accuracy has not risen for a while."""
 
     def __init__(self, metric: str = "ga", patience: int = 10, least: float = 0.0):
-        """Prepare.
+        """Make one.
 
         Args:
           metric: "ga" or "pa", or another entry of the history's rows that is the better the higher.

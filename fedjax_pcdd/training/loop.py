@@ -31,12 +31,20 @@ from fedjax_pcdd.trees import on_leaves, select
 
 
 class RoundReport(NamedTuple):
-    """What a round tells the host, on the host."""
+    """What a round tells the host, on the host.
 
-    jobs: Jobs  # what each client of the cohort did, fields [S]
-    loss: np.ndarray  # [S] mean training loss of each, NaN without steps
-    correct: np.ndarray  # [S, C] correct predictions of the model just trained on the client's own test set
-    before: np.ndarray  # [S, E] correct answers on it before each local epoch, E = 0 where that is not asked for
+    Attributes:
+      jobs: what each client of the cohort did, fields [S].
+      loss: [S] mean training loss of each, NaN without steps.
+      correct: [S, C] correct predictions of the model just trained on the client's own test set.
+      before: [S, E] correct answers on it before each local epoch, E = 0 where that is not asked for.
+      seconds: of training the round.
+    """
+
+    jobs: Jobs
+    loss: np.ndarray
+    correct: np.ndarray
+    before: np.ndarray
     seconds: float
 
 
