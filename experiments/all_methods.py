@@ -7,7 +7,7 @@
 A method runs at its defaults, some also otherwise. A result is experiments/equal_data/TABLE/METHOD.json: accuracies of
 every seed, the command and the version, or the sentence with which it failed. What has a result is not run again.
 The tuned setting beside the defaults is that of the leaderboard, whose splits have the same names; for digits that of
-`fedjax-pcdd leaderboard --plan=experiments/equal_data/digits.yaml`.
+`fedjax-pcdd leaderboard --plan=experiments/equal_data/digits.yaml`. Any other option goes to the sweeps, as --data-dir.
 """
 
 import argparse

@@ -70,6 +70,7 @@ def analyse_main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str]) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         flags = [flag(option.name) for option in RUN.values() if option.group == "data"]
+        flags += [flag(name) for name in ("preset", "split", "seed", "counts", "output")]
         print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
         return
     try:

@@ -126,9 +126,10 @@ def help_text(method: str) -> str:
 
 def _description(method: str, has_own: bool) -> str:
     others = ", ".join(name for name in METHODS if name != method)
-    own = f"The last group holds the hyper-parameters of {method}" if has_own else f"{method} has no hyper-parameters"
+    chosen = f"The method is {method}{' (the default)' * (method == 'fedavg')}"
+    own = f"{chosen}, whose options are in the last group" if has_own else f"{chosen}, which has no options of its own"
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
-        f"{own}; --method=NAME --help shows those of {others}. "
+        f"{own}; --method=NAME --help shows those of another: {others}. "
         f"NAME+SUFFIX is a method with something added, as moon+prototypes: {', '.join(methods.known_suffixes())}."
     )

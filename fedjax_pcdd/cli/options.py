@@ -126,7 +126,8 @@ def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, p
     """Do what the arguments of a command ask for that is no run.
 
     Args:
-      form: a dataclass; its fields are the options, a field `runs` the words beside them.
+      form: a dataclass; its fields are the options, a field `runs` the words beside them, which the help calls RUN, or
+        by the form's attribute `WORD`.
       work: with the options.
       argv: arguments without the program's name; None for those of the process.
       program: its name.
@@ -149,7 +150,8 @@ def _parsed(form: Any, argv: Sequence[str], program: str) -> Any:
     words: list[str] | None = None if runs is None else []
     given = scan(argv, {name for name, option in known.items() if option.kind is bool} | {"help"}, words)
     if "help" in given:
-        usage = f"usage: {program} [--NAME=VALUE ...]" + (f" RUN...\n\nRUN: {runs.help}" if runs else "")
+        word = getattr(form, "WORD", "RUN")
+        usage = f"usage: {program} [--NAME=VALUE ...]" + (f" {word}...\n\n{word}: {runs.help}" if runs else "")
         print("\n\n".join([usage, inspect.cleandoc(form.__doc__), entries(known.values())]))
         return None
     for name in given:

@@ -9,6 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from fedjax_pcdd.cli.messages import invocation
 from fedjax_pcdd.cli.options import command
@@ -23,6 +24,8 @@ from fedjax_pcdd.training.fields import run_option
 @dataclass(frozen=True)
 class PrepareOptions:
     """Download data sets and prepare them, once; needs pip install 'fedjax-pcdd[prepare]'."""
+
+    WORD: ClassVar[str] = "DATASET"
 
     runs: tuple[Path, ...] = run_option((), "", "names of data sets, from the list or any TFDS name")
     data_dir: Path = run_option(root_of(None), "", "folder that gets them")
