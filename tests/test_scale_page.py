@@ -18,24 +18,24 @@ from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli import sweep
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("docs/scale.md", "BUILD.md")
+PAGE = "docs/scale.md"
 
 
-def blocks(page):
-    """Indented blocks of a page, without their indentation."""
-    pieces = re.findall(r"(?:^    .*\n|^\n)+", (ROOT / page).read_text(), re.MULTILINE)
+def blocks():
+    """Indented blocks of the page, without their indentation."""
+    pieces = re.findall(r"(?:^    .*\n|^\n)+", (ROOT / PAGE).read_text(), re.MULTILINE)
     return [text for piece in pieces if (text := textwrap.dedent(piece).strip("\n") + "\n").strip()]
 
 
-def batch_script(page):
+def batch_script():
     """The page's template for sbatch."""
-    [script] = [text for text in blocks(page) if text.startswith("#!/bin/bash")]
+    [script] = [text for text in blocks() if text.startswith("#!/bin/bash")]
     return script
 
 
 def pod_command():
     """What every host of a pod runs."""
-    [block] = [text for text in blocks("docs/scale.md") if text.startswith("gcloud ")]
+    [block] = [text for text in blocks() if text.startswith("gcloud ")]
     shown = f'gcloud() {{ printf "%s\\0" "$@"; }}\n{block}'
     words = subprocess.run(["bash", "-c", shown], stdout=subprocess.PIPE, text=True, check=True).stdout.split("\0")
     [command] = [word for word in words if word.startswith("--command=")]
@@ -59,25 +59,22 @@ def cluster(tmp_path, monkeypatch):
     return submit
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_shells_read_every_block_of_commands(page):
-    scripts = [text for text in blocks(page) if re.match(r"#!/bin/bash|gcloud|srun|python|fedjax-pcdd", text)]
+def test_shells_read_every_block_of_commands():
+    scripts = [text for text in blocks() if re.match(r"#!/bin/bash|gcloud|srun|python|fedjax-pcdd", text)]
     assert scripts
     for script in [*scripts, pod_command()]:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
 
 
-@pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("there", [False, True])
-def test_a_batch_script_runs_a_command_that_parses_and_resumes_a_run_that_is_there(cluster, page, there):
+def test_the_batch_script_runs_a_command_that_parses_and_resumes_a_run_that_is_there(cluster, there):
     if there:
         Path("runs/many").mkdir(parents=True)
         Path("runs/many/config.yaml").touch()
-    ended = cluster(batch_script(page), "show")
+    ended = cluster(batch_script(), "show")
     assert ended.returncode == 0, ended.stderr
     words = json.loads(ended.stdout)
-    program = ["python", "experiments/run.py"] if page == "BUILD.md" else ["fedjax-pcdd", "run"]
-    assert words[:2] == program
+    assert words[:2] == ["fedjax-pcdd", "run"]
     given = cli.scan(words[2:])
     assert given["coordinator"] == "auto"
     assert given.get("resume") == ("runs/many" if there else None)
@@ -94,7 +91,7 @@ def test_the_command_of_a_pod_parses():
 
 def test_the_sweep_of_the_page_parses_and_submitit_knows_its_parameters():
     submitit = pytest.importorskip("submitit")
-    [text] = re.findall(r"`fedjax-pcdd sweep \.\.\. ([^`]*)`", (ROOT / "docs/scale.md").read_text())
+    [text] = re.findall(r"`fedjax-pcdd sweep \.\.\. ([^`]*)`", (ROOT / PAGE).read_text())
     slurm = [word for word in text.split() if word.startswith("--slurm.")]
     own = sweep.own_options(cli.scan([word for word in text.split() if word not in slurm]), sweep.OPTIONS)
     assert (own["workers"], own["launcher"]) == (16, "slurm")
@@ -118,10 +115,7 @@ def federation(folder):
 @pytest.mark.slow
 def test_the_batch_script_trains_in_two_processes_and_goes_on_when_it_is_submitted_again(cluster, monkeypatch):
     federation(Path("federation"))
-    script, more = (
-        batch_script("docs/scale.md"),
-        "--local-epochs=1 --lanes=1 --fine-tune-epochs=0 --momentum=0 --rounds=3",
-    )
+    script, more = (batch_script(), "--local-epochs=1 --lanes=1 --fine-tune-epochs=0 --momentum=0 --rounds=3")
     found = {}
     for tasks in (1, 2):
         monkeypatch.setenv("STAND_IN_TASKS", str(tasks))
