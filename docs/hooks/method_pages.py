@@ -20,8 +20,8 @@ from typeset import paragraphs, typeset
 ROOT = Path(__file__).parents[2]
 LETTERS = (
     "Scalars for one client and round: P parameters and running statistics of the method's model, C classes, "
-    "D features, N public images. Counted from the program. Plain numbers are counted for `mlp` on grey images of 28x28 "
-    "pixels with 10 classes (P = 159 010, D = 200) and 5000 public images, every option at its default."
+    "D features, N public images. Counted from the program. Plain numbers are counted for `mlp` on grey images of "
+    "28x28 pixels with 10 classes (P = 159 010, D = 200) and 5000 public images, every option at its default."
 )
 
 
