@@ -29,6 +29,7 @@ from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
 from fedjax_pcdd.training.build import build_model, load
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
 from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.outside import origins_of
 from fedjax_pcdd.training.presets import PAPERS
 from fedjax_pcdd.training.progress import pa_name
 
@@ -186,6 +187,7 @@ def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], consol
         "pa": next((pa_name(one) for one in seeds if isinstance(one, dict)), None),
         "floats": sent(plan, cell, trials[best], more),
         "command": _command(options(plan, cell, trials[best], 0, {}) | {"seed": f"0:{plan.seeds}"}),
+        **({"outside": outside} if (outside := _outside(plan, cell)) else {}),
         "version": __version__,
         "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
     }  # fmt: skip
@@ -217,7 +219,7 @@ def _run(
     names = [f"trial{i}-s{seed}" for i, seed in points]
     given = [options(plan, cell, trials[i], seed, more) for i, seed in points]
     stage, results = [Experiment(name, name, one) for name, one in zip(names, given, strict=True)], {}
-    run_stages([stage], results, folder, console=console, failed=lambda name, error: None)
+    run_stages([stage], results, folder, console=console, failed=lambda *_: None, say=lambda _: None)
     return [results[name] for name in names]
 
 
@@ -348,7 +350,18 @@ def has_result(plan: Plan, cell: Cell, results: Path) -> bool:
     if cell_of(result) != cell:
         raise UserError(f"{path} is of another network or split: rename one, or choose another `results`.")
     check_plan(plan, result, path)
+    if result.get("outside", {}) != _outside(plan, cell):
+        raise UserError(
+            f"{path} was made with another content of {cell.method}: remove it and its runs, or choose another "
+            "`results` and `runs_dir`."
+        )
     return True
+
+
+def _outside(plan: Plan, cell: Cell) -> dict[str, str]:
+    """SHA-256 of the files that parts of a cell from outside are defined in, by their names."""
+    config, _ = configure(options(plan, cell, plan.trials_of(cell.method, cell.network)[0], 0, {}))
+    return {name: origin.sha256 for name, origin in origins_of(config).items()}
 
 
 def cell_of(result: Mapping[str, Any]) -> Cell:

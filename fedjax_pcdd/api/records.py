@@ -180,6 +180,11 @@ class FolderRecord(Record):
         if began[1].stopped or began[1].round >= self.asked.config.rounds:
             with suppress(UserError):  # it is damaged, and written anew
                 self._before = self.folder.summary() or {}
+        elif self.checkpoint.missing:
+            lost = ", ".join(self.checkpoint.missing)
+            self.say(
+                f"{self.folder.path} was trained with {lost}: to go on with it, resume in Python with `callbacks`."
+            )
         return began
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:

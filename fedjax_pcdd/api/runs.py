@@ -24,7 +24,7 @@ from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
-from fedjax_pcdd.training.callbacks import as_callbacks
+from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.config import RunConfig, difference, values
 from fedjax_pcdd.training.device_choices import fewer_lanes
@@ -188,12 +188,17 @@ def _joined(trees: Sequence[Any]) -> Any:
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
-def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool = False, **objects: Any) -> History:
+def resume(
+    folder: str | Path, *, callbacks: Sequence[Any] = (), metrics: Mapping[str, Callable[[Run], float]] | None = None,
+    progress: bool = False, **objects: Any,
+) -> History:  # fmt: skip
     """Continue an interrupted run to its last round; on a CPU to the bits that it would have had.
 
     Args:
       folder: of the run.
-      callbacks: as for `simulate`; those that have a state take it from the checkpoint.
+      callbacks: as for `simulate`; those that have a state take it from the checkpoint, and a warning names any that
+        the run had and that is not given.
+      metrics: as for `simulate`; rounds that were trained without them have none.
       progress: whether a bar is shown.
       objects: as for `load_run`.
 
@@ -204,7 +209,8 @@ def resume(folder: str | Path, *, callbacks: Sequence[Any] = (), progress: bool 
       UserError: there is no run, or it cannot be continued.
     """
     one = recorded(as_path(folder, "folder"), objects, "resume")
-    one = one._replace(callbacks=as_callbacks(callbacks), last=[RunBar()] if progress else [])
+    told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
+    one = one._replace(callbacks=told, last=[RunBar()] if progress else [])
     return finished(one)
 
 

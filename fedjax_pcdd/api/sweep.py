@@ -26,7 +26,7 @@ from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import UserError, as_path, shortened, writing
+from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert
@@ -83,13 +83,14 @@ class Sweep:
       left: what is to be run of the others.
     """
 
-    def __init__(self, planned: Sequence[Planned], folder: Path, failed: Failed):
+    def __init__(self, planned: Sequence[Planned], folder: Path, failed: Failed, say: Say = warn):
         """Look what is finished.
 
         Args:
           planned: what to run.
           folder: where each experiment has a folder of its name.
           failed: told of the name of an experiment that failed, and why.
+          say: told, once each, of the sentences that the runs would say alone.
 
         Raises:
           UserError: a folder holds another experiment than is planned for it, or is none; nothing is run then.
@@ -98,6 +99,7 @@ class Sweep:
             raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
         self.folder, self._failed, self._planned = folder, failed, {one.name: one for one in planned}
         self.results: dict[str, Result | UserError] = {}
+        self._say, self._said = say, set()
         self._most: dict[Hashable, int] = {}  # experiments in one program, by its key
         self._known = {name: self._failure(name) for name in self._planned}  # of sweeps before this one
         self.left = {name: asked for name in self._planned if (asked := self._asked(name)) is not None}
@@ -199,7 +201,7 @@ class Sweep:
         """Run experiments together, or one by one where there is but one or some cannot be prepared."""
         shown = {name: one._replace(last=[PartOfSweep(bar, name)]) for name, one in asked.items()}
         try:
-            results = run_together(list(shown.values()), _silent) if len(shown) > 1 else []
+            results = run_together(list(shown.values()), self._say_once) if len(shown) > 1 else []
         except UserError:
             results = []  # alone, it is said of the one that it concerns
         for name, result in zip(shown, results, strict=False):
@@ -208,12 +210,17 @@ class Sweep:
             # It may have been started with others, and even have been finished.
             if name in self.left and (again := self._asked(name)) is not None:
                 try:
-                    result = run(again.config, again.method, again.origin, last=one.last, say=_silent)
+                    result = run(again.config, again.method, again.origin, last=one.last, say=self._say_once)
                 except UserError as error:
                     result = error
                 self._conclude(name, result)
             self.left.pop(name, None)
             bar.end(name)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
 
     def _conclude(self, name: str, result: Result | UserError) -> None:
         """Note a result, and a failure for other processes, too."""
@@ -225,10 +232,6 @@ class Sweep:
             else:
                 file.unlink(missing_ok=True)
         self._note(name, result)
-
-
-def _silent(sentence: str) -> None:
-    """A sweep says nothing of single settings."""
 
 
 def begun(folder: Path) -> list[Planned]:
@@ -365,7 +368,7 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
 def run_stages(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None, *,
     console: Console, origin: Callable[[Experiment], Mapping[str, Any]] = lambda one: {},
-    failed: Failed = lambda name, error: warn(f"{name}: {error.sentence}"),
+    failed: Failed = lambda name, error: warn(f"{name}: {error.sentence}"), say: Say = warn,
     before: Callable[[Sweep, Path], bool] = lambda part, folder: True,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
     """Run stages one after another in a folder, None for one named by the first; gives it and all experiments.
@@ -376,7 +379,7 @@ def run_stages(
       together: as in `sweep`.
       console: of the bar; a quiet one shows none.
       origin: of an experiment, as in `Asked`.
-      failed: as of `Sweep`.
+      failed, say: as of `Sweep`.
       before: called before a stage is run; where it says False nothing more is.
     """
     experiments: list[Experiment] = []
@@ -385,7 +388,7 @@ def run_stages(
         pairs = [configure(one.given) for one in stage]
         folder = folder or sweep_folder(pairs)
         planned = [Planned(one.name, *pair, origin(one)) for one, pair in zip(stage, pairs, strict=True)]
-        part = Sweep(planned, folder, failed)
+        part = Sweep(planned, folder, failed, say)
         if not before(part, folder):
             break
         experiments += stage

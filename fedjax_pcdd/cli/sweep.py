@@ -148,8 +148,9 @@ def train(
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
+            said: Any = {"failed": _failed, "say": _say}
             return sweep.run_stages(
-                steps, results, folder, together, console=CONSOLE, origin=_origin, failed=_failed, before=before
+                steps, results, folder, together, console=CONSOLE, origin=_origin, before=before, **said
             )
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
@@ -175,6 +176,10 @@ def _origin(one: Experiment) -> dict[str, Any]:
 
 def _failed(name: str, error: UserError) -> None:
     CONSOLE.print(f"{name}: {sentence(error.sentence)}", markup=False)
+
+
+def _say(text: str) -> None:
+    CONSOLE.print(f"warning: {sentence(text)}", markup=False)
 
 
 def status(standings: Sequence["Standing"]) -> Table:

@@ -143,6 +143,12 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
 
 def _has_levels(x: np.ndarray, name: str) -> bool:
     """Whether these numbers are levels of [0, 255]; says so where integers of images are none."""
+    if x.dtype.kind == "f" and x.ndim > 2 and x.size and 200 < x.max() <= 255 and not (x[:LOOKED_AT] % 1).any():
+        warnings.warn(
+            f"{name} holds levels from 0 to 255 as {x.dtype}, which reach the model as they are: give integers to have "
+            "them scaled to [0, 1].",
+            stacklevel=4,
+        )
     if x.dtype.kind not in "iu" or x.ndim == 2:
         return False
     if not x.size:
@@ -160,8 +166,10 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
 
 
 def count_classes(y: np.ndarray) -> int:
-    """C, one more than the largest of all labels [n]; a warning where most of these classes have no sample."""
+    """C, one more than the largest of all labels [n]; a warning where class 0, or most classes, have no sample."""
     count, present = 1 + int(y.max(initial=0)), len(np.unique(y))
+    if y.size and y.min() == 1:
+        warnings.warn("the labels begin at 1, so that class 0 has no sample: number classes from 0.", stacklevel=3)
     if 0 < present < count / 2:
         warnings.warn(
             f"the labels name {present} of {count} classes: number them from 0 without gaps, or name all classes.",

@@ -111,9 +111,15 @@ def _column(metric: str, heading: str) -> Column:
 def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[Cell]], note: str) -> Table:
     """Settings that all experiments with numbers of their own have are said once, above it."""
     same = shared(names for names, cells in rows.items() if any(cell.mean is not None for cell in cells))
-    remarks = " ".join(filter(None, [f"Not as the preset in all runs: {same}." if same else "", note]))
+    remarks = " ".join(filter(None, [f"Not as the preset in all runs: {same}." if same else "", note, _of_seeds(rows)]))
     lines = tuple(Row(label(names, same), tuple(cells), names) for names, cells in rows.items())
     return ranked(Table(title, tuple(columns), lines, remarks))
+
+
+def _of_seeds(rows: Mapping[Any, Iterable[Cell]]) -> str:
+    """Says where rows are means over several numbers of seeds."""
+    seeds = {cell.n for cells in rows.values() for cell in cells if cell.mean is not None}
+    return f"Means are over {min(seeds)} to {max(seeds)} seeds; among such nothing is marked." if len(seeds) > 1 else ""
 
 
 def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
@@ -150,6 +156,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     if metric.endswith("_best"):
         chosen = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
         remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
+    remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
     direction = -1 if metric == "pa_std" else int(share)
     headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])

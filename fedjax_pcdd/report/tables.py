@@ -161,7 +161,8 @@ def aside(cell: Cell, column: Column = PLAIN) -> str:
 def ranked(table: Table) -> Table:
     """The table with the best and second best of each column marked.
 
-    Nothing is marked among fewer than two, nor where the runs of a column differ in their length.
+    Nothing is marked among fewer than two, nor where the rows of a column are of runs of several lengths, or means over
+    several numbers of seeds.
     """
     ranks = [_ranks([row.cells[c] for row in table.rows], column.best) for c, column in enumerate(table.columns)]
     rows = tuple(
@@ -175,7 +176,8 @@ def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
     """1 for the best, 2 for the next, equal ones alike, else 0."""
     means = [None if cell.mean is None else round(cell.mean, DIGITS) for cell in cells]
     known = [mean for mean in means if mean is not None]
-    if not best or len(known) < 2 or len({cell.rounds for cell in cells if cell.mean is not None}) > 1:
+    of = {(cell.rounds, cell.n) for cell in cells if cell.mean is not None}
+    if not best or len(known) < 2 or len(of) > 1:
         return [0] * len(cells)
     first = sorted(set(known), reverse=best > 0)[:2]
     return [first.index(mean) + 1 if mean in first else 0 for mean in means]

@@ -30,6 +30,7 @@ class Checkpoint(Callback):
         """Args: callbacks: those that may have a state; resolved: what resolved.json holds, kept in each checkpoint."""
         self.checkpoints, self.resolved = checkpoints, resolved
         self.began_with: dict[str, Any] | None = None  # what the run of a restored checkpoint computes from
+        self.missing: list[str] = []  # callbacks that the restored run had, and that are not here
         self._named: dict[str, Callback] = {}  # by class; of several of one class the later ones have a number
         for callback in callbacks:
             name = type(callback).__name__
@@ -49,6 +50,7 @@ class Checkpoint(Callback):
         (servers, best), record = restored.server, dict(restored.history)
         kept, stopped = record.pop("callbacks", {}), record.pop("stopped", False)
         self.began_with = record.pop("resolved", {}).get("inputs")
+        self.missing = sorted(kept.keys() - self._named.keys())
         for name in kept.keys() & self._named.keys():
             self._named[name].restore(kept[name])
         clients, statistics = restored.clients

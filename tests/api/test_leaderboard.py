@@ -87,6 +87,18 @@ def test_what_has_a_result_is_not_run_again(folder, capsys):
 
 
 @pytest.mark.thorough
+def test_a_result_of_a_method_that_was_edited_since_is_refused(folder, capsys):
+    words = command(folder, f"--method={folder}/mine.py:Keep", "--status")
+    assert main(words) == 0
+    (folder / "mine.py").write_text(f"{OWN}\n# edited\n")
+    try:
+        assert main(words) == 2
+        assert "was made with another content of" in capsys.readouterr().err
+    finally:
+        (folder / "mine.py").write_text(OWN)
+
+
+@pytest.mark.thorough
 def test_the_page_has_tables_and_ranks(folder):
     page = folder / "docs" / "leaderboard.md"
     page.parent.mkdir()

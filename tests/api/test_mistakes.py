@@ -161,6 +161,11 @@ def test_labels_that_are_too_few_are_counted():
         fp.from_arrays(np.zeros((5, 2, 2)), np.zeros(4, int), np.zeros((1, 2, 2)), np.zeros(1, int))
 
 
+def test_labels_from_one_are_told():
+    with pytest.warns(UserWarning, match="the labels begin at 1, so that class 0 has no sample"):
+        assert fp.from_arrays(X, Y + 1, X, Y + 1).num_classes == 4
+
+
 def test_labels_with_gaps_are_told_unless_the_classes_are_counted():
     with pytest.warns(UserWarning, match="the labels name 3 of 201 classes"):
         assert fp.from_arrays(X, 100 * Y, X, 100 * Y).num_classes == 201

@@ -271,3 +271,10 @@ def test_what_is_drawn_once_and_who_is_there_is_not_shared():
     seeds = [[RunConfig(dataset=name, seed=seed) for seed in (0, 1)] for name in ("isic2019", "digits")]
     keys = [[sweep.program_key(config, method) for config in pair] for pair in (files, *seeds)]
     assert [one == other for one, other in keys] == [False, False, True]
+
+
+@pytest.mark.thorough
+def test_what_the_runs_would_say_alone_is_said_once(tmp_path, capsys):
+    words = ["--optimizer=adam", "--momentum=0.3", "--seed=0:2", f"--sweep-dir={tmp_path}"]
+    assert sweep_main([flag for flag in FLAGS if not flag.startswith("--quiet")] + words) == 0
+    assert capsys.readouterr().out.replace("\n", " ").count("momentum") == 1

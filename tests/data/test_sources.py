@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 import fedjax_pcdd as fp
 from fedjax_pcdd.data import npz, sources
 from fedjax_pcdd.data.augment import Pipeline, pipeline
-from fedjax_pcdd.data.dataset import largest_groups, sampler, subset
+from fedjax_pcdd.data.dataset import as_images, largest_groups, sampler, subset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import partition
 from fedjax_pcdd.errors import UserError
@@ -400,3 +400,12 @@ def test_digits_are_those_of_scikit_learn():
     for part, x, y in ((~test, digits.x_train, digits.y_train), (test, digits.x_test, digits.y_test)):
         np.testing.assert_array_equal(x.reshape(-1, 64), np.rint(images[part] * (255 / 16)))
         np.testing.assert_array_equal(y, labels[part])
+
+
+def test_levels_that_are_floats_are_told(tmp_path):
+    arrays = made_up()
+    levels = arrays["x_train"].astype(np.uint8)
+    levels[0, 0, 0] = 255
+    with pytest.warns(UserWarning, match="holds levels from 0 to 255 as float32"):
+        as_images(levels.astype(np.float32), "x")
+    assert as_images(levels, "x").dtype == np.uint8

@@ -132,6 +132,13 @@ def test_nothing_is_marked_in_a_table_of_one(tmp_path, cells):
     assert {cell.rank for cell in own_table(one).rows[0].cells} == {0}
 
 
+def test_means_over_several_numbers_of_seeds_are_not_ranked():
+    rows = tuple(Row(str(n), (Cell(mean, 1.0, n),)) for mean, n in ((81.0, 3), (87.0, 1), (80.0, 3)))
+    column = (Column("GA", best=1),)
+    assert [row.cells[0].rank for row in ranked(Table("", column, rows)).rows] == [0, 0, 0]
+    assert [row.cells[0].rank for row in ranked(Table("", column, rows[::2])).rows] == [1, 2]
+
+
 def test_seconds_are_not_ranked(tmp_path, cells):
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b", method="fedprox")

@@ -281,3 +281,17 @@ def test_a_round_in_which_nobody_trains_has_no_loss(tmp_path):
     losses = [row["loss"] for row in rows_of(tmp_path / "run")]
     assert None in losses
     assert all(loss is None or loss > 0 for loss in losses)
+
+
+@pytest.mark.thorough
+def test_a_callback_that_a_continued_run_lacks_is_named_and_metrics_go_on(federation, tmp_path):
+    def interrupt(run, report):
+        if run.round == 2:
+            raise KeyboardInterrupt
+
+    folder, metrics = tmp_path / "run", {"seen": lambda run: run.round}
+    with pytest.raises(KeyboardInterrupt):
+        fp.simulate(federation, run_dir=folder, callbacks=[fp.EarlyStopping(), interrupt], metrics=metrics, **SMALL)
+    with pytest.warns(UserWarning, match="was trained with EarlyStopping"):
+        again = fp.resume(folder, metrics=metrics, federation=federation)
+    assert [row["seen"] for row in again.rows] == [1, 2, 3, 4]
