@@ -55,15 +55,6 @@ ELSEWHERE = "another folder for the sweep"  # for a folder that cannot be writte
 Failed = Callable[[str, UserError], None]  # told of the name of an experiment that failed, and why
 
 
-class Planned(NamedTuple):
-    """One experiment of a sweep."""
-
-    name: str  # of its folder
-    config: RunConfig
-    method: Method
-    origin: Mapping[str, Any] = {}  # as in `Asked`
-
-
 class Standing(NamedTuple):
     """How far an experiment is."""
 
@@ -83,11 +74,11 @@ class Sweep:
       left: what is to be run of the others.
     """
 
-    def __init__(self, planned: Sequence[Planned], folder: Path, failed: Failed, say: Say = warn):
+    def __init__(self, planned: Mapping[str, Asked], folder: Path, failed: Failed, say: Say = warn):
         """Look what is finished.
 
         Args:
-          planned: what to run.
+          planned: what to run, by its name.
           folder: where each experiment has a folder of its name.
           failed: told of the name of an experiment that failed, and why.
           say: told, once each, of the sentences that the runs would say alone.
@@ -97,7 +88,7 @@ class Sweep:
         """
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
             raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
-        self.folder, self._failed, self._planned = folder, failed, {one.name: one for one in planned}
+        self.folder, self._failed, self._planned = folder, failed, planned
         self.results: dict[str, Result | UserError] = {}
         self._say, self._said = say, set()
         self._most: dict[Hashable, int] = {}  # experiments in one program, by its key
@@ -122,11 +113,11 @@ class Sweep:
     def _asked(self, name: str) -> Asked | None:
         """What is to be run of an experiment: all, the rest, or nothing, which is None."""
         planned, folder = self._planned[name], self.folder / name
-        config, method, lies = planned.config, planned.method, {"run_dir": folder}
+        lies: dict[str, Any] = {"run_dir": folder}
         try:
             if (folder / CONFIG).is_file():
-                lies = {"run_dir": folder, "resume": folder}
-                check_same(read_run(folder), (config, method), folder)
+                lies["resume"] = folder
+                check_same(read_run(folder), (planned.config, planned.method), folder)
             if (summary := RunFolder(folder).summary()) is not None:
                 self.results[name] = summary
                 return None
@@ -134,7 +125,7 @@ class Sweep:
             if isinstance(error, UserError):
                 raise
             raise UserError(f"{folder} has files that cannot be read: remove it, or choose another folder.") from error
-        return Asked(replace(config, **lies, quiet=True), method, planned.origin)
+        return planned._replace(config=replace(planned.config, **lies, quiet=True))
 
     def _failure(self, name: str) -> str | None:
         file = self.folder / CLAIMS / f"{name}.failed"
@@ -234,12 +225,12 @@ class Sweep:
         self._note(name, result)
 
 
-def begun(folder: Path) -> list[Planned]:
-    """The experiments of a sweep's folder that have begun; UserError where there are none."""
+def begun(folder: Path) -> dict[str, Asked]:
+    """The experiments of a sweep's folder that have begun, by name; UserError where there are none."""
     runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     if not runs:
         raise UserError(f"{folder} has no experiments that have begun: name a sweep's folder.")
-    return [Planned(run.name, *read_run(run)) for run in runs]
+    return {run.name: Asked(*read_run(run)) for run in runs}
 
 
 def sweep_folder(pairs: Sequence[Pair]) -> Path:
@@ -387,7 +378,7 @@ def run_stages(
     for stage in steps:
         pairs = [configure(one.given) for one in stage]
         folder = folder or sweep_folder(pairs)
-        planned = [Planned(one.name, *pair, origin(one)) for one, pair in zip(stage, pairs, strict=True)]
+        planned = {one.name: Asked(*pair, origin(one)) for one, pair in zip(stage, pairs, strict=True)}
         part = Sweep(planned, folder, failed, say)
         if not before(part, folder):
             break

@@ -13,8 +13,9 @@ import pytest
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
 from fedjax_pcdd.api.grid import expand, stages, summarise, values_of
+from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
-from fedjax_pcdd.api.sweep import Planned, Sweep
+from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli.sweep import launch, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import dump
@@ -369,7 +370,8 @@ def test_options_whose_commas_are_theirs_take_one_value():
 
 def test_a_continued_sweep_takes_what_may_change(tmp_path):
     def sweep(**options):
-        planned = [Planned(e.name, *configure(e.given)) for e in expand({"method": "fedavg", "rounds": "1"} | options)]
+        grid = expand({"method": "fedavg", "rounds": "1"} | options)
+        planned = {one.name: Asked(*configure(one.given)) for one in grid}
         return Sweep(planned, tmp_path, lambda name, error: None)
 
     before = sweep(keep="3", data_dir="/old").left["fedavg"]
