@@ -39,7 +39,7 @@ class Pipeline:
       window: side of the square in the middle that the model sees where nothing is drawn; 0 for the whole image.
 
     Raises:
-      UserError: an unknown crop.
+      UserError: an unknown crop, or constants that are no finite numbers.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -57,6 +57,8 @@ class Pipeline:
             values = getattr(self, name)
             if not isinstance(values, tuple | list) or not all(isinstance(one, int | float) for one in values):
                 raise UserError(f"takes a number for each channel, as (0.5,), not {shortened(values)}.", field=name)
+            if not all(map(math.isfinite, values)):
+                raise UserError("must be finite numbers: correct them.", field=name)
             object.__setattr__(self, name, tuple(values))
         if not all(one > 0 for one in self.std):
             raise UserError("must be above 0, as images are divided by it.", field="std")
@@ -159,7 +161,11 @@ def public_pipeline(name: str, side: int = 32) -> Pipeline:
 
 
 def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
-    """UserError unless the pipeline's own function, if it has one, makes an image of one [H, W, channels]."""
+    """UserError unless the pipeline's constants and own function, if it has one, fit images [H, W, channels]."""
+    for name, values in () if pipeline.codes else (("mean", pipeline.mean), ("std", pipeline.std)):
+        if len(values) not in (1, shape[-1]):
+            unfit = f"is for {len(values)} channels but the images have {shape[-1]}"
+            raise UserError(f"of the pipeline {unfit}: give one for each.", field=name)
     if pipeline.own is None:
         return
     name, wanted = getattr(pipeline.own, "__name__", "of your own"), (pipeline.shape(shape), jnp.dtype(dtype))

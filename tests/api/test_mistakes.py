@@ -46,6 +46,12 @@ MISTAKES = {
     "positions with a point": (lambda: partition(np.array([0.5])), "the training list of client 0 must be integers"),
     "constants in words": (lambda: fp.Pipeline(mean="a"), "mean takes a number for each channel"),
     "a division by nothing": (lambda: fp.Pipeline(std=(0.0,)), "std must be above 0"),
+    "constants that are not finite": (lambda: fp.Pipeline(mean=(float("nan"),)), "mean must be finite numbers"),
+    "an infinite divisor": (lambda: fp.Pipeline(std=(float("inf"),)), "std must be finite numbers"),
+    "constants of more channels": (
+        lambda: simulate(pipeline=fp.Pipeline(mean=(0.0,) * 3, std=(1.0,) * 3)),
+        "mean of the pipeline is for 3 channels but the images have 1",
+    ),
     "patience in words": (lambda: fp.EarlyStopping("pa", patience="x"), "early stopping takes a whole number"),
     "a callback without arguments": (lambda: simulate(callbacks=[lambda: True]), "callbacks takes functions of two"),
     "metrics of nothing": (lambda: simulate(metrics={"a": lambda: 1.0}), "metric 'a' must be a function of the run"),
