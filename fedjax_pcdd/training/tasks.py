@@ -84,6 +84,8 @@ class ParticipantSetup(Setup):
         names = [name.strip() for name in (named or build.default_model(federation.dataset)).split(",")]
         if given is not None:
             names = list(given) if isinstance(given, list | tuple) else [given]
+        if not names:
+            raise UserError("takes at least one architecture: name one, or drop the empty list.", field="model")
         if len(names) > participants:
             raise UserError(f"`models` names {len(names)} architectures for {participants} participants: name fewer.")
         return [names[k % len(names)] for k in range(participants)]

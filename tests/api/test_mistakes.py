@@ -73,6 +73,7 @@ MISTAKES = {
     "resume with a folder": (lambda: simulate(resume="runs"), "resume takes True or False, not 'runs': the folder is"),
     "a label by number": (lambda: simulate(label=3), "label takes a text, not 3"),
     "a class that is no model": (lambda: simulate(model=int), "is no Flax module"),
+    "a list without models": (lambda: simulate(method="fedmd", model=[]), "model takes at least one architecture"),
     "no folder of a run": (lambda: fp.load_run(3), "folder takes a path, not 3"),
     "no folder to resume": (lambda: fp.resume(None), "folder takes a path, not None"),
     "a model for no data": (lambda: fp.build_model("mlp", 3), "data takes a data set or a federation"),
