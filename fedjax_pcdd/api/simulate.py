@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_load, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
+from fedjax_pcdd.api.sweep import with_commas
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
@@ -86,9 +89,9 @@ def simulate(
       resume: continue the run in `run_dir` if there is one, or load it if it is finished.
       label: what curves and tables call this experiment; None for the method's name.
       progress: whether a bar is shown.
-      options: further options of the command line, with its defaults: cohort, momentum, weight_decay, optimizer,
-        optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights, augmentation, neck, bn, precision,
-        local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
+      options: further options of the command line, with its defaults, a list where that has commas: cohort, momentum,
+        weight_decay, optimizer, optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights,
+        augmentation, neck, bn, precision, local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
         client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol, eval_batch,
         validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
         models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
@@ -232,4 +235,13 @@ def _config(federation: Federation, given: Mapping[str, Any]) -> RunConfig:
 
 
 def _read(option: Option, value: Any) -> Any:
+    """The value of an option, a list being what the command line has with commas; UserError for one of objects."""
+    if isinstance(value, list | tuple | range):
+        if not value:
+            raise UserError("takes at least one value: drop the empty list.", field=option.name)
+        for one in value:
+            if not isinstance(one, str | bool | int | float | np.number | Path):
+                hint = ": `model` takes modules" if option.name == "models" else ""
+                raise UserError(f"takes names and numbers, not {shortened(one)}{hint}.", field=option.name)
+        value = with_commas(value)
     return convert(option, None if value is None else str(value))

@@ -177,6 +177,13 @@ def _untouched(history, client):
     return all((x[client] == 0.5).all() for x in jax.tree.leaves(history.state.clients["params"]["backbone"]))
 
 
+def test_lists_are_options_with_commas(federation):
+    with pytest.raises(fp.UserError, match=r"`?lr_steps=2,1`? must be rising round numbers"):
+        fp.simulate(federation, "fedavg", lr_steps=[2, 1], **SMALL)
+    config = fp.simulate(federation, "solo", rounds=1, lr_steps=[1, 2], models=("mlp", "mlp"), **SMALL).config
+    assert (config.lr_steps, config.models) == ("1,2", "mlp,mlp")
+
+
 def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
     for name, content in (("a.npy", None), ("empty.npz", b""), ("cut.npz", b"PK\x03\x04 and no more")):
         np.save(tmp_path / name, np.zeros(3)) if content is None else (tmp_path / name).write_bytes(content)
