@@ -23,7 +23,7 @@ from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import share_kept
-from fedjax_pcdd.training.callbacks import Metrics, as_callbacks
+from fedjax_pcdd.training.callbacks import Metrics, as_callbacks, takes
 from fedjax_pcdd.training.config import RUN, RunConfig, check_names
 from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
@@ -114,7 +114,7 @@ def simulate(
     named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
-    _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume)
+    _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir, progress=progress)
     chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
     config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
@@ -173,16 +173,22 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 
 
-def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any) -> None:
+def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any, progress: Any) -> None:
     """UserError for an object that is not understood."""
     if not isinstance(label, str | None):
         raise UserError(f"takes a text, not {shortened(label)}.", field="label")
     if not isinstance(resume, bool):
         raise UserError(f"takes True or False, not {shortened(resume)}: the folder is `run_dir`.", field="resume")
+    if resume and run_dir is None:
+        raise UserError("continues the run of a folder: name it as `run_dir`.", field="resume")
+    if not isinstance(progress, bool):
+        raise UserError(f"takes True or False, not {shortened(progress)}.", field="progress")
     if not isinstance(pipeline, Pipeline | None):
         raise UserError(f"takes an fp.Pipeline, not {pipeline!r}.", field="pipeline")
     if not (callback is None or callable(callback)):
         raise UserError(f"takes a function of the history, not {callback!r}.", field="callback")
+    if callback is not None and not takes(callback, 1):
+        raise UserError("takes a function of one argument, the history so far.", field="callback")
 
 
 def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:

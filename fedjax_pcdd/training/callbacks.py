@@ -130,9 +130,10 @@ class Function(Callback):
         return self.function(run, report)
 
 
-def _takes_two(function: Callable) -> bool:
+def takes(function: Callable, arguments: int) -> bool:
+    """Whether it can be called with so many arguments, as far as it tells."""
     try:
-        inspect.signature(function).bind(None, None)
+        inspect.signature(function).bind(*[None] * arguments)
     except TypeError:
         return False
     except ValueError:  # of C, which does not tell
@@ -147,6 +148,6 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
     for one in given:
         if not isinstance(one, Callback) and (isinstance(one, type) or not callable(one)):
             raise UserError(f"takes fp.Callback objects and functions of a run and a report, not {one!r}.", "callbacks")
-        if not isinstance(one, Callback) and not _takes_two(one):
+        if not isinstance(one, Callback) and not takes(one, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
     return [one if isinstance(one, Callback) else Function(one) for one in given]
