@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, in_one_line
 from fedjax_pcdd.registry import Registry, is_import_path, located, nearest_part
 
 
@@ -46,7 +46,7 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
         it has parameters for. A function from outside returns the training lists, or training and test lists.
 
     Raises:
-      UserError: there is none, an option is out of range, or lists do not fit the data set.
+      UserError: there is none, an option is out of range, or one from outside fails or gives lists that do not fit.
     """
     check_name(name)
     if is_file(name):
@@ -56,7 +56,12 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     taken = _taken(function, known)
     if function in _OWN:
         return function(**taken)
-    lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
+    try:
+        lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        raise UserError(f"partition {name} fails: {type(error).__name__}: {in_one_line(error)}.") from error
     parts = checked(lists, y_train, y_test, name)
     if len(parts.train) != taken.get("clients", len(parts.train)):
         raise UserError(f"{name} gives {len(parts.train)} lists where `clients` is {taken['clients']}: give as many.")

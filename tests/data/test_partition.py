@@ -319,6 +319,12 @@ def test_mistakes_are_answered_by_one_sentence(name, options, sentence):
     assert str(error.value).endswith((".", "?"))
 
 
+def test_a_function_from_outside_that_fails_is_one_sentence(tmp_path):
+    (tmp_path / "split.py").write_text("def by_hospital(y_train):\n    raise ValueError('oops\\nagain')\n")
+    with pytest.raises(UserError, match=r"^partition .*split\.py:by_hospital fails: ValueError: oops\.$"):
+        partition(f"{tmp_path / 'split.py'}:by_hospital", [0, 1], [0, 1])
+
+
 @pytest.mark.parametrize(
     ("train", "sizes", "words"),
     [
