@@ -35,7 +35,7 @@ def started_from(simulation: Any, file: Path) -> State:
 
 
 def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:
-    """The variables with the weights of the file; UserError for one that is missing, unknown or misshapen."""
+    """The variables with the weights of the file; UserError where one is missing, unknown, not finite or misshapen."""
     unused = dict(weights)
 
     def choose(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -52,6 +52,8 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
             raise UserError(
                 f"{name} in {source} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it."
             )
+        if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+            raise UserError(f"{name} in {source} holds what is no finite number: correct it.")
         return jnp.asarray(array, leaf.dtype)
 
     chosen = jax.tree_util.tree_map_with_path(choose, variables)
