@@ -132,7 +132,7 @@ class TrainedModels:
             if given.min() < 0 or given.max() > 255:
                 raise UserError("takes integers from 0 to 255, as in the data set, or scaled numbers.", "images")
             given = given.astype(np.uint8)  # which are scaled to [0, 1]
-        elif self.federation.dataset.x_train.dtype == np.uint8 and given.max() > 1:
+        elif self.federation.dataset.x_train.dtype == np.uint8 and not ((given >= 0) & (given <= 1)).all():
             raise UserError("takes the data set's integers from 0 to 255, or these scaled to [0, 1].", "images")
         return given
 
