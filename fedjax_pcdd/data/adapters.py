@@ -98,7 +98,11 @@ def _samples(part: Any) -> tuple[Any, Any]:
         if fits and all(np.array_equal(np.squeeze(a), np.squeeze(b[0])) for a, b in zip(part[0], whole, strict=False)):
             return whole[0], whole[1]
     pairs = [part[i] for i in range(len(part))]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    try:
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    except (TypeError, IndexError, KeyError):
+        found = shortened(pairs[0])
+        raise UserError(f"from_torch takes samples that are an image and its label, not {found}: pair them.") from None
 
 
 def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str | None = None) -> Dataset:

@@ -32,6 +32,7 @@ MISTAKES = {
     "no folder of a data set": (lambda: fp.load_dataset("cifar10", 3), "data_dir takes a path, not 3"),
     "no data set of Hugging Face": (lambda: fp.from_huggingface("mnist"), "from_huggingface takes what"),
     "no data set of torchvision": (lambda: fp.from_torch(3), "from_torch takes data sets"),
+    "samples without labels": (lambda: fp.from_torch([1, 2], [3]), "from_torch takes samples that are an image and it"),
     "no path": (lambda: fp.from_folder(None), "path takes a path, not None"),
     "no clients to write": (lambda: fp.write_federation("w", None), "clients takes the samples"),
     "a client of numbers": (lambda: fp.write_federation("w", [1]), "client 0 must be (x_train"),
