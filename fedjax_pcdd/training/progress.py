@@ -175,8 +175,14 @@ def pa_entries(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def pa_names(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What PA is called in some of them, each name once."""
-    return list(dict.fromkeys(map(pa_name, summaries)))
+    """What PA is called in some of them, each name once; those without PA, as of what failed, count if all are."""
+    known = list(summaries)
+    return list(dict.fromkeys(map(pa_name, filter(_has_pa, known) if any(map(_has_pa, known)) else known)))
+
+
+def _has_pa(summary: Mapping[str, Any]) -> bool:
+    """Whether it tells of PA."""
+    return any(value not in (None, "") for name, value in summary.items() if name.startswith("pa_"))
 
 
 def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
@@ -185,6 +191,8 @@ def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
     >>> training, tuned = {"pa_protocol": "during training"}, {"pa_protocol": "global model fine-tuned for 2 epochs"}
     >>> with_pa_named("PA best", [training]), with_pa_named("PA best", [training, tuned])
     ('PA in training best', 'PA (in training, after fine-tuning) best')
+    >>> with_pa_named("PA best", [training, {"pa_protocol": "", "pa_best": None}])  # of an experiment that failed
+    'PA in training best'
     """
     names = pa_names(summaries)
     if len(names) < 2:
