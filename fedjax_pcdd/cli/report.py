@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pcdd.analysis.curves import CURVES
-from fedjax_pcdd.cli.messages import invocation
+from fedjax_pcdd.cli.messages import invocation, sentence
 from fedjax_pcdd.cli.options import command
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord, collect
@@ -128,11 +128,11 @@ def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[
 
 def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
     """What a reader has to know about single runs."""
-    notes = [
-        f"{run.path} is unfinished: {run.rounds_done} of {run.config['rounds']} rounds; it is in no table."
-        for run in runs
-        if run.summary is None
-    ]
+    notes = []
+    for run in [run for run in runs if run.summary is None]:
+        done = f"{run.rounds_done} of {run.config['rounds']} rounds"
+        failed = f"{run.path} failed after {done} and is in no table: {sentence(run.failure or '')}"
+        notes.append(failed if run.failure else f"{run.path} is unfinished: {done}; it is in no table.")
     entries = [entry for one in groups for entry in one.entries]
     for entry in entries:
         notes += [f"{run.path} repeats seed {run.seed} of a newer run and does not count." for run in entry.repeated]

@@ -76,6 +76,13 @@ class RunRecord:
         return self.resolved.get("command")
 
     @property
+    def failure(self) -> str | None:
+        """Why it failed as an experiment of a sweep, which notes that beside its folders; None for others."""
+        path = self.path.resolve()
+        file = path.parent / "claims" / f"{path.name}.failed"
+        return None if self.summary is not None or not file.is_file() else read_text(file).strip()
+
+    @property
     def heat_map(self) -> bytes | None:
         """The picture of the partition."""
         path = self.path / "partition.png"

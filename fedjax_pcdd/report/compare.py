@@ -51,7 +51,8 @@ def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[C
     """
     if not 0 < confidence < 1:
         raise UserError(f"must be above 0 and below 1, not {confidence:g}.", field="confidence")
-    notes = [f"{run.path} is unfinished and left out." for run in runs if run.summary is None]
+    unfinished = [run for run in runs if run.summary is None]
+    notes = [f"{run.path} {'failed' if run.failure else 'is unfinished'} and is left out." for run in unfinished]
     problems: dict[tuple[str, str], list[RunRecord]] = {}
     for run in runs:
         if run.summary is not None:

@@ -119,7 +119,7 @@ def _partitions(group: Group) -> list[tuple[str, str]]:
 def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in runs:
-        state = "unfinished" if run.summary is None else "finished"
+        state = "finished" if run.summary is not None else "failed" if run.failure else "unfinished"
         words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, state)
         done = Cell(run.rounds_done, text=f"{run.rounds_done} of {run.config['rounds']}")
         best = [_percent(run.result.get(name)) for name in ("ga_best", "pa_best")]

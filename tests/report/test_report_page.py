@@ -9,6 +9,7 @@ import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 from rich.console import Console
 
+from fedjax_pcdd.api.sweep import CLAIMS
 from fedjax_pcdd.cli.report import report_main
 from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.report.contents import own_table
@@ -46,6 +47,20 @@ def test_every_format_is_written(report):
 @pytest.mark.parametrize("name", ["report.md", "report.html"])
 def test_unfinished_runs_are_listed_with_their_rounds(report, name):
     assert "half is unfinished: 2 of 3 rounds" in (report / name).read_text()
+
+
+def test_a_failed_experiment_of_a_sweep_is_said_with_its_reason(tmp_path, capsys):
+    for name, finished in (("a", True), ("b", False), ("c", False)):
+        write_run(tmp_path / "runs" / name, finished=finished)
+        (tmp_path / "runs" / CLAIMS).mkdir(exist_ok=True)
+    for name in "ab":  # a was run again since
+        (tmp_path / "runs" / CLAIMS / f"{name}.failed").write_text("`lr` is too large: the loss is not finite.\n")
+    assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"]) == 0
+    said = capsys.readouterr().out
+    assert "b failed after 2 of 3 rounds and is in no table: --lr is too large: the loss is not finite.\n" in said
+    assert "c is unfinished: 2 of 3 rounds; it is in no table.\n" in said
+    assert "a failed" not in said
+    assert ">failed<" in (tmp_path / "out/report.html").read_text()
 
 
 def test_unfinished_runs_are_in_no_table(tmp_path, cells):
