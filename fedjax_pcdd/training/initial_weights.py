@@ -52,7 +52,7 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
             raise UserError(
                 f"{name} in {source} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it."
             )
-        if array.dtype.kind not in "biuf" or not np.isfinite(array).all():
+        if not jnp.issubdtype(array.dtype, jnp.number) or not np.isfinite(array.astype(np.float64)).all():
             raise UserError(f"{name} in {source} holds what is no finite number: correct it.")
         return jnp.asarray(array, leaf.dtype)
 
