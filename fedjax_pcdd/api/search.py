@@ -14,10 +14,10 @@ from rich.console import Console
 
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
-from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages, with_commas
+from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
 from fedjax_pcdd.errors import UserError, as_path
 from fedjax_pcdd.training.config import RESERVED
-from fedjax_pcdd.training.fields import convert
+from fedjax_pcdd.training.fields import convert, with_commas
 from fedjax_pcdd.training.options import configure, method_of, own_values
 
 ON_TEST = (

@@ -16,7 +16,6 @@ from fedjax_pcdd.api.data import options_that_load, partition
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
-from fedjax_pcdd.api.sweep import with_commas
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
@@ -25,7 +24,7 @@ from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks, takes
 from fedjax_pcdd.training.config import RUN, RunConfig, check_names
-from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of
+from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of, with_commas
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import plain

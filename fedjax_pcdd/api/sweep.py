@@ -29,8 +29,8 @@ from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
-from fedjax_pcdd.training.fields import Option, convert
-from fedjax_pcdd.training.folder import CONFIG, RunFolder
+from fedjax_pcdd.training.fields import Option, convert, with_commas
+from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.options import configure
@@ -48,7 +48,6 @@ FREE = {
 
 MOST = 16  # more gain little
 COPIES = 6  # of a state: before and after a round, what its jobs wrote, the best one, and two for a checkpoint
-CLAIMS = "claims"  # folder of the locks of experiments, and of the sentences with which some failed
 TOGETHER = Option("together", int, True, None, low=1)
 PAUSE = 1.0  # seconds between two looks at what other processes have done
 ELSEWHERE = "another folder for the sweep"  # for a folder that cannot be written
@@ -386,8 +385,3 @@ def run_stages(
         rounds = {name: one.config.rounds for name, one in part.left.items()}
         results |= part.run(SweepBar(rounds, console, cell), together)
     return folder or Path(), experiments
-
-
-def with_commas(value: Any) -> str:
-    """Values as the command line lists them."""
-    return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)

@@ -126,7 +126,8 @@ def help_text(method: str) -> str:
 
 def _description(method: str, has_own: bool) -> str:
     others = ", ".join(name for name in METHODS if name != method)
-    chosen = f"The method is {method}{' (the default)' * (method == 'fedavg')}"
+    default = " (the default)" if method == RUN["method"].default else ""
+    chosen = f"The method is {method}{default}"
     own = f"{chosen}, whose options are in the last group" if has_own else f"{chosen}, which has no options of its own"
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "

@@ -106,7 +106,8 @@ def _main(argv: Sequence[str]) -> int:
         if own["status"]:
             CONSOLE.print(terminal(status(part.standings())))
         elif part.left and not results and (own["workers"] > 1 or own["launcher"] != "processes"):
-            from fedjax_pcdd.api.sweep import CLAIMS, MOST
+            from fedjax_pcdd.api.sweep import MOST
+            from fedjax_pcdd.training.folder import CLAIMS
 
             share = _most(own) or min(MOST, math.ceil(len(part.left) / own["workers"]))
             command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]

@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
-from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder
+from fedjax_pcdd.training.folder import CLAIMS, CONFIG, TRACK, RunFolder
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class RunRecord:
     def failure(self) -> str | None:
         """Why it failed as an experiment of a sweep, which notes that beside its folders; None for others."""
         path = self.path.resolve()
-        file = path.parent / "claims" / f"{path.name}.failed"
+        file = path.parent / CLAIMS / f"{path.name}.failed"
         return None if self.summary is not None or not file.is_file() else read_text(file).strip()
 
     @property

@@ -263,3 +263,8 @@ def write_text(path: Path, text: str, instead: str) -> None:
             half.replace(path)
         finally:
             half.unlink(missing_ok=True)
+
+
+def with_commas(value: Any) -> str:
+    """Values as the command line lists them."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)

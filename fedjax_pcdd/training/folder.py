@@ -38,6 +38,7 @@ from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
 from fedjax_pcdd.training.written import is_line, is_summary
 
+CLAIMS = "claims"  # of a sweep: the locks of its experiments, and the sentences with which some failed
 CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip

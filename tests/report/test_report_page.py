@@ -9,13 +9,13 @@ import pytest
 from made_up_runs import in_preset, write_experiments, write_run
 from rich.console import Console
 
-from fedjax_pcdd.api.sweep import CLAIMS
 from fedjax_pcdd.cli.report import report_main
 from fedjax_pcdd.report.collect import collect
 from fedjax_pcdd.report.contents import own_table
 from fedjax_pcdd.report.grouping import Cells, group
 from fedjax_pcdd.report.plots import curves, inline
 from fedjax_pcdd.report.tables import comma_separated, latex, markdown, terminal
+from fedjax_pcdd.training.folder import CLAIMS
 
 
 @pytest.fixture
