@@ -75,6 +75,13 @@ def shortened(value: Any) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' or kind == 'ndarray' else 'a'} {kind}"
 
 
+def yes_or_no(value: Any, field: str) -> bool:
+    """An argument that takes True or False; UserError for anything else."""
+    if not isinstance(value, bool):
+        raise UserError(f"takes True or False, not {shortened(value)}.", field=field)
+    return value
+
+
 def in_one_line(error: Exception) -> str:
     """The part of a sentence that quotes an exception of another library.
 

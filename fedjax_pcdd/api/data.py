@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd import models
+from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, largest_groups
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, as_path, shortened
+from fedjax_pcdd.methods import Traits
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.training.build import federate
-from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.training.config import RUN, RunConfig, unused
 from fedjax_pcdd.training.fields import convert
 
 MOST_CLASSES = 100_000  # that are counted from labels: more are numbers of something else
@@ -143,7 +145,8 @@ def partition(
       doubled: the double allocation of the published FedMR code, for "pcdd".
 
     Returns:
-      The federation; `federation.class_counts` [K, C] says who has what, and `federation.plot()` shows it.
+      The federation; `federation.class_counts` [K, C] says who has what, and `federation.plot()` shows it. A warning
+      names what is given and has no effect with this kind.
 
     Raises:
       UserError: an unknown kind, or a partition that is not possible.
@@ -162,7 +165,11 @@ def partition(
     if kind == "natural" and clients is not None:
         dataset = largest_groups(dataset, read["clients"])
     kinds: Any = kind  # an unknown one is refused with the nearest
-    return federate(RunConfig(partition=kinds, **read), dataset)
+    config = RunConfig(partition=kinds, **read)
+    federation = federate(config, dataset)
+    for sentence in unused(config, Traits()):
+        warn(sentence.replace("`partition=", "`kind="))
+    return federation
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:

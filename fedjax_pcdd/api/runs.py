@@ -33,7 +33,7 @@ from fedjax_pcdd.training.inputs import RESOLVED, check_inputs
 from fedjax_pcdd.training.loop import Callback, Each, Run, loop, own_state
 from fedjax_pcdd.training.metrics import result
 from fedjax_pcdd.training.presets import read_run
-from fedjax_pcdd.training.progress import RunBar
+from fedjax_pcdd.training.progress import bars
 from fedjax_pcdd.training.setup import Given, Pair
 from fedjax_pcdd.training.tasks import setup
 
@@ -208,10 +208,9 @@ def resume(
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
+    told, last = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)], bars(progress)
     one = recorded(as_path(folder, "folder"), objects, "resume")
-    told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
-    one = one._replace(callbacks=told, last=[RunBar()] if progress else [])
-    return finished(one)
+    return finished(one._replace(callbacks=told, last=last))
 
 
 def finished(asked: Asked, label: str | None = None) -> History:

@@ -15,7 +15,7 @@ from rich.console import Console
 from fedjax_pcdd.api.grid import SEARCH, WHOLE, Experiment, summarise, values_of
 from fedjax_pcdd.api.runs import warn
 from fedjax_pcdd.api.sweep import Results, options_of_grid, run_stages
-from fedjax_pcdd.errors import UserError, as_path
+from fedjax_pcdd.errors import UserError, as_path, yes_or_no
 from fedjax_pcdd.training.config import RESERVED
 from fedjax_pcdd.training.fields import convert, with_commas
 from fedjax_pcdd.training.options import configure, method_of, own_values
@@ -222,6 +222,7 @@ def search(
     """
     arguments = {"trials": trials, "metric": metric, "search_seed": search_seed, "together": together}
     read = {name: convert(SEARCH[name], str(value)) for name, value in arguments.items()}
+    console = Console(quiet=not yes_or_no(progress, "progress"))
     results: dict[str, Any] = {}
     where, known = None if folder is None else as_path(folder, "folder"), options_of_grid(space, "space")
     given = {name: ":".join(map(str, x)) if isinstance(x, tuple) else with_commas(x) for name, x in known.items()}
@@ -229,4 +230,4 @@ def search(
     if own.on_test:
         warn(ON_TEST)
     steps = own.stages(read["trials"], read["together"])
-    return SearchResults(*run_stages(steps, results, where, console=Console(quiet=not progress)), results, own)
+    return SearchResults(*run_stages(steps, results, where, console=console), results, own)

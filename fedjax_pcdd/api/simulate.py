@@ -28,7 +28,7 @@ from fedjax_pcdd.training.fields import Option, check, convert, is_plain, option
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import plain
-from fedjax_pcdd.training.progress import RunBar
+from fedjax_pcdd.training.progress import bars
 from fedjax_pcdd.training.setup import Given
 
 # Run options that have a meaning in memory, beside the arguments of `simulate` that have the same names.
@@ -113,7 +113,7 @@ def simulate(
     named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
-    _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir, progress=progress)
+    _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir)
     chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
     config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
@@ -121,7 +121,7 @@ def simulate(
     if callback is not None:
         folder = None if run_dir is None else as_path(run_dir, "run_dir")
         told.append(_Told(callback, label, Asked(config, chosen, given=given), folder))
-    asked = Asked(config, chosen, callbacks=told, last=[RunBar()] if progress else [], given=given)
+    asked = Asked(config, chosen, callbacks=told, last=bars(progress), given=given)
     if run_dir is None:
         return finished(asked, label)
     return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)
@@ -172,7 +172,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)
 
 
-def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any, progress: Any) -> None:
+def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any) -> None:
     """UserError for an object that is not understood."""
     if not isinstance(label, str | None):
         raise UserError(f"takes a text, not {shortened(label)}.", field="label")
@@ -180,8 +180,6 @@ def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run
         raise UserError(f"takes True or False, not {shortened(resume)}: the folder is `run_dir`.", field="resume")
     if resume and run_dir is None:
         raise UserError("continues the run of a folder: name it as `run_dir`.", field="resume")
-    if not isinstance(progress, bool):
-        raise UserError(f"takes True or False, not {shortened(progress)}.", field="progress")
     if not isinstance(pipeline, Pipeline | None):
         raise UserError(f"takes an fp.Pipeline, not {pipeline!r}.", field="pipeline")
     if not (callback is None or callable(callback)):

@@ -26,7 +26,7 @@ from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing
+from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing, yes_or_no
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas
@@ -336,7 +336,7 @@ def sweep(
         together = convert(TOGETHER, str(together))
     where = None if folder is None else as_path(folder, "folder")
     steps = stages({name: with_commas(value) for name, value in given.items()}, results)
-    return Results(*run_stages(steps, results, where, together, console=Console(quiet=not progress)), results)
+    return Results(*run_stages(steps, results, where, together, console=Console(quiet=not yes_or_no(progress, "progress"))), results)
 
 
 def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:

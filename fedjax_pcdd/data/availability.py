@@ -56,7 +56,8 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
       lost: share of the clients that are lost in the middle of each round.
 
     Raises:
-      UserError: the file holds something else, or of another number of clients, or says itself who is lost.
+      UserError: the file holds something else, or of another number of clients, says itself who is lost, or nobody is ever
+        there.
     """
     if source is None and not lost:
         return None
@@ -81,4 +82,6 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
             )
         if values.dtype.kind not in "fiub" or not ((values >= 0) & (values <= 1)).all():
             raise UserError(f"{source}: {name} must be numbers from 0 to 1.")
+    if not (probability * (1 - shares)).any():
+        raise UserError(f"{source}: no client is ever there until a round ends, so that nothing would be trained.")
     return Availability(probability, shares)

@@ -124,11 +124,13 @@ def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitS
             sizes[part].append(len(y))
             if not len(y):
                 continue
-            x = as_images(x, f"the {part} samples of client {k}")
+            x, whole = as_images(x, f"the {part} samples of client {k}"), np.asarray(x).dtype.kind in "iu"
             if y.dtype.kind not in "iu" or y.shape != (len(x),) or y.min() < 0:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
             files = files or _opened(folder, x, opened)
             kept = files[f"x_{part}"]
+            if whole and kept.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
+                x = x.astype(np.uint8)  # levels of a client all of whose images are as good as black
             if (kept.shape, kept.dtype) != (x.shape[1:], x.dtype):
                 first, own = f"{kept.dtype} {list(kept.shape)}", f"{x.dtype} {list(x.shape[1:])}"
                 raise UserError(f"the {part} samples of client {k} are {own}, those before {first}: give all the same.")

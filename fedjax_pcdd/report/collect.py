@@ -83,6 +83,11 @@ class RunRecord:
         return None if self.summary is not None or not file.is_file() else read_text(file).strip()
 
     @property
+    def state(self) -> str:
+        """In a word: finished, failed (see `failure`) or unfinished."""
+        return "finished" if self.summary is not None else "failed" if self.failure else "unfinished"
+
+    @property
     def heat_map(self) -> bytes | None:
         """The picture of the partition."""
         path = self.path / "partition.png"

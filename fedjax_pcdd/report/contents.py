@@ -157,7 +157,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
         chosen = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
         remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
     remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
-    direction = -1 if metric == "pa_std" else int(share)
+    direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(share)  # no seed is better than another
     headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
     title = f"{name}{', %,' if share else ''} by {rows}{f' and {columns}' if columns else ''}"

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def page(
     }  # fmt: skip
     return environment.get_template("page.html").render(
         title="Federated runs", own=own, groups=groups, papers=papers, runs=runs, table_of_runs=_table_of_runs(runs),
-        waiting=sum(run.summary is None for run in runs), notes=notes, commands=commands,
+        states=Counter(run.state for run in runs), notes=notes, commands=commands,
     )  # fmt: skip
 
 
@@ -119,8 +120,7 @@ def _partitions(group: Group) -> list[tuple[str, str]]:
 def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
     rows = []
     for run in runs:
-        state = "finished" if run.summary is not None else "failed" if run.failure else "unfinished"
-        words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, state)
+        words = (run.method, run.dataset, run.preset or NOTHING, run.resolved.get("split") or NOTHING, run.state)
         done = Cell(run.rounds_done, text=f"{run.rounds_done} of {run.config['rounds']}")
         best = [_percent(run.result.get(name)) for name in ("ga_best", "pa_best")]
         measured = Cell(text=pa_name(run.summary).removeprefix("PA").strip() or NOTHING if run.summary else NOTHING)

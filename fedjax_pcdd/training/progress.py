@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedjax_pcdd.errors import yes_or_no
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 IN_TRAINING = "PA in training"
@@ -90,6 +91,11 @@ class RunBar(Callback):
     def on_end(self, run: Run) -> None:
         """Leave it as it is."""
         self._bar.stop()
+
+
+def bars(progress: Any) -> list[Callback]:
+    """The bar of a run as callbacks, if it is asked for; UserError for what is neither True nor False."""
+    return [RunBar()] if yes_or_no(progress, "progress") else []
 
 
 class SweepBar:

@@ -74,6 +74,9 @@ MISTAKES = {
     "resume with a folder": (lambda: simulate(resume="runs"), "resume takes True or False, not 'runs': the folder is"),
     "resume without a folder": (lambda: simulate(resume=True), "resume continues the run of a folder: name it as run_"),
     "a bar in words": (lambda: simulate(progress="no"), "progress takes True or False, not 'no'"),
+    "a bar of a resumed run": (lambda: fp.resume("runs", progress="no"), "progress takes True or False, not 'no'"),
+    "a bar of a sweep": (lambda: fp.sweep({"seed": [0, 1]}, progress=1), "progress takes True or False, not 1"),
+    "a bar of a search": (lambda: fp.search({"lr": (0.1, 1)}, progress=None), "progress takes True or False, not None"),
     "a callback of two": (lambda: simulate(callback=lambda run, report: None), "callback takes a function of one argu"),
     "a label by number": (lambda: simulate(label=3), "label takes a text, not 3"),
     "a class that is no model": (lambda: simulate(model=int), "is no Flax module"),
@@ -186,3 +189,16 @@ def test_labels_with_gaps_are_told_unless_the_classes_are_counted():
     with pytest.warns(UserWarning, match="the labels name 3 of 201 classes"):
         assert fp.from_arrays(X, 100 * Y, X, 100 * Y).num_classes == 201
     assert fp.from_arrays(X, 100 * Y, X, 100 * Y, num_classes=201).num_classes == 201
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        ("pcdd", {"beta": 0.5}, "beta=0.5 has no effect with kind=pcdd."),
+        ("dirichlet", {"classes_per_client": 3}, "classes_per_client=3 has no effect with kind=dirichlet."),
+        ("iid", {"min_samples": 2}, "min_samples=2 has no effect with kind=iid."),
+    ],
+)
+def test_what_a_partition_does_not_look_at_is_told(kind, given, words):
+    with pytest.warns(UserWarning, match=f"^{words}$"):
+        fp.partition(DATA, kind, clients=2, **{"min_samples": 1 if kind == "dirichlet" else 10, **given})

@@ -81,6 +81,8 @@ def test_the_model_has_days_and_draws_that_belong_to_the_client():
         ({"probability": np.zeros((24, 4))}, r"probability is \[24, 4\], but there are 5 clients"),
         ({"probability": np.full(5, 1.5)}, "probability must be numbers from 0 to 1"),
         ({"probability": np.ones(5), "lost": np.ones((2, 5))}, "lost is"),
+        ({"probability": np.zeros((2, 5))}, "no client is ever there until a round ends"),
+        ({"probability": np.eye(5) > 0, "lost": np.ones(5) > 0}, "no client is ever there until a round ends"),
     ],
 )
 def test_a_file_of_something_else_is_a_sentence(tmp_path, arrays, sentence):

@@ -28,6 +28,14 @@ def folder(tmp_path):
     return fp.write_federation(tmp_path / "own", made(), num_classes=3, class_names=["a", "b", "c"])
 
 
+def test_a_client_with_nothing_but_levels_0_and_1_has_images_like_those_of_others(tmp_path):
+    dark = np.ones((3, 5, 4, 1), np.uint8)
+    folder = fp.write_federation(tmp_path / "dark", [*made(), (dark, [0, 1, 2])])
+    np.testing.assert_array_equal(fp.load_dataset(str(folder)).x_train[-3:], dark)
+    with pytest.raises(fp.UserError, match=r"client 3 are float32 \[5, 4, 1\], those before uint8"):
+        fp.write_federation(tmp_path / "other", [*made(), (dark.astype(np.float32), [0, 1, 2])])
+
+
 def test_clients_come_back_with_their_samples(folder):
     data = fp.load_dataset(str(folder))
     parts = fp.partition(data, "natural").partition

@@ -14,7 +14,7 @@ from made_up_runs import in_preset, write_experiments, write_run
 from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import collect, read_record
-from fedjax_pcdd.report.contents import own_table, paper_tables
+from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
 from fedjax_pcdd.report.expected import EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
@@ -554,6 +554,16 @@ def test_a_table_of_ones_own_stands_first_in_every_output(tmp_path, experiments,
     assert "by method and beta" in (out / "report.html").read_text()
     assert report_main([*argv, "--rows=methods"], experiments) == 2
     assert "did you mean 'method'" in capsys.readouterr().err
+
+
+def test_no_seed_is_marked_as_the_best_one(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / str(seed), ga=0.4 + seed / 10, seed=seed)
+    runs = collect([tmp_path])
+    assert [[cell.rank for cell in row.cells] for row in pivot(runs, "seed", "method", "ga_best").rows] == [[0], [0]]
+    for run in runs:
+        run.config["method"] = f"m{run.seed}"
+    assert sorted(row.cells[0].rank for row in pivot(runs, "method", None, "ga_best").rows) == [1, 2]
 
 
 def test_accuracy_before_and_after_fine_tuning_have_different_names(tmp_path, experiments):

@@ -59,6 +59,7 @@ def test_a_failed_experiment_of_a_sweep_is_said_with_its_reason(tmp_path, capsys
     said = capsys.readouterr().out
     assert "b failed after 2 of 3 rounds and is in no table: --lr is too large: the loss is not finite.\n" in said
     assert "c is unfinished: 2 of 3 rounds; it is in no table.\n" in said
+    assert "<p>1 finished runs, 1 unfinished, 1 failed." in (tmp_path / "out/report.html").read_text()
     assert "a failed" not in said
     assert ">failed<" in (tmp_path / "out/report.html").read_text()
 
