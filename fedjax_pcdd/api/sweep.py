@@ -332,11 +332,12 @@ def sweep(
       UserError: a mistake in the grid, or a folder that holds other experiments; nothing is run then.
     """
     given, results = options_of_grid(grid, "grid"), {}
+    console = Console(quiet=not yes_or_no(progress, "progress"))
     if together is not None:
         together = convert(TOGETHER, str(together))
     where = None if folder is None else as_path(folder, "folder")
     steps = stages({name: with_commas(value) for name, value in given.items()}, results)
-    return Results(*run_stages(steps, results, where, together, console=Console(quiet=not yes_or_no(progress, "progress"))), results)
+    return Results(*run_stages(steps, results, where, together, console=console), results)
 
 
 def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:

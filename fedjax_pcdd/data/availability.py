@@ -56,8 +56,8 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
       lost: share of the clients that are lost in the middle of each round.
 
     Raises:
-      UserError: the file holds something else, or of another number of clients, says itself who is lost, or nobody is ever
-        there.
+      UserError: the file holds something else, or of another number of clients, says itself who is lost, or nobody is
+        ever there.
     """
     if source is None and not lost:
         return None

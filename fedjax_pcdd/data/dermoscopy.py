@@ -2,8 +2,9 @@
 
 Each of these with probability 1/2: a scale in [0.93, 1.07], a rotation by up to 50 degrees, brightness by up to 0.15
 and contrast by up to 0.1, a flip (left to right, upside down, or both), a shear of 0.1 degrees, holes of 16 x 16
-pixels; and always a window of 200 x 200, drawn for training and the middle one for tests. The largest number of holes
-is drawn once for the data set. The moves are one map from pixels of the result to pixels of the image, the nearest
+pixels; and always a window of 200 x 200, drawn for training and the middle one for tests. The number of holes is drawn
+once for the data set, from 1 to 8: the reference gives it as the most that an image may have, which its library takes
+for the least, too. The moves are one map from pixels of the result to pixels of the image, the nearest
 taken and edges mirrored (ours; the reference interpolates after each). Lengths are those of images of 224 x 224 and
 grow with the side.
 """
@@ -50,8 +51,8 @@ class Draws(NamedTuple):
     gain: jax.Array  # factor on pixels
     offset: jax.Array  # added to them
     corner: jax.Array  # [2] of the window, as a share of the room it has
-    holes: jax.Array  # how many
-    places: jax.Array  # [most, 2] of their first row and column, as a share of the room
+    holed: jax.Array  # whether there are holes
+    places: jax.Array  # [holes, 2] of their first row and column, as a share of the room
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Dermoscopy:
 
     Args:
       window: side of the result.
-      holes: largest number of them in an image.
+      holes: number of them, in an image that has any.
     """
 
     window: int = WINDOW
@@ -72,7 +73,7 @@ class Dermoscopy:
 
     def draw(self, key: jax.Array) -> Draws:
         """Independent draws for one image."""
-        use, values, corner, holes, places = jax.random.split(key, 5)
+        use, values, corner, places = jax.random.split(key, 4)
         used = jax.random.bernoulli(use, 0.5, (6,))
         drawn = jax.random.uniform(values, (6,), jnp.float32, -1.0, 1.0)
         scale, turn, shear, gain, offset, kind = jnp.where(used[jnp.array([0, 1, 2, 3, 3, 4])], drawn, 0.0)
@@ -80,8 +81,7 @@ class Dermoscopy:
         return Draws(
             1 + SCALE * scale, jnp.deg2rad(ROTATION * turn), both, jnp.deg2rad(SHEAR * shear), 1 + CONTRAST * gain,
             255 * BRIGHTNESS * offset, jax.random.uniform(corner, (2,)),
-            jnp.where(used[5], jax.random.randint(holes, (), 1, self.holes + 1), 0),
-            jax.random.uniform(places, (self.holes, 2)),
+            used[5], jax.random.uniform(places, (self.holes, 2)),
         )  # fmt: skip
 
     def apply(self, image: jax.Array, own: Draws) -> jax.Array:
@@ -104,13 +104,12 @@ class Dermoscopy:
         """Which pixels of the result are in a hole, [window, window]."""
         size = max(1, round(side * HOLE / SIDE))
         first = jnp.floor(own.places * (self.window - size + 1))[:, :, None]
-        within = (jnp.arange(self.window) >= first) & (jnp.arange(self.window) < first + size)  # [most, 2, window]
-        real = jnp.arange(self.holes) < own.holes
-        return (within[:, 0, :, None] & within[:, 1, None, :] & real[:, None, None]).any(0)
+        within = (jnp.arange(self.window) >= first) & (jnp.arange(self.window) < first + size)  # [holes, 2, window]
+        return (within[:, 0, :, None] & within[:, 1, None, :]).any(0) & own.holed
 
 
 def drawn_once(window: int, seed: int) -> Dermoscopy:
-    """The transforms of a run, with the largest number of holes that its seed draws, 1 to 8."""
+    """The transforms of a run, with the number of holes that its seed draws, 1 to 8."""
     return Dermoscopy(window, int(np.random.default_rng([seed, MOST_HOLES]).integers(1, MOST_HOLES + 1)))
 
 

@@ -281,9 +281,9 @@ def extended_dirichlet(
 
 
 def _proportions(count: int, beta: float, rng: np.random.RandomState) -> np.ndarray:
-    """A draw from Dirichlet(beta), [count]; equal ones where a tiny beta underflows."""
+    """A draw from Dirichlet(beta), [count]; all for one, its limit, where a tiny beta underflows."""
     q = rng.dirichlet(np.full(count, beta))
-    return q if np.isfinite(q).all() else np.full(count, 1 / count)
+    return q if np.isfinite(q).all() else np.eye(count)[rng.randint(count)]
 
 
 def quantity(

@@ -6,7 +6,8 @@ head; kernels start uniform. With 10 classes that are 3 598 598 trainable parame
 more, of a 1x1 convolution with norm in the first block that is never called. Its stochastic depth ("drop-connect") is
 without effect, as the counter by which its rate grows is never advanced: `drop_connect` is 0 unless one asks for 0.2.
 Other papers' form has a last convolution of 1280 channels, kernels of `conv_init`, and no dropout. The one that the
-benchmark FLamby uses has dropout 0.2, drop-connect 0.2, and norms with epsilon 1e-3 that move by a hundredth a batch.
+benchmark FLamby uses has dropout 0.2, drop-connect 0.2, norms with epsilon 1e-3 that move by a hundredth a batch, and
+the padding of TensorFlow for images of 224 x 224, whatever their side: at a stride of 2 a zero fewer before the image.
 """
 
 from collections.abc import Sequence
@@ -39,6 +40,16 @@ B0 = (
 """The stages of EfficientNet-B0."""
 
 
+def _padding(kernel: int, stride: int, uneven: bool) -> tuple[int, int]:
+    """Zeros before and after an image: half of the kernel, or as TensorFlow pads sides that the stride divides.
+
+    >>> _padding(5, 2, False), _padding(5, 2, True), _padding(5, 1, True)
+    ((2, 2), (1, 2), (2, 2))
+    """
+    both = kernel - stride if uneven else 2 * (kernel // 2)
+    return both // 2, both - both // 2
+
+
 class SqueezeExcite(Typed):
     """Scales each channel by a gate in (0, 1) computed from the means of all: [B, H, W, C] to the same."""
 
@@ -57,6 +68,7 @@ class InvertedBlock(Normalised):
     stage: Stage  # with the stride of this block
     kernel_init: str = "fan_out"
     drop: float = 0.0  # probability with which a sample has the input alone
+    uneven: bool = False
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
@@ -68,7 +80,8 @@ class InvertedBlock(Normalised):
             return ConvNorm(features, name=name, **form)(y, train=train, mask=mask)
 
         y = conv(x, "expand", wide) if expand > 1 else x
-        y = conv(y, "depthwise", wide, kernel=kernel, stride=stride, groups=wide)
+        padding = _padding(kernel, stride, self.uneven)
+        y = conv(y, "depthwise", wide, kernel=kernel, stride=stride, padding=padding, groups=wide)
         y = SqueezeExcite(inputs // 4, name="gate", **self.types)(y)
         y = conv(y, "project", features, activation=None)
         if x.shape != y.shape:
@@ -87,6 +100,7 @@ class EfficientNet(Normalised):
       dropout: rate of the features in training.
       drop_connect: rate of stochastic depth at the end; block j of n has j / n of it.
       kernel_init: of `KERNEL_INITS`.
+      uneven: pad as TensorFlow does, see `_padding`.
     """
 
     stages: Sequence[Stage] = B0
@@ -96,16 +110,20 @@ class EfficientNet(Normalised):
     dropout: float = 0.0
     drop_connect: float = 0.0
     kernel_init: str = "fan_out"
+    uneven: bool = False
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
         form = {"activation": nn.silu, "kernel_init": KERNEL_INITS[self.kernel_init], **self.shared}
-        x = self.kept(ConvNorm(32, 3, self.stem_stride, name="stem", **form)(x, train=train, mask=mask))
+        blocks = {"kernel_init": self.kernel_init, "uneven": self.uneven, **self.shared}
+        padding = _padding(3, self.stem_stride, self.uneven)
+        stem = ConvNorm(32, 3, self.stem_stride, padding, name="stem", **form)
+        x = self.kept(stem(x, train=train, mask=mask))
         total, made = sum(stage.blocks for stage in self.stages), 0
         for s, stage in enumerate(self.stages, 1):
             for i in range(stage.blocks):
                 own, drop = stage._replace(stride=1 if i else stage.stride), self.drop_connect * made / total
-                block = InvertedBlock(own, self.kernel_init, drop, name=f"stage{s}_block{i + 1}", **self.shared)
+                block = InvertedBlock(own, drop=drop, name=f"stage{s}_block{i + 1}", **blocks)
                 x, made = block(x, train=train, mask=mask), made + 1
             x = self.kept(x)
         if self.last is not None:
@@ -120,4 +138,4 @@ class EfficientNet(Normalised):
 def flamby_efficientnet(norm: str = "batch", **types: Any) -> EfficientNet:
     """The benchmark FLamby's network for Fed-ISIC2019; what `EfficientNet` takes beside its form."""
     kind = "slow_batch" if norm == "batch" else norm
-    return EfficientNet(stem_stride=2, dropout=0.2, drop_connect=0.2, norm=kind, **types)
+    return EfficientNet(stem_stride=2, dropout=0.2, drop_connect=0.2, uneven=True, norm=kind, **types)

@@ -104,7 +104,7 @@ class Conv(Typed):
       features: output channels.
       kernel_size: side of the square kernel.
       stride: of both sides.
-      padding: "SAME", "VALID" or the number of zeros at each edge.
+      padding: "SAME", "VALID", the number of zeros at each edge, or those before and after the image on either side.
       use_bias: bias initialised as `linear_bias_init`.
       groups: of channels, each convolved by itself; as many as inputs for a depthwise convolution.
       kernel_init: `linear_init` or `conv_init`.
@@ -113,7 +113,7 @@ class Conv(Typed):
     features: int
     kernel_size: int
     stride: int = 1
-    padding: str | int = "SAME"
+    padding: str | int | tuple[int, int] = "SAME"
     use_bias: bool = True
     groups: int = 1
     kernel_init: Callable[..., jax.Array] = linear_init
@@ -126,8 +126,8 @@ class Conv(Typed):
     @property
     def geometry(self) -> tuple[tuple[int, int], Any]:
         """Strides and padding, as `client_conv` takes them."""
-        padding = self.padding if isinstance(self.padding, str) else ((self.padding, self.padding),) * 2
-        return (self.stride, self.stride), padding
+        padding = (self.padding, self.padding) if isinstance(self.padding, int) else self.padding
+        return (self.stride, self.stride), padding if isinstance(padding, str) else (padding, padding)
 
     def convolve(self, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         """The layer as a function of its parameters."""
@@ -233,8 +233,9 @@ class ConvNorm(Normalised):
 
     Attributes:
       features: output channels.
-      kernel: odd side of the kernel, padded by half of it.
+      kernel: odd side of the kernel.
       stride: of both sides.
+      padding: as `Conv` takes it; None for half of the kernel at each edge.
       groups: of channels, each convolved by itself.
       activation: None for none.
       use_bias: of the convolution.
@@ -244,6 +245,7 @@ class ConvNorm(Normalised):
     features: int
     kernel: int = 1
     stride: int = 1
+    padding: int | tuple[int, int] | None = None
     groups: int = 1
     activation: Callable[[jax.Array], jax.Array] | None = nn.relu
     use_bias: bool = False
@@ -251,8 +253,9 @@ class ConvNorm(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
+        padding = self.kernel // 2 if self.padding is None else self.padding
         conv = Conv(
-            self.features, self.kernel, self.stride, self.kernel // 2, use_bias=self.use_bias, groups=self.groups,
+            self.features, self.kernel, self.stride, padding, use_bias=self.use_bias, groups=self.groups,
             kernel_init=self.kernel_init, name="conv", **self.types,
         )  # fmt: skip
         x = norm(self.norm)(name="norm", **self.types)(conv(x), train=train, mask=mask)

@@ -214,6 +214,17 @@ def test_quantity_skew_has_unequal_clients_with_all_classes():
     assert (class_counts(balanced(5000), split.train, 10)[sizes > 200] > 0).all()
 
 
+@pytest.mark.parametrize("beta", [1e-6, 1e-300])
+def test_a_tiny_beta_gives_all_to_one(beta):
+    """Its gammas underflow in most draws, though by no means is the limit of Dirichlet(beta) an even one."""
+    owned, options = balanced(400), {"clients": 4, "num_classes": 10, "classes_per_client": 5}
+    for seed in range(20):
+        sizes = sorted(len(x) for x in quantity(owned, owned, clients=4, seed=seed, beta=beta).train)
+        assert sizes[:3] == [10, 10, 10]
+        split = extended_dirichlet(owned, owned, seed=seed, beta=beta, **options)
+        assert (np.sort(class_counts(owned, split.train, 10), 0)[-1] == 40).all()
+
+
 @quick
 @given(label_sets(), st.integers(1, 12), seeds)
 def test_iid_loses_and_doubles_nothing_and_is_even(labels, clients, seed):

@@ -355,6 +355,17 @@ def test_etf_refuses_too_few_features_or_classes():
         etf_from(np.ones((3, 1)))
 
 
+@pytest.mark.parametrize(("name", "side"), [("efficientnet_b0_flamby", 6), ("efficientnet_b0_isic", 7)])
+def test_flambys_network_is_padded_for_images_of_224(name, side):
+    model = build(name, num_classes=8, image_shape=(200, 200, 3)).backbone
+    x = jnp.zeros((1, 200, 200, 3))
+    _, seen = jax.eval_shape(
+        lambda key: model.init_with_output(key, x, train=False, capture_intermediates=True, mutable=True),
+        jax.random.key(0),
+    )
+    assert seen["intermediates"]["last"]["__call__"][0].shape == (1, side, side, 1280)
+
+
 def test_the_norms_of_flambys_network_are_slow():
     model = build("efficientnet_b0_flamby", num_classes=3, image_shape=(32, 32, 3)).backbone
     made = norm(model.norm)()
