@@ -87,6 +87,8 @@ class Sweep:
         """
         if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
             raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
+        if (folder / CONFIG).is_file():
+            raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
         self.folder, self._failed, self._planned = folder, failed, planned
         self.results: dict[str, Result | UserError] = {}
         self._say, self._said = say, set()
@@ -118,6 +120,8 @@ class Sweep:
                 lies["resume"] = folder
                 check_same(read_run(folder), (planned.config, planned.method), folder)
             if (summary := RunFolder(folder).summary()) is not None:
+                if "resume" not in lies:
+                    raise UserError(f"{folder} has lost its {CONFIG}, its results may be of anything: remove it.")
                 self.results[name] = summary
                 return None
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: written by Orbax in the background, checked byte by byte when they are read.
 
 A checkpoint of round `r` (the number of completed rounds) is the folder `<folder>/<r>` with up to three items: `server`
-and `clients` (arrays by name) and `record` (JSON: the history, and the name, dtype, shape and CRC-32 of every array).
+and `clients` (arrays by name) and `record` (JSON: round, history, and name, dtype, shape and CRC-32 of every array).
 It is *full* when it holds the clients; the others are server-only: good for evaluation, not for resuming.
 
 Orbax writes synchronously in one worker thread of ours. Its own asynchronous mode holds the caller up for 12 to 30 ms
@@ -235,13 +235,13 @@ class Checkpoints:
                 self._alias.cleanup()
 
     def _write(self, round: int, parts: dict[str, Arrays], history: str, changed: "_Taken | None") -> None:
+        noted: dict[str, Any] = {"round": round}
         if changed:
-            self._log.append(round, changed.rows, changed.values, changed.parts)
+            noted["logged"] = self._log.append(round, changed.rows, changed.values, changed.parts)
             self._log.merge(min(self._manager.all_steps(), default=0), changed.states)
         host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
-        inventory = {part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()}
-        logged = ', "logged": true' if changed else ""
-        content = f'{{"arrays": {json.dumps(inventory)}{logged}, "history": {history}}}'
+        noted["arrays"] = {part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()}
+        content = f'{json.dumps(noted)[:-1]}, "history": {history}}}'
         items: dict[str, Any] = {"record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})}
         for part, arrays in host.items():
             if stored := {name: a for name, a in arrays.items() if a.size}:
@@ -268,9 +268,10 @@ class Checkpoints:
                 record = self._record(round)
                 if not like.keys() <= record["arrays"].keys():
                     continue
-                logged = record.get("logged") and "clients" in like
+                logged = "logged" in record and "clients" in like
                 if logged:
-                    self._log.check(round)
+                    mark = record["logged"]
+                    self._log.check(round, None if mark is True else mark)  # where entries had none
                 wanted = like | {"clients": ()} if logged else like
                 arrays = self._load(round, record["arrays"], wanted)
             except (UserError, MemoryError, PermissionError):
@@ -296,7 +297,10 @@ class Checkpoints:
         saved = self._manager.restore(round, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
         if zlib.crc32(saved["content"].encode()) != saved["crc"]:
             raise ValueError("its record fails its checksum")
-        return json.loads(saved["content"])
+        record = json.loads(saved["content"])
+        if record.get("round", round) != round:
+            raise ValueError(f"it is that of round {record['round']}")
+        return record
 
     def _is_full(self, round: int) -> bool:
         try:

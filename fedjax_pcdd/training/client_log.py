@@ -2,7 +2,8 @@
 
 Before the first round states are functions of the seed, so they are made anew and brought up to date. An *entry* is a
 folder named after its round, with the rows that changed since the entry before (`rows.npy`) and their values, a file
-for each array of a client's state; `entry.json` has their checksums and the round of the entry before. Entries that no
+for each array of a client's state; `entry.json` has their checksums, the round of the entry before, and a *mark* of all
+that the log holds up to it, which the round's checkpoint knows, too: entries of another run are noticed. Those that no
 checkpoint needs one by one are merged, so that the log holds no more than a few times the states.
 
 Of several processes each writes the rows of its own clients: the first those of the entry, another one a *part*, a
@@ -12,10 +13,11 @@ folder `<round>.parts/<process>` that counts once the entry has its checksums.
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,15 +63,15 @@ class ClientLog:
         """Args: folder: made with the first entry."""
         self.folder = folder
 
-    def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Part] = ()) -> None:
-        """Write the entry of a round, to which parts of other processes belong that are written already."""
-        before = [r for r in self._entries() if r < round]
-        names = _names(len(values))
+    def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Part] = ()) -> int:
+        """Write the entry of a round, to which parts of other processes belong that are written already; its mark."""
+        before, names = self._needed(round - 1), _names(len(values))
         theirs = {
             f"../{round}{PARTS}/{p}/{name}": crc for p, crcs in parts for name, crc in zip(names, crcs, strict=True)
         }
-        with self._writing(str(round), max(before, default=0), theirs) as entry:
+        with self._writing(str(round), before[-1] if before else None, theirs) as entry:
             _save(entry, rows, values)
+        return _noted(self.folder / str(round))["mark"]
 
     def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> Part:
         """Write this process's part of the entry of a round, and return when it is there."""
@@ -92,18 +94,23 @@ class ClientLog:
             for leaf, new in zip(leaves, values, strict=True):
                 leaf[rows[own]] = new[own]
 
-    def check(self, round: int) -> None:
-        """ValueError where an entry that this round needs is missing or damaged."""
-        last = 0
+    def check(self, round: int, mark: int | None) -> None:
+        """ValueError where an entry that this round needs is missing, damaged or of another run.
+
+        Args:
+          mark: what `append` returned; None of a checkpoint that was written when entries had none.
+        """
+        last, known = 0, None
         for entry in self._needed(round):
-            noted = json.loads((entry / NOTED).read_text())
-            if noted["before"] != last or any(checksum(entry / name) != crc for name, crc in noted["files"].items()):
-                raise ValueError(
-                    f"the entry {entry.name} of {self.folder.name} is damaged, or the one before is missing"
-                )
-            last = _round(entry)
+            noted = _noted(entry)
+            whole = all(checksum(entry / name) == crc for name, crc in noted["files"].items())
+            if not whole or (noted["before"], noted.get("follows")) != (last, known):
+                raise ValueError(f"the entry {entry.name} of {self.folder.name} is damaged, or not of the one before")
+            last, known = _round(entry), noted.get("mark")
         if last != round:
             raise ValueError(f"the entry {round} of {self.folder.name} is missing")
+        if mark is not None and known != mark:
+            raise ValueError(f"the entry {round} of {self.folder.name} is of another run")
 
     def discard_after(self, round: int) -> None:
         """Remove the entries of later rounds, and what a killed process left behind."""
@@ -121,7 +128,7 @@ class ClientLog:
             return
         changed = [np.load(part / "rows.npy") for part in parts]
         rows = np.unique(np.concatenate(changed))
-        with self._writing(f"{_round(entries[-1])}{MERGED}", 0) as merged:
+        with self._writing(f"{_round(entries[-1])}{MERGED}", None, last=entries[-1]) as merged:
             np.save(merged / "rows.npy", rows)
             for name, leaf in zip(_names(len(leaves))[1:], leaves, strict=True):
                 shape = (len(rows), *leaf.shape[1:])
@@ -146,18 +153,33 @@ class ClientLog:
         return [path for r, path in self._entries().items() if r <= round]
 
     @contextmanager
-    def _writing(self, name: str, before: int, theirs: Mapping[str, int] = NOTHING) -> Iterator[Path]:
-        """A folder that becomes an entry, whole or not at all; checksums of files of other processes belong to it."""
+    def _writing(
+        self, name: str, before: Path | None, theirs: Mapping[str, int] = NOTHING, last: Path | None = None
+    ) -> Iterator[Path]:
+        """A folder that becomes an entry, whole or not at all; checksums of files of other processes belong to it.
+
+        Args:
+          before: the entry that it follows, None for the first.
+          last: the last one of those that it holds, where these were merged.
+        """
         unfinished, path = self.folder / f"{name}.unfinished", self.folder / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
         files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(theirs)
-        (unfinished / NOTED).write_text(json.dumps({"before": before, "files": files}))
+        noted = {"before": 0, "files": files}
+        if before is not None:
+            noted |= {"before": _round(before), "follows": _noted(before).get("mark")}
+        noted["mark"] = zlib.crc32(json.dumps(noted).encode()) if last is None else _noted(last).get("mark")
+        (unfinished / NOTED).write_text(json.dumps(noted))
         _flush(unfinished)
         if path.exists():
             shutil.rmtree(path)
         unfinished.rename(path)
+
+
+def _noted(entry: Path) -> dict[str, Any]:
+    return json.loads((entry / NOTED).read_text())
 
 
 def _parts_of(entry: Path) -> Path:
@@ -167,8 +189,7 @@ def _parts_of(entry: Path) -> Path:
 
 def _parts(entry: Path) -> list[Path]:
     """The folders of an entry with rows: its own, and those of other processes."""
-    files = json.loads((entry / NOTED).read_text())["files"]
-    return [(entry / name).parent for name in files if name.endswith("rows.npy")]
+    return [(entry / name).parent for name in _noted(entry)["files"] if name.endswith("rows.npy")]
 
 
 def _save(folder: Path, rows: np.ndarray, values: Sequence[np.ndarray]) -> None:

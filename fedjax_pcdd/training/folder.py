@@ -46,6 +46,7 @@ _DAMAGED = "{} is damaged: put it back as it was, or remove it."
 LOCK, PARTITION = "lock", "partition.npz"
 _WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "mlflow.txt", "profile")  # as numpy, which follows links
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
+_HALF_WRITTEN = re.compile(r"\.\d+\..+")
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -108,6 +109,8 @@ class RunFolder:
             if below.is_symlink() and jax.process_index() == 0:  # the folders of other processes hold links of ours
                 raise failed_write(OSError(errno.ELOOP, ""), below)
         folder.lock = Lock.take(folder.path / LOCK)
+        for half in filter(_HALF_WRITTEN.fullmatch, os.listdir(folder.path)):  # by a process that was killed
+            (folder.path / half).unlink(missing_ok=True)
         return folder
 
     def close(self) -> None:

@@ -6,7 +6,7 @@
 The file names host, process and a number that its owner raises every few seconds. On one machine the owner is dead when
 its process is gone. Of other machines, whose clocks may differ, only the number tells: it stands still for `PATIENCE`
 seconds of one's own clock. An owner that was paused for longer learns from `check` that another one has taken over.
-Within a process a lock may be taken again: it is given up as often as it was taken.
+Threads of one process exclude each other like processes.
 """
 
 import fcntl
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -24,20 +25,19 @@ from fedjax_pcdd.errors import UserError, failed_write
 
 BEAT = 5.0  # seconds between two signs of life
 PATIENCE = 30.0  # seconds without any, after which the owner on another machine is dead
-_HELD: dict[tuple[int, str], "Lock"] = {}  # by process (a fork has none) and path
 _SEEN: dict[str, tuple[bytes, float]] = {}  # of others: what their files hold, and since when
 LENGTH = 512  # bytes of the file, always as many: a sign of life changes some of them and needs no space
 
 
 class InUse(UserError):
-    """Another process writes there."""
+    """Another process, or another run of this one, writes there."""
 
 
 class Lock:
-    """A lock that this process has; `take` it."""
+    """A lock that is held; `take` it."""
 
     def __init__(self, path: Path):
-        self.path, self.times, self._beats = path, 1, 0
+        self.path, self._beats = path, 0
         host = socket.gethostname().encode("ascii", "replace").decode()[:100]
         self._own = {"host": host, "process": os.getpid(), "machine": _machine(), "started": _started(os.getpid())}
         self._own["token"] = secrets.token_hex(8)
@@ -56,23 +56,18 @@ class Lock:
           InUse: its owner lives, or is not known to be dead.
           UserError: the file cannot be written.
         """
-        key = os.getpid(), str(path.absolute())
-        if held := _HELD.get(key):
-            held.times += 1
-            return held
-        lock, until = cls(path), time.monotonic() + wait
+        lock, key, until = cls(path), str(path.absolute()), time.monotonic() + wait
         while not lock._create():
             if (content := _read(path)) is None:
                 continue  # it was given up meanwhile
             dead = _is_dead(content)
-            if dead or _stands_still(key[1], content):
+            if dead or _stands_still(key, content):
                 _remove(path, content, lock._own["token"])
             elif dead is False or time.monotonic() >= until:
                 raise InUse(f"{path.parent} is in use by {_owner(content)}: wait for it to end, or end it.")
             else:
                 time.sleep(min(BEAT / 5, max(0.0, until - time.monotonic())))
-        _SEEN.pop(key[1], None)
-        _HELD[key] = lock
+        _SEEN.pop(key, None)
         threading.Thread(target=lock._beat, name="lock", daemon=True).start()
         return lock
 
@@ -87,13 +82,10 @@ class Lock:
 
     def release(self) -> None:
         """Give it up."""
-        self.times -= 1
-        if self.times == 0:
-            self._over.set()
-            _HELD.pop((os.getpid(), str(self.path.absolute())), None)
-            content = _read(self.path)
-            if content is not None and _fields(content).get("token") == self._own["token"]:
-                self.path.unlink(missing_ok=True)
+        self._over.set()
+        content = _read(self.path)
+        if content is not None and _fields(content).get("token") == self._own["token"]:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> "Lock":
         return self
@@ -150,9 +142,9 @@ def _stands_still(path: str, content: bytes) -> bool:
 
 def _read(path: Path) -> bytes | None:
     """What a lock holds, None where there is none any more."""
-    if path.is_symlink():
-        raise UserError(f"{path} is a symbolic link, which no run makes: remove it.")
     try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for
+            raise UserError(f"{path} is a link or no file, which no run makes: remove it.")
         return path.read_bytes()[:LENGTH]
     except FileNotFoundError:
         return None
@@ -188,11 +180,11 @@ def _fields(content: bytes) -> dict[str, Any]:
 
 def _owner(content: bytes) -> str:
     fields = _fields(content)
-    return (
-        f"process {fields['process']} on {fields['host']}"
-        if {"process", "host"} <= fields.keys()
-        else "another process"
-    )
+    if not {"process", "host"} <= fields.keys():
+        return "another process"
+    if (fields["process"], fields.get("machine")) == (os.getpid(), _machine()):
+        return "another run of this process"
+    return f"process {fields['process']} on {fields['host']}"
 
 
 def _is_dead(content: bytes) -> bool | None:

@@ -66,7 +66,11 @@ class Checkpoint(Callback):
         kept = {name: own for name, callback in self._named.items() if (own := callback.state()) is not None}
         beside = {"callbacks": kept, "stopped": run.stopped, "resolved": self.resolved}
         if beside := {name: value for name, value in beside.items() if value}:
-            history = f"{history[:-1]}, {json.dumps(beside)[1:]}"
+            try:
+                history = f"{history[:-1]}, {json.dumps(beside)[1:]}"
+            except (TypeError, ValueError) as error:
+                names = " or ".join(kept)
+                raise UserError(f"the state of {names} is no JSON ({error}): return numbers or texts.") from error
         clients, storage = (state.clients, state.statistics), getattr(run.simulation, "storage", None)
         given: Any = clients
         if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):

@@ -55,6 +55,34 @@ def test_a_run_in_a_folder_is_stopped_continued_and_loaded_to_the_same_bits(fede
 
 
 @pytest.mark.thorough
+def test_a_callback_cannot_continue_the_run_that_it_is_called_by(federation, whole, tmp_path):
+    """Nor could a thread: both would write the same lines."""
+    said = []
+
+    def again(run, report):
+        with pytest.raises(fp.UserError) as caught:
+            fp.resume(tmp_path / "run", federation=federation)
+        said.append(str(caught.value))
+
+    same(
+        fp.simulate(federation, fp.FedProx(mu=0.1), rounds=3, run_dir=tmp_path / "run", callbacks=[again], **SMALL),
+        whole,
+    )
+    assert len(said) == 3
+    assert "run is in use by another run of this process" in said[0]
+
+
+@pytest.mark.thorough
+def test_a_state_that_json_does_not_know_is_a_sentence_with_the_callbacks_name(federation, tmp_path):
+    class Counter(fp.Callback):
+        def state(self):
+            return np.zeros(2)
+
+    with pytest.raises(fp.UserError, match=r"the state of .*Counter.* is no JSON"):
+        fp.simulate(federation, fp.FedAvg(), rounds=1, run_dir=tmp_path / "run", callbacks=[Counter()], **SMALL)
+
+
+@pytest.mark.thorough
 def test_the_command_line_continues_what_python_began(federation, whole, tmp_path):
     def stop(run, report):
         raise KeyboardInterrupt

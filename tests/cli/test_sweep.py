@@ -252,6 +252,16 @@ def test_a_damaged_experiment_is_one_sentence_that_names_the_file(swept, tmp_pat
     assert err.count("\n") == 1
 
 
+def test_results_without_their_options_are_nobodys(swept, tmp_path, capsys):
+    assert swept_again(swept, tmp_path / "sweep", lambda own: (own / "config.yaml").unlink()) == 2
+    assert "fedavg has lost its config.yaml" in capsys.readouterr().err
+
+
+def test_a_run_is_no_folder_for_a_sweep(swept, capsys):
+    assert sweep_main(["--method=fedavg", *SMALL, f"--sweep-dir={swept / 'fedavg'}"]) == 2
+    assert "is the folder of a run: choose another one for the sweep" in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["resolved.json", "clients.jsonl", "metrics.jsonl", "mine.jsonl", "partition.npz"])
 def test_what_a_finished_experiment_does_not_need_may_be_damaged(swept, tmp_path, monkeypatch, name):

@@ -188,6 +188,14 @@ def test_force_completes_a_server_only_checkpoint_of_the_same_round(opened):
     assert checkpoints.restore(server(0), clients(0)).round == 4
 
 
+def test_a_checkpoint_in_the_place_of_another_round_is_noticed(tmp_path, opened, sentences):
+    save(opened(keep=4), 1, 2, 3)
+    shutil.rmtree(tmp_path / "3")
+    (tmp_path / "2").rename(tmp_path / "3")
+    assert opened().restore(server(0), clients(0)).round == 1
+    assert sentences == ["checkpoint of round 3 is damaged (it is that of round 2): continuing from round 1"]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, opened, sentences, damage):
     save(opened(), 1, 2, 3)

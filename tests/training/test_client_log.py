@@ -22,10 +22,10 @@ def states(value=0.0):
     return {"a": np.full((6, 2), value, np.float32), "b": [np.full(6, int(value))]}
 
 
-def written(folder, rounds=8):
+def written(folder, rounds=8, seed=0):
     """A log of some rounds, and what the states were after each."""
     log, now, history = ClientLog(folder), states(), {0: states()}
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     for r in range(1, rounds + 1):
         rows = np.sort(rng.choice(6, 3, replace=False))
         now["a"][rows], now["b"][0][rows] = rng.normal(size=(3, 2)), r
@@ -36,7 +36,7 @@ def written(folder, rounds=8):
 
 def assert_replays(log, round, expected):
     fresh = states()
-    log.check(round)
+    log.check(round, None)
     log.replay(round, fresh)
     np.testing.assert_array_equal(fresh["a"], expected["a"])
     np.testing.assert_array_equal(fresh["b"][0], expected["b"][0])
@@ -85,8 +85,45 @@ def test_damage_is_noticed(tmp_path, damage):
     else:
         shutil.rmtree(tmp_path / ("4" if damage == "remove entry" else "8"))
     with pytest.raises((ValueError, FileNotFoundError)):
-        log.check(8)
-    log.check(3)
+        log.check(8, None)
+    log.check(3, None)
+
+
+def mark_of(entry):
+    return json.loads((entry / "entry.json").read_text())["mark"]
+
+
+def test_entries_of_another_run_are_noticed(tmp_path):
+    log, _ = written(tmp_path / "a")
+    written(tmp_path / "b", seed=1)
+    mark = mark_of(tmp_path / "a" / "8")
+    log.check(8, mark)
+    with pytest.raises(ValueError, match="the entry 8 of b is of another run"):
+        ClientLog(tmp_path / "b").check(8, mark)
+    shutil.rmtree(tmp_path / "a" / "4")
+    shutil.copytree(tmp_path / "b" / "4", tmp_path / "a" / "4")
+    with pytest.raises(ValueError, match="the entry 4 of a is damaged, or not of the one before"):
+        log.check(8, mark)
+
+
+def test_a_merged_entry_has_the_mark_of_its_last_one(tmp_path):
+    log, _ = written(tmp_path)
+    five, eight = mark_of(tmp_path / "5"), mark_of(tmp_path / "8")
+    log.merge(5, states())
+    log.check(5, five)
+    log.check(8, eight)
+
+
+def test_entries_without_marks_are_still_read_and_followed_by_some_with(tmp_path):
+    log, history = written(tmp_path, rounds=3)
+    for entry in tmp_path.iterdir():
+        noted = json.loads((entry / "entry.json").read_text())
+        (entry / "entry.json").write_text(json.dumps({"before": noted["before"], "files": noted["files"]}))
+    assert_replays(log, 3, history[3])
+    mark = log.append(4, np.array([0]), [np.zeros((1, 2), np.float32), np.zeros(1, int)])
+    log.check(4, mark)
+    log.merge(3, states())
+    log.check(4, mark)
 
 
 def written_by_three(folder, rounds=8):
@@ -127,12 +164,12 @@ def test_damage_of_a_part_is_noticed(tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    log.check(3)
+    log.check(3, None)
     with pytest.raises(ValueError, match=r"entry 4 of .* is damaged"):
-        log.check(8)
+        log.check(8, None)
     shutil.rmtree(file.parent)
     with pytest.raises(FileNotFoundError):
-        log.check(8)
+        log.check(8, None)
 
 
 RUN = ["--method=scaffold", "--rounds=4", "--cohort=3", "--clients=8", "--local-epochs=1", "--fine-tune-epochs=0"]
@@ -170,6 +207,18 @@ def test_a_run_is_resumed_from_its_log_to_the_same_bits(whole, tmp_path, damaged
     assert main([f"--resume={tmp_path / 'run'}", "--no-quiet"]) == 0
     assert rows(tmp_path / "run") == rows(whole)
     assert ("checkpoint of round 3 is damaged" in capsys.readouterr().err) == damaged
+
+
+@pytest.mark.thorough
+def test_states_of_another_run_are_not_trained_on(whole, tmp_path, capsys):
+    other, folder = tmp_path / "other", tmp_path / "run"
+    assert main([*RUN, "--client-state=disk", "--seed=1", f"--run-dir={other}"]) == 0
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "4")
+    shutil.rmtree(folder / "clients")
+    shutil.copytree(other / "clients", folder / "clients")
+    assert main([f"--resume={folder}"]) == 2
+    assert "the entry 3 of clients is of another run" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

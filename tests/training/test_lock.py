@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -66,12 +68,27 @@ def test_a_lock_is_gone_when_it_is_given_up(path):
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_process_may_take_its_own_lock_again(path):
-    with Lock.take(path):
-        with Lock.take(path) as again:
-            again.check()
-        again.check()
+def test_a_process_that_has_a_lock_is_refused_it_in_every_thread(path):
+    with Lock.take(path) as lock, ThreadPoolExecutor(1) as thread:
+        for take in (Lock.take, lambda path: thread.submit(Lock.take, path).result()):
+            with pytest.raises(InUse, match="in use by another run of this process: wait for it to end"):
+                take(path)
+        lock.check()
     assert not path.exists()
+
+
+def test_of_threads_that_take_a_lock_at_once_one_has_it(path):
+    def take(_):
+        together.wait()
+        try:
+            return Lock.take(path)
+        except InUse:
+            return None
+
+    together = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as threads:
+        (lock,) = filter(None, threads.map(take, range(8)))
+    lock.release()
 
 
 def test_the_lock_of_a_live_process_is_refused_at_once_and_taken_over_when_it_is_killed(path):
@@ -158,9 +175,15 @@ def test_the_owner_raises_its_number_and_writes_to_no_file_but_its_own(path, qui
 
 def test_a_link_is_no_lock(path):
     path.symlink_to(path.parent / "elsewhere")
-    with pytest.raises(UserError, match="is a symbolic link"):
+    with pytest.raises(UserError, match="is a link or no file"):
         Lock.take(path)
     assert not (path.parent / "elsewhere").exists()
+
+
+def test_a_pipe_is_no_lock_and_is_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="is a link or no file"):
+        Lock.take(path)
 
 
 def test_a_folder_that_takes_no_file_is_a_sentence(tmp_path):

@@ -38,7 +38,16 @@ def console():
 
 
 def test_a_run_can_be_opened_again_with_its_configuration(folder):
+    folder.close()
     assert (RunFolder.open(str(folder.path)).path / CONFIG).read_text() == "method: fedavg\n"
+
+
+def test_what_a_killed_process_left_half_written_goes_when_the_run_is_opened(folder):
+    folder.close()
+    for name in (".123.partition.png", ".mine.png"):
+        (folder.path / name).write_text("")
+    RunFolder.open(folder.path).close()
+    assert {path.name for path in folder.path.iterdir()} == {CONFIG, ".mine.png"}
 
 
 def test_a_folder_that_holds_a_run_is_refused(folder):
