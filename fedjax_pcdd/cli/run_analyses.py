@@ -18,7 +18,7 @@ from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
 from fedjax_pcdd.report.grouping import differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
-from fedjax_pcdd.training.build import build_model, default_model
+from fedjax_pcdd.training.build import build_model, default_model, spoken_of
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.progress import with_pa_named
@@ -97,7 +97,7 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
         raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
     dataset = sources.load(config.dataset, config.data_dir)
     name = (config.models or config.model or default_model(dataset)).split(",")[0]
-    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:])
+    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:], spoken_of(config, method))
     names = ("up", "down", "client", "held")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
     return counts, {one: in_words(getattr(counts, one), counts, dataset.num_classes) for one in names}, cohort

@@ -74,6 +74,16 @@ def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
     assert float(total) == pytest.approx(2 * float(each), abs=0.06)
 
 
+def test_traffic_of_a_run_counts_its_own_public_images(tmp_path, capsys):
+    """A whole batch of the 1000 that digits have, not the 5000 of the tables."""
+    for name, options in {"default": {}, "fewer": {"public_samples": 250, "public_batch": 96}}.items():
+        write_run(tmp_path / name, method="fedmd", clients=50, cohort=50, **options)
+    lines = cells(said(capsys, "traffic", tmp_path))
+    assert {name: line[:2] for name, line in lines.items()} == {name: ["N C", "N C"] for name in ("default", "fewer")}
+    for name, number in (("default", 512), ("fewer", 192)):
+        assert lines[name][2] == f"{2 * 10 * number * 50 * 4e-6:.2f}"
+
+
 @pytest.mark.thorough
 def test_burden_of_a_run_is_beside_fedavg(run, capsys):
     found = cells(said(capsys, "burden", run))
