@@ -140,6 +140,25 @@ def test_bilateral_curves_of_other_settings_of_the_method_stay_apart_and_a_copie
     assert found == {"phi=identity)": ("50.00", "1"), "phi=none)": ("25.00", "1")}
 
 
+def test_bilateral_curves_of_each_partition_stay_apart(tmp_path, capsys):
+    options = [
+        {"partition": "quantity", "beta": 0.1}, {"partition": "quantity", "beta": 0.5}, {"partition": "dirichlet"},
+        *(
+            {"partition": "extended_dirichlet", "classes_per_client": classes, "beta": beta}
+            for classes, beta in ((2, 0.1), (2, 1), (3, 1))
+        ),
+        {"partition": "pcdd", "classes_per_client": 2}, {"partition": "pcdd", "classes_per_client": 2, "clients": 5},
+        *({"partition": f"{folder}/lists.npz"} for folder in "ab"),
+    ]  # fmt: skip
+    for i, one in enumerate(options):
+        write_run(tmp_path / str(i), method="fedgela", origin={"hyperparameters": {"ew": 1.0}}, **one)
+    assert list(cells(said(capsys, "bilateral", tmp_path))) == [
+        "digits quantity0.1, 10 clients", "digits quantity0.5, 10 clients", "digits dirichlet0.1, 10 clients",
+        "digits P10C2dirichlet0.1", "digits P10C2dirichlet1", "digits P10C3dirichlet1", "digits P10C2", "digits P5C2",
+        "digits a/lists.npz", "digits b/lists.npz",
+    ]  # fmt: skip
+
+
 def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):
     moments = {"fedgela": "during training", "fedavg": "global model fine-tuned for 10 epochs"}
     for method, protocol in moments.items():
