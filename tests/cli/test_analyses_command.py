@@ -101,6 +101,22 @@ def test_rounds_are_counted_to_the_accuracy_of_fedavg(tmp_path, capsys):
     assert found["b"][:2] == ["7", "1.429"]  # 0.8 * 7 / 10 is the first above 0.5
 
 
+def test_fedavg_of_another_data_set_is_no_reference(tmp_path, capsys):
+    """Lists of the same indices are another partition there."""
+    random = np.random.default_rng(0)
+    labels = np.arange(40) % 10
+    for name in ("alpha", "beta"):
+        images = random.integers(0, 256, (40, 8, 8), np.uint8)
+        np.savez(tmp_path / f"{name}.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    own = {"data_dir": tmp_path, "cohort": 2, "clients": 2, "model": "mlp"}
+    write_run(tmp_path / "runs" / "fedavg", 0.4, dataset="alpha", **own)
+    write_run(tmp_path / "runs" / "other", 0.8, dataset="beta", method="fedprox", **own)
+    write_run(tmp_path / "runs" / "same", 0.8, dataset="alpha", method="fedprox", **own)
+    burdens, rounds = (cells(said(capsys, name, tmp_path / "runs")) for name in ("burden", "rounds"))
+    assert (burdens["other"][4], burdens["same"][4]) == ("-", "1")
+    assert (rounds["other"][0], rounds["same"][0]) == ("-", "2")
+
+
 def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys):
     write_run(tmp_path / "a", ga=0.1, rounds=10, lr=0.01)
     write_run(tmp_path / "b", ga=0.5, rounds=10, lr=0.05)
