@@ -3,7 +3,7 @@
 A job is traced, not run. Sent up is what `upload` returns, sent down is every array of the server's state that a
 client's job depends on and that `aggregate` changes (what never changes is handed out once), held is what the local
 steps and the upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C
-classes, D features.
+classes, D features, N public images that a client speaks of in the round.
 """
 
 import math
@@ -25,12 +25,12 @@ from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import Tree, facts_of, unlabelled
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Context, Keys, Local, Message, Method, ServerContext
+from fedjax_pcdd.methods.method import Context, Derived, Keys, Local, Message, Method, ServerContext
 from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select, size
 
-PUBLIC = 5000  # N, public images
+PUBLIC = 5000  # N where no run says it
 
 
 class Traffic(NamedTuple):
@@ -43,17 +43,19 @@ class Traffic(NamedTuple):
     model: int  # P + Q of the model that this method trains
     head: int  # of them in the head
     features: int  # D
+    public: int = 0  # N
 
 
-def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> Traffic:
+def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], public: int = PUBLIC) -> Traffic:
     """Count for one method.
 
     Args:
       method: as made from its options.
       model: the plain model, before `Method.build`.
       image_shape: (H, W, channels).
+      public: N, of a run as `training.build.spoken_of` counts them.
     """
-    simulated = _simulation(method, model, image_shape)
+    simulated = _simulation(method, model, image_shape, public)
     method, (job, server, client, lane, sent) = select(simulated.methods, 0), _traced(simulated)
     needed = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
     changed = _changed(simulated, method, server, sent)
@@ -62,17 +64,24 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> 
     down = sum(x.size for x, used, moves in leaves if used and moves)
     held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
-    logits, aims = _exchanged(simulated, method, client, image_shape) if method.traits().exchange != "never" else (0, 0)
+    exchanges = method.traits().exchange != "never"
+    logits, aims = _exchanged(simulated, method, client, image_shape, public) if exchanges else (0, 0)
     return Traffic(
-        up=size(sent) + logits, down=down + aims, client=size(client), held=size(lane.variables) + sum(held),
+        up=_travelling(sent) + logits, down=down + aims, client=size(client), held=size(lane.variables) + sum(held),
         model=size(_model_part(simulated, lane.variables)), head=size(params.get("head", {})),
-        features=simulated.program.setting.feature_dim,
+        features=simulated.program.setting.feature_dim, public=public,
     )  # fmt: skip
 
 
 def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
     """Scalars that `Method.upload` sends, but for what is said of public images; arguments as `traffic`."""
-    return size(_traced(_simulation(method, model, image_shape))[-1])
+    return _travelling(_traced(_simulation(method, model, image_shape, PUBLIC))[-1])
+
+
+def _travelling(sent: Message) -> int:
+    """Scalars of a message, but for what the server makes itself."""
+    parts = jax.tree.leaves(sent, is_leaf=lambda part: isinstance(part, Derived))
+    return size([part for part in parts if not isinstance(part, Derived)])
 
 
 def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
@@ -133,11 +142,13 @@ class _Job:
         return select(self.simulated.methods, 0).upload(lane.variables, summary, context)
 
 
-def _exchanged(simulated: Simulation, method: Any, client: Tree, image_shape: tuple[int, ...]) -> tuple[int, int]:
+def _exchanged(
+    simulated: Simulation, method: Any, client: Tree, image_shape: tuple[int, ...], number: int
+) -> tuple[int, int]:
     """What a participant says of N public images, and what it is to imitate."""
     program = simulated.program
-    images = jax.ShapeDtypeStruct((PUBLIC, *image_shape), jnp.float32)
-    public = jax.eval_shape(lambda: method.init_public(program.setting, PUBLIC))
+    images = jax.ShapeDtypeStruct((number, *image_shape), jnp.float32)
+    public = jax.eval_shape(lambda: method.init_public(program.setting, number))
 
     def exchange(client, images):
         first = jnp.zeros((), jnp.int32)
@@ -189,7 +200,7 @@ def _model_part(simulated: Simulation, variables: Tree) -> Tree:
     return {name: tree for name, tree in own.items() if name in variables}
 
 
-def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> Simulation:
+def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...], number: int) -> Simulation:
     """Two clients with a few made-up samples; nothing of it is run."""
     classes = model.num_classes
     labels = np.arange(2 * classes) % classes
@@ -198,7 +209,7 @@ def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...])
     held = Lists.of(halves) if method.traits().validation else None
     parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), held)
     pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
-    public = (np.zeros((PUBLIC, *image_shape), np.uint8), pipeline) if method.traits().public else None
+    public = (np.zeros((number, *image_shape), np.uint8), pipeline) if method.traits().public else None
     return Simulation(
         method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
         cohort=2, public=public,
@@ -216,8 +227,10 @@ def in_words(count: int, sizes: Traffic, classes: int) -> str:
     '2P + C D'
     >>> in_words(168, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
     '2P - head + 1'
+    >>> in_words(136, Traffic(0, 0, 0, 0, 100, 33, 8, public=12), 3)
+    'P + N C'
     """
-    prototypes, logits = classes * sizes.features, PUBLIC * classes
+    prototypes, logits = classes * sizes.features, sizes.public * classes
     known = {logits: "N C", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
     known |= {prototypes * sizes.features + prototypes + classes: "C(1+D+D²)", sizes.features: "D"}
     known |= {-sizes.head: "-head", 1 - sizes.head: "-head + 1"} if sizes.head else {}

@@ -26,7 +26,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import Cell as Entry
 from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
-from fedjax_pcdd.training.build import build_model, load
+from fedjax_pcdd.training.build import build_model, load, spoken_of
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.outside import origins_of
@@ -227,7 +227,8 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
     """Scalars that a client and the server send each other in a round."""
     config, method = configure(options(plan, cell, trial, 0, more))
     dataset = load(config)
-    counts = traffic(method, build_model(config, cell.network, dataset), dataset.x_train.shape[1:])
+    model, shape = build_model(config, cell.network, dataset), dataset.x_train.shape[1:]
+    counts = traffic(method, model, shape, spoken_of(config, method))
     return counts.up + counts.down
 
 

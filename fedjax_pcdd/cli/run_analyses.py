@@ -13,12 +13,13 @@ from fedjax_pcdd.analysis.traffic import traffic as counted
 from fedjax_pcdd.data import sources
 from fedjax_pcdd.data.lists import load_partition
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.expected import EIGENVALUES, EXPECTED, read_expected
-from fedjax_pcdd.report.grouping import differing, newest
+from fedjax_pcdd.report.grouping import data_of, differing, newest
 from fedjax_pcdd.report.tables import Cell, markdown, over_seeds, shown, texts
 from fedjax_pcdd.report.targets import BEST, LAST, REFERENCE, reached
-from fedjax_pcdd.training.build import build_model, default_model
+from fedjax_pcdd.training.build import build_model, default_model, spoken_of
 from fedjax_pcdd.training.config import RUN, parse_config
 from fedjax_pcdd.training.folder import TRACK, RunFolder
 from fedjax_pcdd.training.progress import with_pa_named
@@ -97,7 +98,7 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
         raise UserError(f"{record.path} is a run over the domains of a task, which are not counted: leave it out.")
     dataset = sources.load(config.dataset, config.data_dir)
     name = (config.models or config.model or default_model(dataset)).split(",")[0]
-    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:])
+    counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:], spoken_of(config, method))
     names = ("up", "down", "client", "held")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
     return counts, {one: in_words(getattr(counts, one), counts, dataset.num_classes) for one in names}, cohort
@@ -275,11 +276,11 @@ def _chosen_on(records: list[RunRecord]) -> str:
 
 
 def _partition_of(record: RunRecord) -> str:
-    """Data set, partition and number of clients, as `cifar10 dirichlet 0.1, 10 clients`."""
-    config = record.config
-    detail = {"dirichlet": f" {config['beta']:g}", "pcdd": f" {config['classes_per_client']}"}
-    name = f"{record.dataset} {config['partition']}{detail.get(config['partition'], '')}"
-    return f"{name}, {config['clients']} clients" if config["clients"] else name
+    """Data set, partition and number of clients, as `cifar10 dirichlet0.1, 10 clients` or `cifar10 P10C2`."""
+    dataset, tag = data_of(record)
+    partition, clients = record.config["partition"], record.config["clients"]
+    tag = partition if tag == short_name(partition) else tag  # files of several folders may have one name
+    return f"{dataset} {tag}, {clients} clients" if clients and f"P{clients}C" not in tag else f"{dataset} {tag}"
 
 
 def grid(records: list[RunRecord], given: Options) -> str:

@@ -4,7 +4,7 @@ Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning
 Server form (default, one architecture): sent as FedAvg; the weighted mean of the models is then trained on the server
 for `server_steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
 teachers are fixed meanwhile, so they look at public images once, in eval mode and without augmentation: here when
-they upload, so the count of what is sent has these N C logits, which a server with the models makes itself.
+they upload. The count of what is sent leaves these N C logits out, as a server with the models makes them itself.
 Participants' form (`form=participants`, FCCL's comparison): logits travel, and all take a step towards their
 mean on each public batch.
 """
@@ -16,7 +16,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
-from fedjax_pcdd.methods.method import Message, Method, Traits, hyperparameter
+from fedjax_pcdd.methods.method import Derived, Message, Method, Traits, hyperparameter
 from fedjax_pcdd.methods.participant import Exchanging, over_all
 from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import forward
@@ -74,14 +74,14 @@ class FedDF(Exchanging):
             return ensemble_target(logits[None], form=self.ensemble, temperature=self.temperature)
 
         taught = over_all(teach, context.public.images.shape[0], 500)
-        return (), Message(mean=variables, total=taught)
+        return (), Message(mean=variables, total=Derived(taught))
 
     def aggregate(self, server, message, weights, context):
         """The weighted mean of the models, if there are any, after `server_steps` steps towards the ensemble."""
         if not self._at_server:
             return server
         server = Method.aggregate(self, server, message, weights, context)
-        return self._distilled(server, message.total / context.count, context) if self.server_steps else server
+        return self._distilled(server, message.total.value / context.count, context) if self.server_steps else server
 
     def _distilled(self, server, total, context):
         schedule = optax.cosine_decay_schedule(self.server_lr, self.server_decay_steps)

@@ -333,6 +333,12 @@ class Message(NamedTuple):
     each: Tree = ()
 
 
+class Derived(NamedTuple):
+    """A part of a message that a server with the clients' models makes itself: it is not counted as sent."""
+
+    value: Tree
+
+
 class Server(NamedTuple):
     """The server of a method that shares one model and nothing else."""
 

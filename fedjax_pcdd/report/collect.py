@@ -95,7 +95,7 @@ class RunRecord:
 
     @cached_property
     def partition(self) -> str | None:
-        """A digest of who holds which samples; None where the folder does not say, UserError where it is damaged."""
+        """A digest of the data set and who holds what of it; None if the folder does not say, UserError if damaged."""
         path = self.path / "partition.npz"
         if not path.is_file():
             return None
@@ -104,7 +104,8 @@ class RunRecord:
                 parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
         except Exception:  # of a damaged archive almost anything is raised
             raise UserError(f"{path} is damaged: resume the run, or leave it out.") from None
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+        # Of data sets of one size equal indices are other samples.
+        return hashlib.sha256(b"".join([self.dataset.encode(), *parts])).hexdigest()
 
     @cached_property
     def tracked(self) -> list[dict[str, Any]]:

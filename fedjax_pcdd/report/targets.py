@@ -49,7 +49,7 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
 
 
 def reference(run: RunRecord, references: Sequence[RunRecord]) -> RunRecord | None:
-    """The run of the same seed, rounds and partition with the same options of the run.
+    """The run of the same seed, rounds, data set and partition with the same options of the run.
 
     Where none has these it is the only experiment among them, and None where there are several.
     """

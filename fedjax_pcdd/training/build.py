@@ -145,6 +145,22 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
     return images if shape[2] == 3 else np.round(images.mean(-1, keepdims=True)).astype(np.uint8)
 
 
+def spoken_of(config: RunConfig, method: Method) -> int:
+    """N, public images that a client speaks of in a round; batch by batch those of whole batches, in every pass.
+
+    Raises:
+      UserError: the method needs some, and no data set of them is named.
+    """
+    traits = method.traits()
+    if not traits.needs_public:
+        return 0
+    _, samples = _public_set(config)
+    if traits.exchange == "never" or traits.targets == "round":
+        return samples
+    batch = min(config.public_batch, samples)
+    return samples // batch * batch * (getattr(method, "public_epochs", None) or 1)
+
+
 def public_labels(config: RunConfig) -> np.ndarray:
     """Labels [N] of these images; UserError where they have none."""
     name, samples = _public_set(config)

@@ -134,6 +134,16 @@ def test_the_committed_results_are_of_the_packaged_plan():
     assert known
 
 
+@pytest.mark.parametrize("method", ["fedmd", "rcfl", "fedmatch", "feddf"])
+def test_committed_floats_are_those_of_the_public_images_that_were_used(method):
+    root = Path(__file__).parents[2]
+    plan = leaderboard.read_plan(root / "experiments" / "equal_data" / "digits.yaml")
+    cell = leaderboard.Cell("mlp", "digits", method)
+    committed = json.loads(cell.path(root / "results" / "leaderboard").read_text())
+    one_way = {"fedmd": 5120, "rcfl": 10_000, "fedmatch": 7680, "feddf": 64 * 200 + 200 + 200 * 10 + 10}[method]
+    assert leaderboard.sent(plan, cell, committed["chosen"], {}) == committed["floats"] == 2 * one_way
+
+
 def test_a_split_with_a_slash_in_its_name_has_its_results_beside_the_others(tmp_path):
     cell = leaderboard.Cell("mine/net.py:Net", "a/b", "fedavg")
     leaderboard.write_result(made("fedavg", [0.5]), cell.path(tmp_path))

@@ -74,6 +74,16 @@ def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
     assert float(total) == pytest.approx(2 * float(each), abs=0.06)
 
 
+def test_traffic_of_a_run_counts_its_own_public_images(tmp_path, capsys):
+    """A whole batch of the 1000 that digits have, not the 5000 of the tables."""
+    for name, options in {"default": {}, "fewer": {"public_samples": 250, "public_batch": 96}}.items():
+        write_run(tmp_path / name, method="fedmd", clients=50, cohort=50, **options)
+    lines = cells(said(capsys, "traffic", tmp_path))
+    assert {name: line[:2] for name, line in lines.items()} == {name: ["N C", "N C"] for name in ("default", "fewer")}
+    for name, number in (("default", 512), ("fewer", 192)):
+        assert lines[name][2] == f"{2 * 10 * number * 50 * 4e-6:.2f}"
+
+
 @pytest.mark.thorough
 def test_burden_of_a_run_is_beside_fedavg(run, capsys):
     found = cells(said(capsys, "burden", run))
@@ -89,6 +99,22 @@ def test_rounds_are_counted_to_the_accuracy_of_fedavg(tmp_path, capsys):
     found = cells(said(capsys, "rounds", tmp_path))
     assert found["a"][:2] == ["10", "1"]
     assert found["b"][:2] == ["7", "1.429"]  # 0.8 * 7 / 10 is the first above 0.5
+
+
+def test_fedavg_of_another_data_set_is_no_reference(tmp_path, capsys):
+    """Lists of the same indices are another partition there."""
+    random = np.random.default_rng(0)
+    labels = np.arange(40) % 10
+    for name in ("alpha", "beta"):
+        images = random.integers(0, 256, (40, 8, 8), np.uint8)
+        np.savez(tmp_path / f"{name}.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    own = {"data_dir": tmp_path, "cohort": 2, "clients": 2, "model": "mlp"}
+    write_run(tmp_path / "runs" / "fedavg", 0.4, dataset="alpha", **own)
+    write_run(tmp_path / "runs" / "other", 0.8, dataset="beta", method="fedprox", **own)
+    write_run(tmp_path / "runs" / "same", 0.8, dataset="alpha", method="fedprox", **own)
+    burdens, rounds = (cells(said(capsys, name, tmp_path / "runs")) for name in ("burden", "rounds"))
+    assert (burdens["other"][4], burdens["same"][4]) == ("-", "1")
+    assert (rounds["other"][0], rounds["same"][0]) == ("-", "2")
 
 
 def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys):
@@ -128,6 +154,25 @@ def test_bilateral_curves_of_other_settings_of_the_method_stay_apart_and_a_copie
     rows = [line.split("|") for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
     found = {row[1].partition("(")[2].strip(): (row[3].strip(), row[5].strip()) for row in rows}
     assert found == {"phi=identity)": ("50.00", "1"), "phi=none)": ("25.00", "1")}
+
+
+def test_bilateral_curves_of_each_partition_stay_apart(tmp_path, capsys):
+    options = [
+        {"partition": "quantity", "beta": 0.1}, {"partition": "quantity", "beta": 0.5}, {"partition": "dirichlet"},
+        *(
+            {"partition": "extended_dirichlet", "classes_per_client": classes, "beta": beta}
+            for classes, beta in ((2, 0.1), (2, 1), (3, 1))
+        ),
+        {"partition": "pcdd", "classes_per_client": 2}, {"partition": "pcdd", "classes_per_client": 2, "clients": 5},
+        *({"partition": f"{folder}/lists.npz"} for folder in "ab"),
+    ]  # fmt: skip
+    for i, one in enumerate(options):
+        write_run(tmp_path / str(i), method="fedgela", origin={"hyperparameters": {"ew": 1.0}}, **one)
+    assert list(cells(said(capsys, "bilateral", tmp_path))) == [
+        "digits quantity0.1, 10 clients", "digits quantity0.5, 10 clients", "digits dirichlet0.1, 10 clients",
+        "digits P10C2dirichlet0.1", "digits P10C2dirichlet1", "digits P10C3dirichlet1", "digits P10C2", "digits P5C2",
+        "digits a/lists.npz", "digits b/lists.npz",
+    ]  # fmt: skip
 
 
 def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_path, capsys):

@@ -6,10 +6,10 @@ import pytest
 
 from catalogue import BLOCK, markdown
 from fedjax_pcdd import models
-from fedjax_pcdd.analysis.traffic import Traffic, in_words, traffic
+from fedjax_pcdd.analysis.traffic import PUBLIC, Traffic, in_words, traffic
 from fedjax_pcdd.cli.help import method_rows as rows
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods import METHODS, get
 
 README = Path(__file__).parents[2] / "README.md"
 SHAPE = (8, 8, 1)
@@ -18,8 +18,9 @@ HEAD = C * D + C
 GENERATOR = (32 + C) * 256 + 256 + 4 * 256 + 256 * D + D  # two layers, batch norm with statistics
 
 
-def counted(name, **hyper) -> Traffic:
-    return traffic(METHODS[name](**hyper), models.build("mlp", num_classes=C, image_shape=SHAPE), SHAPE)
+def counted(name, public=PUBLIC, **hyper) -> Traffic:
+    plain = models.build("mlp", num_classes=C, image_shape=SHAPE)
+    return traffic(get(name)(**hyper), plain, SHAPE, public)
 
 
 @pytest.mark.thorough
@@ -46,6 +47,17 @@ def test_traffic_is_that_of_the_equations(name, down, up, client):
 @pytest.mark.parametrize(("name", "held"), [("fedavg", P), ("fedprox", 2 * P), ("feddyn", 3 * P), ("scaffold", 4 * P)])
 def test_a_client_holds_what_the_equations_need(name, held):
     assert counted(name).held == held
+
+
+def test_of_public_images_as_many_count_as_there_are():
+    sizes = counted("fedmatch", public=96)
+    assert (sizes.down, sizes.up) == (2 * 96 * C, 96 * C)
+    assert [in_words(count, sizes, C) for count in (sizes.down, sizes.up)] == ["2 N C", "N C"]
+
+
+def test_logits_that_a_server_with_the_models_makes_are_not_sent():
+    assert counted("feddf").up == P
+    assert counted("feddf+prototypes").up == P + C * D + C
 
 
 @pytest.mark.thorough

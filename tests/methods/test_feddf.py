@@ -79,7 +79,7 @@ def test_the_learning_rate_falls_to_nothing():
 @pytest.mark.thorough
 def test_teachers_count_equally_in_the_target():
     method = FedDF()
-    parts = [method.upload(v, (), context(public=PUBLIC))[1].total for v in TEACHERS]
+    parts = [method.upload(v, (), context(public=PUBLIC))[1].total.value for v in TEACHERS]
     expected = jnp.stack([logits(v, prepared(jnp.arange(20), None)) for v in TEACHERS]).mean(0)
     np.testing.assert_allclose(sum(parts) / len(parts), expected, 1e-5, 1e-6)
 

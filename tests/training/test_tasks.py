@@ -12,6 +12,8 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import tasks
+from fedjax_pcdd.training.build import spoken_of
+from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.setup import Setup
 from fedjax_pcdd.training.tasks import ParticipantSetup, TaskSetup, intra_and_inter
 
@@ -293,6 +295,15 @@ def test_public_images_are_those_asked_for(monkeypatch, tmp_path):
         monkeypatch, tmp_path, "--task=digits_domains", "--method=fccl", "--public-samples=9", "--public-batch=4"
     )
     assert (noted["public"].images.shape, noted["public"].batch) == ((9, 16, 16, 3), 4)
+
+
+@pytest.mark.parametrize(("options", "number"), [({}, 8), ({"public_epochs": 3}, 24), ({"consensus": "per_round"}, 9)])
+def test_what_is_counted_as_spoken_of_is_what_an_exchange_uses(options, number):
+    config, method = build({"method": "fedmd", "public_samples": 9, "public_batch": 4, **options})
+    assert spoken_of(config, method) == number
+    groups = tasks.setup([(config, method)]).make(1)
+    spoken = len(groups.images) if groups.traits.targets == "round" else groups.public_plan(1).size
+    assert spoken == number
 
 
 def test_tasks_are_listed(capsys):
