@@ -31,6 +31,7 @@ from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select, size
 
 PUBLIC = 5000  # N where no run says it
+PARTICIPANTS = 100  # of an exchange, more than anybody hears of
 
 
 class Traffic(NamedTuple):
@@ -64,10 +65,12 @@ def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], pub
     down = sum(x.size for x, used, moves in leaves if used and moves)
     held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
-    exchanges = method.traits().exchange != "never"
+    traits = method.traits()
+    exchanges, averaged = traits.exchange != "never", size(client) if traits.averages != "never" else 0
     logits, aims = _exchanged(simulated, method, client, image_shape, public) if exchanges else (0, 0)
     return Traffic(
-        up=_travelling(sent) + logits, down=down + aims, client=size(client), held=size(lane.variables) + sum(held),
+        up=_travelling(sent) + logits + averaged, down=down + aims + averaged,
+        client=size(client), held=size(lane.variables) + sum(held),
         model=size(_model_part(simulated, lane.variables)), head=size(params.get("head", {})),
         features=simulated.program.setting.feature_dim, public=public,
     )  # fmt: skip
@@ -157,9 +160,9 @@ def _exchanged(
             facts_of(program, simulated.data, 0), first, first, first, first, Keys.of(jax.random.key(0)),
         )  # fmt: skip
         logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
-        of_three = jax.tree.map(lambda x: jnp.stack([x, x, x]), logits)
+        of_all = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
-        _, aims = method.agree(zeros, of_three, jnp.ones((3, program.setting.num_classes)))
+        _, aims = method.agree(zeros, of_all, jnp.ones((PARTICIPANTS, program.setting.num_classes)))
         return logits, select(aims, 0)
 
     logits, aims = jax.eval_shape(exchange, client, images)

@@ -55,6 +55,13 @@ def test_of_public_images_as_many_count_as_there_are():
     assert [in_words(count, sizes, C) for count in (sizes.down, sizes.up)] == ["2 N C", "N C"]
 
 
+def test_of_an_exchange_every_helper_and_averaged_models_count():
+    sizes = counted("fedmatch", public=96, helpers=5)
+    assert (sizes.down, sizes.up) == (5 * 96 * C, 96 * C)
+    sizes = counted("fedmd", public=96, average="trained")
+    assert (sizes.down, sizes.up) == (96 * C + P, 96 * C + P)
+
+
 def test_logits_that_a_server_with_the_models_makes_are_not_sent():
     assert counted("feddf").up == P
     assert counted("feddf+prototypes").up == P + C * D + C
