@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
-from fedjax_pcdd.training.folder import CLAIMS, CONFIG, TRACK, RunFolder
+from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class RunRecord:
     @property
     def failure(self) -> str | None:
         """Why it failed as an experiment of a sweep, which notes that beside its folders; None for others."""
-        path = self.path.resolve()
-        file = path.parent / CLAIMS / f"{path.name}.failed"
-        return None if self.summary is not None or not file.is_file() else read_text(file).strip()
+        noted = None if self.summary is not None else failure_of(self.path.resolve())
+        return None if noted is None else noted.strip()
 
     @property
     def state(self) -> str:

@@ -55,6 +55,17 @@ def _tell(sentence: str) -> None:
         print(sentence, file=sys.stderr)
 
 
+def failure_file(folder: Path) -> Path:
+    """Where a sweep notes why the experiment of a folder failed."""
+    return folder.parent / CLAIMS / f"{folder.name}.failed"
+
+
+def failure_of(folder: Path) -> str | None:
+    """What is noted there, in which names may be other bytes than UTF-8; None for nothing."""
+    file = failure_file(folder)
+    return file.read_text(encoding="utf-8", errors="surrogateescape") if os.path.isfile(file) else None
+
+
 class RunFolder:
     """The folder of one run; `create` or `open` it to write, and `close` it."""
 
