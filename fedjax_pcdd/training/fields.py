@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from fedjax_pcdd.errors import UserError, nearest, writing
+from fedjax_pcdd.errors import UserError, nearest, shortened, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -133,9 +133,14 @@ def check(option: Option, value: Any, label: str | None = None) -> None:
     if isinstance(value, float) and abs(value) > LARGEST:
         raise UserError(f"{label} must be at most {LARGEST:.2g}, as numbers are float32, not {value:.12g}.")
     if isinstance(value, int) and not (option.high is not None or -(2**31) <= value < 2**31):
-        raise UserError(f"{label} must be at most 2147483647, not {value:.12g}.")
+        raise UserError(f"{label} must be at most 2147483647, not {_short(value)}.")
     if not all(bound is None or compare(value, bound) for _, compare, bound in _limits(option)):
-        raise UserError(f"{label} must be {bounds(option)}, not {value:.12g}.")
+        raise UserError(f"{label} must be {bounds(option)}, not {_short(value)}.")
+
+
+def _short(value: float) -> str:
+    """A number as a sentence shows it: an integer may have more digits than a float holds."""
+    return shortened(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def bounds(option: Option) -> str:

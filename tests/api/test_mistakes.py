@@ -83,6 +83,7 @@ MISTAKES = {
     "a list without models": (lambda: simulate(method="fedmd", model=[]), "model takes at least one architecture"),
     "models by objects": (lambda: simulate(models=[int, "mlp"]), "models takes names and numbers, not the class int"),
     "an empty list": (lambda: simulate(lr_steps=[]), "lr_steps takes at least one value: drop the empty list"),
+    "more rounds than a float holds": (lambda: simulate(rounds=10**400), "rounds must be at least 1 and at"),
     "several rates": (lambda: simulate(lr=[0.1, 0.2]), "lr takes a number, not '0.1,0.2': several values are for a s"),
     "no folder of a run": (lambda: fp.load_run(3), "folder takes a path, not 3"),
     "no folder to resume": (lambda: fp.resume(None), "folder takes a path, not None"),
