@@ -60,6 +60,25 @@ def as_path(value: Any, field: str) -> Path:
     return Path(os.path.expanduser(value))
 
 
+def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
+    """Whether a path is a file, or what `kind` asks for; UserError where its folder may not be entered.
+
+    >>> is_there(Path("x" * 300)), is_there(Path("/"), Path.is_dir)
+    (False, True)
+    """
+    try:
+        return kind(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: Any) -> UserError:
+    """What to raise for what is there and cannot be read, which nobody should remove for that."""
+    return UserError(f"{path} cannot be read ({error.strerror or error}): put that right, or name another one.")
+
+
 def shortened(value: Any) -> str:
     """What a sentence shows of a value: a number or a word itself, of anything else its type.
 

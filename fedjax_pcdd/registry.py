@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fedjax_pcdd.errors import UserError, in_one_line, nearest
+from fedjax_pcdd.errors import UserError, in_one_line, is_there, nearest
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -163,7 +163,7 @@ def recall(origins: Mapping[str, Origin]) -> None:
 def located(name: str, path: str | None = None) -> Path:
     """The file that a name stands for, or where the run that was read had it; without a path the name is its path."""
     file = Path(name if path is None else path).expanduser()
-    return Path(_recorded[name].path) if name in _recorded and not file.is_file() else file
+    return Path(_recorded[name].path) if name in _recorded and not is_there(file) else file
 
 
 def short_name(name: str) -> str:
@@ -199,7 +199,7 @@ def load_object(path: str) -> Any:
 
 def _module_of_file(file: Path) -> ModuleType:
     """The module of a file, imported once for each path and content; its folder is on the path meanwhile."""
-    if not file.is_file():
+    if not is_there(file):
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
     name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"

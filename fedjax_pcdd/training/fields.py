@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from fedjax_pcdd.errors import UserError, nearest, shortened, writing
+from fedjax_pcdd.errors import UserError, nearest, shortened, unreadable, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -249,9 +249,10 @@ def read_text(path: Path) -> str:
     """The text of a file; UserError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise UserError(f"{path} cannot be read ({reason}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} cannot be read (it is not text).") from None
+    except OSError as error:
+        raise unreadable(error, path) from None
 
 
 def write_text(path: Path, text: str, instead: str) -> None:
