@@ -5,7 +5,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,12 @@ def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
         if error.errno == errno.ENAMETOOLONG:
             return False
         raise unreadable(error, path) from error
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """UserError where what is there is no file, as a pipe to which nobody writes; what is missing passes."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is no file, but a folder, a pipe or a device: name a file.")
 
 
 def unreadable(error: OSError, path: Any) -> UserError:
@@ -141,3 +147,24 @@ def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
         yield
     except OSError as error:
         raise failed_write(error, path, instead) from error
+
+
+@contextmanager
+def at_once(path: Path, instead: str = RUN_DIR) -> Iterator[Path]:
+    """Another path to write to, with the same suffix, so that a file is there whole or as it was before.
+
+    Links are not followed. Errors are those of `writing`, but for what is said of other files.
+    """
+    half = path.parent / f".{os.getpid()}.{path.name}"
+    try:
+        half.unlink(missing_ok=True)
+        yield half
+        if half.exists():  # of what has no numbers no picture is drawn
+            half.replace(path)
+    except (OSError, SystemError) as error:
+        if getattr(error, "filename", None) not in (None, str(half)):
+            raise
+        raise failed_write(error, path, instead) from error
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import numpy as np
 from fedjax_pcdd.data import text
 from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, count_classes, keep_all
 from fedjax_pcdd.data.unpacked import unpacked
-from fedjax_pcdd.errors import UserError, in_one_line, unreadable
+from fedjax_pcdd.errors import UserError, check_file, in_one_line, unreadable
 
 _GROUPS = ("writer", "domain")
 _CHUNK = 1 << 24  # bytes that are read at once of an array of which only some rows are wanted
@@ -35,6 +35,7 @@ class Archive:
 
     def __init__(self, file: str | os.PathLike):
         self.file = file
+        check_file(file)
         with self._reading():
             with open(file, "rb") as stream:
                 if stream.read(6) == b"\x93NUMPY":

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from fedjax_pcdd.errors import UserError, nearest, shortened, unreadable, writing
+from fedjax_pcdd.errors import UserError, at_once, check_file, nearest, shortened, unreadable, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -247,6 +247,7 @@ def names_in(text: str | None) -> list[str]:
 
 def read_text(path: Path) -> str:
     """The text of a file; UserError where it cannot be read."""
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -263,12 +264,8 @@ def write_text(path: Path, text: str, instead: str) -> None:
     """
     with writing(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(f"{path.name}.part")
-        try:
-            half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+    with at_once(path, instead) as half:
+        half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
 
 
 def with_commas(value: Any) -> str:

@@ -20,7 +20,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from PIL import Image
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
-from fedjax_pcdd.errors import Say, UserError, failed_write, is_there, unreadable
+from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, is_there, unreadable
 from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
@@ -227,16 +226,8 @@ class RunFolder:
 
     def draw(self, name: str, write: Callable[[Path], Any]) -> None:
         """As `write`, of what writes to a path with the suffix of the name, as pictures do."""
-        temporary = self.path / f".{os.getpid()}.{name}"
-        try:
-            temporary.unlink(missing_ok=True)
-            write(temporary)
-            if temporary.exists():  # of what has no numbers no picture is drawn
-                os.replace(temporary, self.path / name)
-        except (OSError, SystemError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise failed_write(error, self.path / name) from error
+        with at_once(self.path / name) as half:
+            write(half)
 
     def keep_partition(self, federation: Federation, draw: Callable[[Federation, Path], None]) -> None:
         """Write the partition and its picture, where they are missing or damaged."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from made_up_runs import write_run
@@ -10,7 +11,10 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.api.runs import _check_readable
 from fedjax_pcdd.cli.main import main
 from fedjax_pcdd.cli.messages import guarded
+from fedjax_pcdd.data.federation import read_counts
+from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.report.collect import collect
+from fedjax_pcdd.training.fields import read_text, write_text
 
 WORDS = "cannot be read (Permission denied)"
 LONG = "x" * 300
@@ -94,3 +98,15 @@ def test_checkpoints_that_may_not_be_read_are_not_gone(closed):
 def test_a_file_that_nobody_has_looked_at_is_one_sentence(tmp_path, capsys):
     assert guarded(lambda _: open(tmp_path).close(), []) == 2
     assert capsys.readouterr().err == f"{tmp_path} cannot be used (Is a directory): put that right.\n"
+
+
+@pytest.mark.parametrize("read", [read_text, read_counts, read_arrays])
+def test_a_pipe_is_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(fp.UserError, match="pipe is no file"):
+        read(tmp_path / "pipe")
+
+
+def test_the_root_is_no_file_to_write():
+    with pytest.raises(fp.UserError, match=r"cannot write to / .*: choose another page"):
+        write_text(Path("/"), "", "another `page`")
