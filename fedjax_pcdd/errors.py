@@ -107,7 +107,7 @@ def yes_or_no(value: Any, field: str) -> bool:
     return value
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """The part of a sentence that quotes an exception of another library.
 
     >>> in_one_line(ValueError("bad magic number.\\n  at byte 3"))
