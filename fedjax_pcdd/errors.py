@@ -55,7 +55,7 @@ def as_path(value: Any, field: str) -> Path:
     >>> as_path("runs/a", "folder").name
     'a'
     """
-    if not isinstance(value, str | os.PathLike) or not str(value):
+    if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
         raise UserError(f"takes a path, not {shortened(value)}.", field=field)
     return Path(os.path.expanduser(value))
 

@@ -117,7 +117,7 @@ def simulate(
     chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
     config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
-    told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
+    told = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
     if callback is not None:
         folder = None if run_dir is None else as_path(run_dir, "run_dir")
         told.append(_Told(callback, label, Asked(config, chosen, given=given), folder))

@@ -345,6 +345,8 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise UserError(f"takes a dictionary of options, not {shortened(given)}.", field=field)
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise UserError(f"takes options by their names, not {shortened(name)}.", field=field)
         if name in ("run_dir", "resume", "coordinator"):
             raise UserError("is for one run: use `folder` for a sweep's.", field=name)
         if name in WHOLE and isinstance(value, list | tuple | range) and len(value) > 1:

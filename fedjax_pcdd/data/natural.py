@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, as_images
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.errors import UserError, failed_write, in_one_line, is_there, shortened
+from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
 META = "federation.json"
 _PARTS = ("train", "test")
@@ -69,7 +69,7 @@ def write_federation(
     Raises:
       UserError: the folder exists or cannot be written, there are no clients, or samples do not fit together.
     """
-    folder = Path(path).expanduser()
+    folder = as_path(path, "path")
     if is_there(folder, Path.exists):
         raise UserError(f"{folder} exists already: choose another folder for the federation.")
     if isinstance(clients, Federation):
