@@ -5,7 +5,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,34 @@ def as_path(value: Any, field: str) -> Path:
     >>> as_path("runs/a", "folder").name
     'a'
     """
-    if not isinstance(value, str | os.PathLike) or not str(value):
+    if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
         raise UserError(f"takes a path, not {shortened(value)}.", field=field)
     return Path(os.path.expanduser(value))
+
+
+def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
+    """Whether a path is a file, or what `kind` asks for; UserError where its folder may not be entered.
+
+    >>> is_there(Path("x" * 300)), is_there(Path("/"), Path.is_dir)
+    (False, True)
+    """
+    try:
+        return kind(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise unreadable(error, path) from error
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """UserError where what is there is no file, as a pipe to which nobody writes; what is missing passes."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is no file, but a folder, a pipe or a device: name a file.")
+
+
+def unreadable(error: OSError, path: Any) -> UserError:
+    """What to raise for what is there and cannot be read, which nobody should remove for that."""
+    return UserError(f"{path} cannot be read ({error.strerror or error}): put that right, or name another one.")
 
 
 def shortened(value: Any) -> str:
@@ -82,7 +107,7 @@ def yes_or_no(value: Any, field: str) -> bool:
     return value
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """The part of a sentence that quotes an exception of another library.
 
     >>> in_one_line(ValueError("bad magic number.\\n  at byte 3"))
@@ -122,3 +147,24 @@ def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
         yield
     except OSError as error:
         raise failed_write(error, path, instead) from error
+
+
+@contextmanager
+def at_once(path: Path, instead: str = RUN_DIR) -> Iterator[Path]:
+    """Another path to write to, with the same suffix, so that a file is there whole or as it was before.
+
+    Links are not followed. Errors are those of `writing`, but for what is said of other files.
+    """
+    half = path.parent / f".{os.getpid()}.{path.name}"
+    try:
+        half.unlink(missing_ok=True)
+        yield half
+        if half.exists():  # of what has no numbers no picture is drawn
+            half.replace(path)
+    except (OSError, SystemError) as error:
+        if getattr(error, "filename", None) not in (None, str(half)):
+            raise
+        raise failed_write(error, path, instead) from error
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)

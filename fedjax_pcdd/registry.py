@@ -16,14 +16,14 @@ import os
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from fedjax_pcdd.errors import UserError, in_one_line, nearest
+from fedjax_pcdd.errors import UserError, in_one_line, is_there, nearest
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
@@ -88,11 +88,8 @@ class Registry(UserDict[str, T], Generic[T]):
     def __missing__(self, name: str) -> T:
         """The part of an entry point, which is loaded when it is first asked for."""
         point = self._points()[name]
-        try:
+        with from_outside(f"{self.kind} '{name}' ({point.value}) cannot be imported"):
             self[name] = point.load()
-        except Exception as error:  # whatever another package's code does
-            sentence = f"{self.kind} '{name}' ({point.value}) cannot be imported: {_in_words(error)}."
-            raise UserError(sentence) from error
         return self[name]
 
     def __contains__(self, name: object) -> bool:
@@ -163,7 +160,7 @@ def recall(origins: Mapping[str, Origin]) -> None:
 def located(name: str, path: str | None = None) -> Path:
     """The file that a name stands for, or where the run that was read had it; without a path the name is its path."""
     file = Path(name if path is None else path).expanduser()
-    return Path(_recorded[name].path) if name in _recorded and not file.is_file() else file
+    return Path(_recorded[name].path) if name in _recorded and not is_there(file) else file
 
 
 def short_name(name: str) -> str:
@@ -182,12 +179,8 @@ def _import_path(origin: Origin) -> str:
 def load_object(path: str) -> Any:
     """The object of an import path; UserError where file, module or object is missing or fails to import."""
     head, _, tail = path.rpartition(":")
-    try:
+    with from_outside(f"{path} cannot be imported"):
         module = _module_of_file(located(path, head)) if head.endswith(".py") else importlib.import_module(head)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's own file does
-        raise UserError(f"{path} cannot be imported: {_in_words(error)}.") from error
     part: Any = module
     for name in tail.split("."):
         if not hasattr(part, name):
@@ -199,7 +192,7 @@ def load_object(path: str) -> Any:
 
 def _module_of_file(file: Path) -> ModuleType:
     """The module of a file, imported once for each path and content; its folder is on the path meanwhile."""
-    if not file.is_file():
+    if not is_there(file):
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
     name = f"{PACKAGE}_{file.stem}_{hashlib.sha256(f'{file} {file_sha256(file)}'.encode()).hexdigest()[:12]}"
@@ -221,6 +214,17 @@ def _module_of_file(file: Path) -> ModuleType:
     return module
 
 
+@contextmanager
+def from_outside(fails: str) -> Iterator[None]:
+    """Whatever code that is not ours raises within, an exit among it, as a sentence that begins with these words."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{fails}: {type(error).__name__}: {in_one_line(error)}.") from error
+
+
 def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
     """What a function from outside gives.
 
@@ -229,7 +233,7 @@ def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
       of: what it is given, in words.
 
     Raises:
-      UserError: it is no function, or takes other arguments.
+      UserError: it is no function, takes other arguments, or fails.
     """
     try:
         inspect.signature(function).bind(*given)
@@ -237,7 +241,8 @@ def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
         raise UserError(f"{part} must be a function {f'of {of}' if of else 'without arguments'}.") from None
     except ValueError:  # a function of C does not tell what it takes
         pass
-    return function(*given)
+    with from_outside(f"{part} fails"):
+        return function(*given)
 
 
 def origin_of(part: Any, path: str = "") -> Origin | None:
@@ -272,7 +277,3 @@ def file_sha256(file: Path) -> str:
 def _identity(part: Any) -> tuple[Any, Any]:
     """What two definitions of one part have in common, as when a notebook's cell is run again."""
     return getattr(part, "__module__", None), getattr(part, "__qualname__", id(part))
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {in_one_line(error)}"

@@ -20,9 +20,10 @@ from fedjax_pcdd import methods, models, registry
 from fedjax_pcdd.cli.help import information
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.data import lists, partition, sources
+from fedjax_pcdd.data import augment, lists, partition, sources
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, load_object
+from fedjax_pcdd.training import loggers
 from fedjax_pcdd.training.config import build, run_folder
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import read_run
@@ -178,6 +179,21 @@ def test_mistakes_in_an_import_path_are_one_sentence(folder):
     refused("broken.py:X cannot be imported: ZeroDivisionError: division by zero", load_object, "broken.py:X")
     refused("must be a Flax module, or what returns one", build, "parts.py:norm_of")
     refused("must be a function that returns a Dataset", sources.load, "builtins:dict")
+
+
+def test_what_code_from_outside_raises_is_one_sentence_that_names_it(folder):
+    (folder / "exits.py").write_text("import sys\n\nsys.exit(3)\n")
+    refused("exits.py:X cannot be imported: SystemExit: 3.", load_object, "exits.py:X")
+    (folder / "fails.py").write_text("N = None\n\n\ndef fails(*given):\n    raise KeyError('wards')\n")
+    refused("data set fails.py:fails fails: KeyError: 'wards'.", sources.load, "fails.py:fails")
+    split = functools.partial(partition.partition, y_train=LABELS, y_test=LABELS)
+    refused("partition builtins:exit fails: SystemExit", split, "builtins:exit")
+    for name in ("fails.py:N", "numpy:pi"):
+        refused(f"partition {name} must be a function of some of y_train", split, name)
+        augmented = functools.partial(augment.pipeline, "x", True, (8, 8, 1), own=name)
+        refused(f"augmentation {name} must be a function of an image and a key", augmented)
+    config, _ = build({"loggers": "os.path:join"})
+    refused("logger os.path:join fails: TypeError", loggers.made, config, folder)
 
 
 def test_a_decorator_adds_a_name_and_the_same_definition_again():

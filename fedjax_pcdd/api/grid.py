@@ -1,7 +1,9 @@
 """Grids: every combination of the values that options list, and the means of their results over seeds."""
 
 import itertools
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -11,13 +13,15 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import over_seeds
 from fedjax_pcdd.training.config import RUN
-from fedjax_pcdd.training.fields import Option, options_of
+from fedjax_pcdd.training.fields import Option, members, options_of
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure, in_any_case, method_of, own_values
 from fedjax_pcdd.training.presets import listed_as, read_preset
 
 # Their commas belong to the value.
 WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
+_RANGE = re.compile(r"(\d{1,20})\s*:\s*(\d{1,20})")
+MOST = 100_000  # values of an option, and experiments
 LONGEST = 230  # bytes of a folder's name: of a lock beside it few file systems take more than 255
 SEARCH = {  # what a search takes beside its space
     "trials": Option("trials", int, False, 20, low=1),
@@ -49,21 +53,28 @@ def values_of(name: str, text: str, method: str = "") -> list[str]:
     >>> values_of("layers", "head,backbone/fc2", "fedper"), values_of("layers", "0,1", "fedgela")
     (['head,backbone/fc2'], ['0', '1'])
     """
-    if name in WHOLE or (method and getattr(options_of(methods.get(method)).get(name), "several", False)):
+    option = (options_of(methods.get(method)) if method else {}).get(name) or RUN.get(name)
+    if name in WHOLE or (option is not None and option.several):
         return [text]
+    numeric = option is None or not {int, float}.isdisjoint(members(option.kind))
     values: list[str] = []
-    for part in text.split(","):
-        first, colon, end = part.partition(":")
-        if colon and first.strip().isdecimal() and end.strip().isdecimal():
-            values += [str(i) for i in range(int(first), int(end))]
-        else:
-            values.append(part.strip())
+    for part in map(str.strip, text.split(",")):
+        numbers = _range(part) if numeric else None
+        if len(values) + (1 if numbers is None else numbers.stop - numbers.start) > MOST:
+            raise UserError(f"lists more than {MOST} values: leave some out.", field=name)
+        values += [part] if numbers is None else map(str, numbers)
     if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
     distinct: dict[Any, str] = {}
     for one in values:
         distinct.setdefault(_meant(name, one, method), one)
     return list(distinct.values())
+
+
+def _range(text: str) -> range | None:
+    """The integers of FIRST:END; None for another text."""
+    written = _RANGE.fullmatch(text)
+    return range(int(written[1]), int(written[2])) if written else None
 
 
 def _meant(name: str, text: str, method: str) -> Any:
@@ -90,6 +101,8 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
     experiments = []
     for method in names:
         own = {n: values_of(n, text, method) for n, text in texts.items() if n not in some or n in owned[method]}
+        if len(experiments) + math.prod(map(len, own.values())) > MOST:
+            raise UserError(f"these are more than {MOST} experiments: list fewer values.")
         for point in itertools.product(*own.values()):
             options = dict(zip(own, point, strict=True))
             varied = [name for name in own if len(own[name]) > 1]
@@ -154,8 +167,8 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Mean and standard deviation (of a sample, ddof 1) over the seeds of each group, in percent."""
     rows = []
-    for group, members in itertools.groupby(sorted(experiments, key=lambda e: e.group), key=lambda e: e.group):
-        outcomes = [results[e.name] for e in members]
+    for group, repeated in itertools.groupby(sorted(experiments, key=lambda e: e.group), key=lambda e: e.group):
+        outcomes = [results[e.name] for e in repeated]
         finished = [r for r in outcomes if isinstance(r, dict)]
         row: dict[str, Any] = {"experiment": group, "seeds": len(finished), "failed": len(outcomes) - len(finished)}
         row["pa_protocol"] = "; ".join(dict.fromkeys(r["pa_protocol"] for r in finished if "pa_protocol" in r))

@@ -22,7 +22,7 @@ from fedjax_pcdd.analysis.traffic import traffic
 from fedjax_pcdd.api.grid import Experiment
 from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.report.tables import Cell as Entry
 from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
@@ -343,7 +343,7 @@ def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
 def has_result(plan: Plan, cell: Cell, results: Path) -> bool:
     """Whether a cell has one; UserError where that of another cell or plan lies in its place."""
     path = cell.path(results)
-    if not path.is_file():
+    if not is_there(path):
         return False
     result = _read_result(path)
     if (other := result["method"]) != cell.method:

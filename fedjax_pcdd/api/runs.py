@@ -5,6 +5,7 @@ can be resumed alone. The seconds of an experiment that shares a program are its
 they cost. Letters: E experiments, K clients.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +21,7 @@ from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result, check_given
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled
+from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled, unreadable
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
@@ -280,6 +281,15 @@ def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
         raise UserError(f"{folder} holds another run: {parts}{more}. Choose another folder, or the options it has.")
 
 
+def _check_readable(checkpoints: Path) -> None:
+    """UserError where there are some that may not be read."""
+    for path in (checkpoints, *checkpoints.glob("*")):
+        try:
+            _ = path.is_dir() and os.listdir(path)
+        except OSError as error:
+            raise unreadable(error, path) from error
+
+
 def load_run(folder: str | Path, **objects: Any) -> History:
     """A run from its folder, as `simulate` would have returned it: its rounds, and the models of its last checkpoint.
 
@@ -296,6 +306,7 @@ def load_run(folder: str | Path, **objects: Any) -> History:
     parts = setup([(config, one.method)], one.given)
     start, generic = parts.start(), jax.vmap(parts.methods[0].generic_variables)
     best = jax.eval_shape(generic, start.servers) if parts.keeps_best else ()
+    _check_readable(files.path / "checkpoints")
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:

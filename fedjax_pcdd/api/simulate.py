@@ -18,7 +18,7 @@ from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.runs import check_same, clients_in, finished, history_of, load_run, recorded
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.errors import UserError, as_path, nearest, shortened
+from fedjax_pcdd.errors import UserError, as_path, is_there, nearest, shortened
 from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import share_kept
@@ -117,7 +117,7 @@ def simulate(
     chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
     config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
-    told = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)]
+    told = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
     if callback is not None:
         folder = None if run_dir is None else as_path(run_dir, "run_dir")
         told.append(_Told(callback, label, Asked(config, chosen, given=given), folder))
@@ -159,14 +159,14 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     where: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (known or {})
     config = replace(config, **where)
     objects = {name: one for name, one in given._asdict().items() if one is not None}
-    if not resume and (folder / CONFIG).is_file():
+    if not resume and is_there(folder / CONFIG):
         raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
-    if not (folder / CONFIG).is_file():
+    if not is_there(folder / CONFIG):
         missing = [name for name in objects if name != "federation" or known is None]
         return finished(asked._replace(config=config, origin={"given": missing} if missing else {}), label)
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)
-    if (folder / SUMMARY).is_file():
+    if is_there(folder / SUMMARY):
         history = load_run(folder, **objects)
         return replace(history, label=label) if label else history
     return finished(continued._replace(callbacks=asked.callbacks, last=asked.last), label)

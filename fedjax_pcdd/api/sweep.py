@@ -29,8 +29,8 @@ from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing, yes_or_no
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
-from fedjax_pcdd.training.fields import Option, convert, with_commas
-from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder
+from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
+from fedjax_pcdd.training.folder import CLAIMS, CONFIG, RunFolder, failure_file, failure_of
 from fedjax_pcdd.training.lock import InUse, Lock, owner
 from fedjax_pcdd.training.named_arrays import bytes_of
 from fedjax_pcdd.training.options import configure
@@ -131,8 +131,7 @@ class Sweep:
         return planned._replace(config=replace(planned.config, **lies, quiet=True))
 
     def _failure(self, name: str) -> str | None:
-        file = self.folder / CLAIMS / f"{name}.failed"
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        return failure_of(self.folder / name)
 
     def _note(self, name: str, result: Result | UserError) -> None:
         self.results[name] = result
@@ -218,12 +217,13 @@ class Sweep:
 
     def _conclude(self, name: str, result: Result | UserError) -> None:
         """Note a result, and a failure for other processes, too."""
-        file = self.folder / CLAIMS / f"{name}.failed"
-        with writing(self.folder, ELSEWHERE):
-            if isinstance(result, UserError):
-                # The failure that this sweep found there, come again, looks different: to others it is a new one.
-                file.write_text(f"{result.sentence}\n" if self._known[name] == result.sentence else result.sentence)
-            else:
+        file = failure_file(self.folder / name)
+        if isinstance(result, UserError):
+            # The failure that this sweep found there, come again, looks different: to others it is a new one.
+            again = self._known[name] == result.sentence
+            write_text(file, f"{result.sentence}\n" if again else result.sentence, ELSEWHERE)
+        else:
+            with writing(file, ELSEWHERE):
                 file.unlink(missing_ok=True)
         self._note(name, result)
 
@@ -349,6 +349,8 @@ def options_of_grid(given: Any, field: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise UserError(f"takes a dictionary of options, not {shortened(given)}.", field=field)
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise UserError(f"takes options by their names, not {shortened(name)}.", field=field)
         if name in ("run_dir", "resume", "coordinator"):
             raise UserError("is for one run: use `folder` for a sweep's.", field=name)
         if name in WHOLE and isinstance(value, list | tuple | range) and len(value) > 1:

@@ -40,10 +40,11 @@ from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.cli.run_analyses import Options, bilateral, burden, grid, labels_of, rounds, table, tracked, traffic
 from fedjax_pcdd.cli.task_analyses import Lines, ablation, correlation, embedding, tasks
 from fedjax_pcdd.data.federation import heat_maps, map_of, read_counts
-from fedjax_pcdd.errors import UserError, as_path, failed_write, nearest
+from fedjax_pcdd.errors import UserError, as_path, at_once, nearest
 from fedjax_pcdd.report.collect import RunRecord, collect
 from fedjax_pcdd.training.config import RUN
 
+OUTPUT = "another `output`"
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
@@ -73,10 +74,7 @@ def _main(arguments: Sequence[str]) -> None:
         flags += [flag(name) for name in ("preset", "split", "seed", "counts", "output")]
         print((__doc__ or "") + (f"\nOptions of partition: {', '.join(flags)}" if "partition" in arguments else ""))
         return
-    try:
-        print(_run(arguments[0], arguments[1:]))
-    except OSError as error:
-        raise failed_write(error, Path(error.filename or "."), "another `output`") from error
+    print(_run(arguments[0], arguments[1:]))
 
 
 def _run(name: str, arguments: Sequence[str]) -> str:
@@ -94,7 +92,11 @@ def _run(name: str, arguments: Sequence[str]) -> str:
     _check_suffix(given.get("output"))
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
-    return command.work(_finished(collect(paths)) if paths else [], given)
+    records = _finished(collect(paths)) if paths else []
+    if "output" not in given:
+        return command.work(records, given)
+    with at_once(Path(given["output"]), OUTPUT) as half:
+        return command.work(records, given | {"output": str(half)})
 
 
 def _located(given: Mapping[str, str]) -> dict[str, str]:
@@ -144,7 +146,8 @@ def _partition(given: Options) -> str:
         splits = [{"split": one} for one in given.pop("split", "").split(",") if one] or [{}]
         points = [one.given for split in splits for one in expand(given | split)]
         maps = [map_of(federate(configure(point)[0])) for point in points]
-    heat_maps(maps, output)
+    with at_once(Path(output), OUTPUT) as half:
+        heat_maps(maps, half)
     owned = [(one.counts > 0).sum(1) for one in maps]
     words = [f"{len(one)} clients with {one.min()} to {one.max()} classes" for one in owned]
     return f"{'; '.join(words)}: written to {output}"

@@ -16,7 +16,7 @@ from fedjax_pcdd.analysis.ranks import Ranks, draw_ranks, ranks
 from fedjax_pcdd.cli.messages import flag, invocation
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
-from fedjax_pcdd.errors import UserError, nearest, writing
+from fedjax_pcdd.errors import UserError, is_there, nearest, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 
@@ -160,7 +160,7 @@ def _text(table: Table) -> str:
 
 def _write(path: Path, parts: Sequence[str]) -> None:
     """Between the two marks of a page, or a page of them alone."""
-    text = read_text(path) if path.is_file() else f"# Leaderboard\n\n{BEGIN}{END}"
+    text = read_text(path) if is_there(path) else f"# Leaderboard\n\n{BEGIN}{END}"
     whole = "\n".join(parts) or "No method has a result yet.\n"
     write_text(path, between(text, (BEGIN, END), whole, str(path)), "another `page`")
     print(f"written: {path}")

@@ -75,3 +75,8 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
     except BrokenPipeError:  # who read it has seen enough, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # of a file that nobody has looked at before
+        if error.filename is None:
+            raise
+        print(f"{os.fsdecode(error.filename)} cannot be used ({error.strerror}): put that right.", file=sys.stderr)
+        return 2

@@ -12,6 +12,7 @@ A preset with a `grid` (fedmr/table9) is searched: each hyper-parameter in turn,
 """
 
 import csv
+import io
 import math
 import os
 import shlex
@@ -32,7 +33,7 @@ from fedjax_pcdd.cli.options import scan
 from fedjax_pcdd.cli.run import GRACE, origin
 from fedjax_pcdd.errors import UserError, in_one_line, writing
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, terminal, texts
-from fedjax_pcdd.training.fields import Option, convert
+from fedjax_pcdd.training.fields import Option, convert, write_text
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure
 
@@ -162,10 +163,11 @@ def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, sh
     """Write and show the table; the exit code, 1 where something failed."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
-    with writing(folder, ELSEWHERE), open(folder / "summary.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / "summary.csv", lines.getvalue(), ELSEWHERE)
     CONSOLE.print(as_table(rows, chosen_on, shown))
     print(f"written to {folder / 'summary.csv'}; report: {invocation('report')} {shlex.quote(str(folder))}")
     return 1 if any(row["failed"] for row in rows) else 0

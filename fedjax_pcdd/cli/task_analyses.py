@@ -15,7 +15,7 @@ from fedjax_pcdd.analysis.domain_figures import (
 )
 from fedjax_pcdd.analysis.pictures import diagonals, draw_matrices
 from fedjax_pcdd.data.domains import TASKS
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.grouping import differing, newest
 from fedjax_pcdd.training.folder import RunFolder
@@ -95,7 +95,7 @@ def correlation(records: list[RunRecord], labels: Sequence[str], output: str | N
     lines = []
     for label, record in zip(labels, records, strict=True):
         path = record.path / "correlation.npz"
-        if not path.is_file():
+        if not is_there(path):
             raise UserError(f"{record.path} has no correlation.npz, as runs of a task with public images have.")
         with np.load(path) as arrays:
             matrices, names, private = arrays["matrices"], arrays["participants"], arrays["private"]

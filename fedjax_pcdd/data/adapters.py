@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from fedjax_pcdd.data.dataset import Dataset, as_images, count_classes, stratified
-from fedjax_pcdd.errors import UserError, as_path, in_one_line, nearest, shortened
+from fedjax_pcdd.errors import UserError, as_path, in_one_line, is_there, nearest, shortened, unreadable
 
 TEST_SHARE = 0.2
 _TESTS = ("test", "validation", "val", "valid")
@@ -117,9 +117,9 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
       UserError: there are no classes, a file is no image, or images differ in size.
     """
     root = as_path(path, "path")
-    train = root / "train" if (root / "train").is_dir() else root
-    test = next((root / key for key in _TESTS if (root / key).is_dir()), None) if train != root else None
-    if not root.is_dir():
+    train = root / "train" if is_there(root / "train", Path.is_dir) else root
+    test = next((root / key for key in _TESTS if is_there(root / key, Path.is_dir)), None) if train != root else None
+    if not is_there(root, Path.is_dir):
         raise UserError(f"there is no folder {root}: name one with a folder of images for each class.")
     classes = _visible(train, Path.is_dir)
     if not classes:
@@ -137,8 +137,11 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
 
 def _visible(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[Path]:
     """Files of a folder, or its folders, in alphabetical order."""
-    entries = folder.iterdir() if folder.is_dir() else ()
-    return sorted(entry for entry in entries if kind(entry) and not entry.name.startswith("."))
+    try:
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+        return sorted(entry for entry in entries if kind(entry) and not entry.name.startswith("."))
+    except OSError as error:
+        raise unreadable(error, folder) from error
 
 
 def _opened(file: Path, side: int | None) -> Image.Image:

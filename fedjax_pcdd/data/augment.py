@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.data.dermoscopy import drawn_once, window_of
-from fedjax_pcdd.errors import UserError, in_one_line, shortened
-from fedjax_pcdd.registry import Registry
+from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.registry import Registry, from_outside
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,10 @@ def pipeline(
         wanted = len(plain.mean)
         raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
     if own is not None:
-        return replace(plain, own=AUGMENTATIONS.find(own))
+        function = AUGMENTATIONS.find(own)
+        if not callable(function):
+            raise UserError(f"augmentation {own} must be a function of an image and a key.")
+        return replace(plain, own=function)
     if draws_once(dataset_name):
         window = window_of(height)
         return replace(plain, own=drawn_once(window, seed) if augment else None, window=window)
@@ -169,13 +172,8 @@ def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
     if pipeline.own is None:
         return
     name, wanted = getattr(pipeline.own, "__name__", "of your own"), (pipeline.shape(shape), jnp.dtype(dtype))
-    try:
+    with from_outside(f"augmentation {name} fails on an image of {dtype} {list(shape)} and a key"):
         made = jax.eval_shape(pipeline.own, jax.ShapeDtypeStruct(shape, dtype), jax.random.key(0))
-    except Exception as error:  # whatever a user's function does
-        raise UserError(
-            f"augmentation {name} fails on an image of {dtype} {list(shape)} and a key: {type(error).__name__}: "
-            f"{in_one_line(error)}."
-        ) from error
     given = f"{made.dtype} {list(made.shape)}" if isinstance(made, jax.ShapeDtypeStruct) else type(made).__name__
     if given != f"{wanted[1]} {list(wanted[0])}":
         raise UserError(f"augmentation {name} must return an image of {wanted[1]} {list(wanted[0])}, not {given}.")

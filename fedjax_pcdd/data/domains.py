@@ -21,7 +21,7 @@ from fedjax_pcdd.data.domain_shifts import (
     windows,
 )
 from fedjax_pcdd.data.npz import Archive, read_arrays, read_images
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, is_there, nearest
 
 SPLITS = ("held_out", "code")
 HELD_OUT = 0.3
@@ -198,7 +198,7 @@ def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> 
 def _labels(name: str, root: Path) -> np.ndarray | None:
     """Labels [n] of a data set's training images, if it has any."""
     file = root / f"{name}.npz"
-    if name == "digits" or not file.is_file():
+    if name == "digits" or not is_there(file):
         return sources.load(name, root).y_train
     arrays = read_arrays(file, ("y_train", "y"))
     return next((arrays[key] for key in ("y_train", "y") if key in arrays), None)
@@ -244,12 +244,12 @@ def _from_files(name: str, root: Path) -> list[Domain]:
 
 def _present(name: str, root: Path) -> bool:
     folders = (root / sources.TFDS_NAMES.get(name, name), root / name)
-    return (root / f"{name}.npz").is_file() or any(folder.is_dir() for folder in folders)
+    return is_there(root / f"{name}.npz") or any(is_there(folder, Path.is_dir) for folder in folders)
 
 
 def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
     file = root / f"{name}.npz"
-    if not file.is_file():
+    if not is_there(file):
         layout = "with x, y, domain and domains, see docs/data.md"
         raise UserError(f"The task '{name}' lacks {name}.npz in {root}; put it there ({layout}).")
     arrays = read_arrays(file, _ARCHIVE)
@@ -297,7 +297,7 @@ def _unlabelled(name: str, root: Path) -> np.ndarray:
     file = root / f"{name}.npz"
     if name == "cifar100" and not _present(name, root) and _present("cifar100_subset", root):
         raise UserError(f"{file} is not there, but a part of it is: name cifar100_subset as the public data set.")
-    if name == "digits" or not file.is_file():
+    if name == "digits" or not is_there(file):
         return sources.load(name, root).x_train
     archive = Archive(file)
     key = next((key for key in _IMAGES if {key, f"{key}_delta"} & set(archive.names)), None)

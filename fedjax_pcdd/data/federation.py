@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partition, several, whole_numbers
-from fedjax_pcdd.errors import UserError, shortened
+from fedjax_pcdd.errors import UserError, check_file, shortened
 
 MOST_LABELLED_CELLS = 300
 MOST_DRAWN_CLIENTS = 2000  # of more every n-th is drawn
@@ -169,6 +169,7 @@ def read_counts(path: Path) -> Map:
     Raises:
       UserError: there is no such file, or it has other columns.
     """
+    check_file(path)
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = [row for row in csv.DictReader(file) if row["fold"] == "train"]

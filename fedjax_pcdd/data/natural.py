@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pcdd.data.dataset import Dataset, as_images
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.errors import UserError, failed_write, in_one_line, shortened
+from fedjax_pcdd.errors import UserError, as_path, failed_write, in_one_line, is_there, shortened
 
 META = "federation.json"
 _PARTS = ("train", "test")
@@ -69,8 +69,8 @@ def write_federation(
     Raises:
       UserError: the folder exists or cannot be written, there are no clients, or samples do not fit together.
     """
-    folder = Path(path).expanduser()
-    if folder.exists():
+    folder = as_path(path, "path")
+    if is_there(folder, Path.exists):
         raise UserError(f"{folder} exists already: choose another folder for the federation.")
     if isinstance(clients, Federation):
         num_classes, class_names = clients.dataset.num_classes, clients.dataset.class_names
@@ -157,7 +157,7 @@ def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growin
 
 def is_federation(folder: Path) -> bool:
     """Whether a folder is one that `write_federation` wrote."""
-    return (folder / META).is_file()
+    return is_there(folder / META)
 
 
 def read_federation(folder: Path) -> Dataset:

@@ -19,7 +19,7 @@ import numpy as np
 from fedjax_pcdd.data import text
 from fedjax_pcdd.data.dataset import Dataset, Keep, as_groups, as_images, count_classes, keep_all
 from fedjax_pcdd.data.unpacked import unpacked
-from fedjax_pcdd.errors import UserError, in_one_line
+from fedjax_pcdd.errors import UserError, check_file, in_one_line, unreadable
 
 _GROUPS = ("writer", "domain")
 _CHUNK = 1 << 24  # bytes that are read at once of an array of which only some rows are wanted
@@ -35,6 +35,7 @@ class Archive:
 
     def __init__(self, file: str | os.PathLike):
         self.file = file
+        check_file(file)
         with self._reading():
             with open(file, "rb") as stream:
                 if stream.read(6) == b"\x93NUMPY":
@@ -50,6 +51,8 @@ class Archive:
             yield
         except FileNotFoundError:
             raise UserError(f"there is no file {self.file}: check the path.") from None
+        except PermissionError as error:
+            raise unreadable(error, self.file) from error
         except UserError:
             raise
         except _UNREADABLE as error:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
-from fedjax_pcdd.errors import UserError, in_one_line
-from fedjax_pcdd.registry import Registry, is_import_path, located, nearest_part
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
 
 
 def is_file(name: str) -> bool:
@@ -53,30 +53,28 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
         return checked(load_partition(located(name)), y_train, y_test, name)
     function = PARTITIONS.find(name)
     known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
-    taken = _taken(function, known)
+    taken = _taken(name, function, known)
     if function in _OWN:
         return function(**taken)
-    try:
+    with from_outside(f"partition {name} fails"):
         lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's function does
-        raise UserError(f"partition {name} fails: {type(error).__name__}: {in_one_line(error)}.") from error
     parts = checked(lists, y_train, y_test, name)
     if len(parts.train) != taken.get("clients", len(parts.train)):
         raise UserError(f"{name} gives {len(parts.train)} lists where `clients` is {taken['clients']}: give as many.")
     return parts
 
 
-def _taken(function: Callable[..., Any], known: dict[str, Any]) -> dict[str, Any]:
+def _taken(name: str, function: Any, known: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a function has parameters for; those named otherwise have no value."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one of C that does not tell
+        raise UserError(f"partition {name} must be a function of some of {', '.join(known)}.") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return known
     needed = (name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
     missing = [name for name in needed if name not in known]
     if missing:
-        name = getattr(function, "__name__", "the partition")
         raise UserError(f"{name} asks for {missing[0]}, which there is not: take some of {', '.join(known)}.")
     return {name: known[name] for name in parameters if name in known}
 

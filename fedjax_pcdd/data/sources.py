@@ -15,7 +15,7 @@ from fedjax_pcdd.data.dataset import Dataset, Keep, keep_all
 from fedjax_pcdd.data.natural import is_federation, read_federation
 from fedjax_pcdd.data.npz import read_npz
 from fedjax_pcdd.data.prepared import prepared_version, read_tfds
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, is_there, nearest
 from fedjax_pcdd.registry import Registry, called, is_import_path, located, nearest_part
 
 DATASETS = {
@@ -89,7 +89,7 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
     file = root / f"{name}.npz"
-    if file.is_file():
+    if is_there(file):
         return read_npz(file, name, keep, mapped)
     tfds_name = TFDS_NAMES.get(name, name)
     for folder in dict.fromkeys((root / tfds_name, root / name)):

@@ -71,7 +71,8 @@ def personal_logits(program: Program, methods, state: State, data: Data, entry: 
     """
     row, client, statistics = entry
     method, server = of_experiment((methods, state.servers), program, experiment_of(program, row))
-    variables, facts = with_own(method.personal_variables(server, client), statistics), facts_of(program, data, row)
+    own = of_model(method, "personal_variables", method.personal_variables(server, client))
+    variables, facts = with_own(own, statistics), facts_of(program, data, row)
     return lambda images: logits_of(program, method, variables, images, server, client, facts, scope=scope)
 
 
@@ -183,12 +184,15 @@ def generic_correct(
 
                 return on_whole_test(predict, program, data.test, program.experiments, program.devices)
 
+            def average():
+                return of_model(method, "generic_variables", method.generic_variables(server))
+
             further = of_kind(method, "further_models", method.further_models(server), dict)
             further = {name: of_model(method, "further_models", one) for name, one in further.items()}
             if layers:  # the server's own never trained where clients send differences
-                further = {**further, "server_average": method.generic_variables(server)}
+                further = {**further, "server_average": average()}
                 further = {name: with_own(model, layers) for name, model in further.items()}
-            generic = correct(method.generic_variables(server)) if method.traits().global_model else ()
+            generic = correct(average()) if method.traits().global_model else ()
             return generic, {name: correct(model) for name, model in further.items()}
 
         return lift(one, program.experiments)(methods, servers, layers)

@@ -45,6 +45,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
 from fedjax_pcdd.methods.participant import Participant, model_of, with_model
 from fedjax_pcdd.methods.parts import joined
@@ -131,7 +132,7 @@ class Groups:
         if public is not None and method.traits().public:
             options = options | {"public": (public.images, public.pipeline)}
         self.groups = tuple(
-            self._group(members, method.build(models[members[0]]), method, data, epochs, options)
+            self._group(members, built(method, models[members[0]]), method, data, epochs, options)
             for members in self.members
         )
         first = self.groups[0]

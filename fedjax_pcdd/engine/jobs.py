@@ -155,7 +155,8 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
         seen = seen_at(program, context, variables["params"])
 
         def objective(params):
-            value, state = method.loss({**variables, "params": params}, batch, seen)
+            made = method.loss({**variables, "params": params}, batch, seen)
+            value, state = of_kind(method, "loss", made, object, object)
             scalar(method, "loss", value)
             return value + scalar(method, "regulariser", method.regulariser(params, seen)), (value, state)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.models.classifier import Classifier
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
@@ -67,6 +68,11 @@ def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
         wanted = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
         raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {type(value).__name__}.")
     return value
+
+
+def built(method: Any, model: Classifier) -> Classifier:
+    """The model that a method makes of the plain one; UserError where it is none."""
+    return of_kind(method, "build", method.build(model), Classifier)
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:

@@ -26,9 +26,10 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from fedjax_pcdd.errors import UserError, in_one_line, shortened
+from fedjax_pcdd.errors import UserError, shortened
 from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.layers import linear_init
+from fedjax_pcdd.registry import from_outside
 
 Path = tuple[Any, ...]
 
@@ -256,21 +257,12 @@ def adapted(
     Raises:
       UserError: it is none of that, lacks arguments, cannot read such images, or gives no [B, features].
     """
-    try:
+    with from_outside(f"model {name} cannot be made"):
         module = _module(part, name, known)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's own class or function does
-        raise UserError(f"model {name} cannot be made: {type(error).__name__}: {in_one_line(error)}.") from error
     head: Any = _nnx_head if isinstance(module, NnxBackbone) else _linen_head
     image, given = jnp.zeros((1, *image_shape)), []
-    try:
+    with from_outside(f"model {name} fails on images of {'x'.join(map(str, image_shape))}"):
         out = jax.eval_shape(lambda: head(module, image, given))
-    except Exception as error:  # whatever a user's own module does
-        size = "x".join(map(str, image_shape))
-        raise UserError(
-            f"model {name} fails on images of {size}: {type(error).__name__}: {in_one_line(error)}."
-        ) from error
     if not isinstance(out, jax.ShapeDtypeStruct) or len(out.shape) != 2 or out.shape[0] != 1:
         shapes = jax.tree.map(lambda leaf: [*leaf.shape], out)
         raise UserError(f"model {name} gives {shapes} for one image: it must give features or logits, [1, width].")

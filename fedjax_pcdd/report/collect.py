@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there, unreadable
 from fedjax_pcdd.training.config import RUN
 from fedjax_pcdd.training.fields import convert_all, load_mapping, read_text
-from fedjax_pcdd.training.folder import CLAIMS, CONFIG, TRACK, RunFolder
+from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,8 @@ class RunRecord:
     @property
     def failure(self) -> str | None:
         """Why it failed as an experiment of a sweep, which notes that beside its folders; None for others."""
-        path = self.path.resolve()
-        file = path.parent / CLAIMS / f"{path.name}.failed"
-        return None if self.summary is not None or not file.is_file() else read_text(file).strip()
+        noted = None if self.summary is not None else failure_of(self.path.resolve())
+        return None if noted is None else noted.strip()
 
     @property
     def state(self) -> str:
@@ -91,17 +90,19 @@ class RunRecord:
     def heat_map(self) -> bytes | None:
         """The picture of the partition."""
         path = self.path / "partition.png"
-        return path.read_bytes() if path.is_file() else None
+        return path.read_bytes() if is_there(path) else None
 
     @cached_property
     def partition(self) -> str | None:
         """A digest of the data set and who holds what of it; None if the folder does not say, UserError if damaged."""
         path = self.path / "partition.npz"
-        if not path.is_file():
+        if not is_there(path):
             return None
         try:
             with np.load(path) as arrays:
                 parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+        except PermissionError as error:
+            raise unreadable(error, path) from error
         except Exception:  # of a damaged archive almost anything is raised
             raise UserError(f"{path} is damaged: resume the run, or leave it out.") from None
         # Of data sets of one size equal indices are other samples.
@@ -115,7 +116,7 @@ class RunRecord:
     def changed(self) -> float:
         """When the run last wrote a round, in seconds since the epoch; 0 before its first."""
         path = self.path / "metrics.jsonl"
-        return path.stat().st_mtime if path.is_file() else 0.0
+        return path.stat().st_mtime if is_there(path) else 0.0
 
 
 def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
@@ -131,12 +132,17 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     """
     folders: dict[Path, Path] = {}
     named = [Path(path) for path in paths]
-    for path in [path for path in named if not path.is_file()] or named:
-        if path.is_file():
+    for path in [path for path in named if not is_there(path)] or named:
+        if is_there(path):
             raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")
-        if not path.is_dir():
+        if not is_there(path, Path.is_dir):
             raise UserError(f"there is no folder {path}: name the folder of a run, or one that holds runs.")
-        below = list(_folders(path))
+        unread: list[OSError] = []
+        below = list(_folders(path, unread.append))
+        if unread and not below:
+            raise unreadable(unread[0], unread[0].filename)
+        for error in unread:
+            print(f"left out: {unreadable(error, error.filename)}", file=sys.stderr)
         if not below:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
         for folder in below:
@@ -154,9 +160,10 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     return records
 
 
-def _folders(path: Path) -> Iterable[Path]:
+def _folders(path: Path, unread: Callable[[OSError], Any]) -> Iterable[Path]:
+    """Those of runs at or below a path; `unread` is told of folders that cannot be read."""
     seen = set()  # links may lead in a circle
-    for folder, below, files in os.walk(path, followlinks=True):
+    for folder, below, files in os.walk(path, onerror=unread, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
             below.clear()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.data.domains import TASKS
+from fedjax_pcdd.errors import is_there
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.training.presets import PAPERS
 
@@ -72,7 +73,7 @@ class Expected(NamedTuple):
 def read_expected(folder: Path, preset: str) -> list[Expected]:
     """What the paper prints in the table of a preset, [] where nothing is recorded."""
     path = folder / f"{preset.replace('/', '_')}.csv"
-    if not path.is_file():
+    if not is_there(path):
         return []
     with open(path, newline="", encoding="utf-8") as file:
         return [_expected(row) for row in csv.DictReader(file)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.training.config import NOT_COMPUTED, RUN, TASK_DEFAULTS, RunConfig, build, partition_tag, values
 from fedjax_pcdd.training.presets import Preset, preset_values, read_preset
@@ -100,7 +100,7 @@ class Cells:
 
     def cell(self, run: RunRecord, preset: str) -> tuple[str | None, str | None] | None:
         """(split, variant) of a preset where a run belongs: recorded, or the same options; None where it does not."""
-        if not (self._folder / f"{preset}.yaml").is_file():
+        if not is_there(self._folder / f"{preset}.yaml"):
             return None
         if run.preset == preset:
             return run.resolved.get("split"), run.resolved.get("variant")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from fedjax_pcdd.data.partition import check_name, has_clients
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert, convert_all, load_mapping, names_in, options_of, run_option
 
@@ -404,7 +404,7 @@ def run_folder(config: RunConfig) -> Path:
     dataset = short_name(config.task or config.dataset).replace("/", "_")
     first = Path("runs") / f"{short_name(config.method)}-{dataset}-{partition_tag(config)}-s{config.seed}"
     folder, number = first, 1
-    while folder.exists():
+    while is_there(folder, Path.exists):
         number += 1
         folder = first.with_name(f"{first.name}-{number}")
     return folder

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-from fedjax_pcdd.errors import UserError, nearest, writing
+from fedjax_pcdd.errors import UserError, at_once, check_file, nearest, shortened, unreadable, writing
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
@@ -133,9 +133,14 @@ def check(option: Option, value: Any, label: str | None = None) -> None:
     if isinstance(value, float) and abs(value) > LARGEST:
         raise UserError(f"{label} must be at most {LARGEST:.2g}, as numbers are float32, not {value:.12g}.")
     if isinstance(value, int) and not (option.high is not None or -(2**31) <= value < 2**31):
-        raise UserError(f"{label} must be at most 2147483647, not {value:.12g}.")
+        raise UserError(f"{label} must be at most 2147483647, not {_short(value)}.")
     if not all(bound is None or compare(value, bound) for _, compare, bound in _limits(option)):
-        raise UserError(f"{label} must be {bounds(option)}, not {value:.12g}.")
+        raise UserError(f"{label} must be {bounds(option)}, not {_short(value)}.")
+
+
+def _short(value: float) -> str:
+    """A number as a sentence shows it: an integer may have more digits than a float holds."""
+    return shortened(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def bounds(option: Option) -> str:
@@ -242,11 +247,13 @@ def names_in(text: str | None) -> list[str]:
 
 def read_text(path: Path) -> str:
     """The text of a file; UserError where it cannot be read."""
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise UserError(f"{path} cannot be read ({reason}).") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} cannot be read (it is not text).") from None
+    except OSError as error:
+        raise unreadable(error, path) from None
 
 
 def write_text(path: Path, text: str, instead: str) -> None:
@@ -257,12 +264,8 @@ def write_text(path: Path, text: str, instead: str) -> None:
     """
     with writing(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_name(f"{path.name}.part")
-        try:
-            half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+    with at_once(path, instead) as half:
+        half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
 
 
 def with_commas(value: Any) -> str:

@@ -20,7 +20,6 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from PIL import Image
 from fedjax_pcdd import __version__
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, load_partition
-from fedjax_pcdd.errors import Say, UserError, failed_write
+from fedjax_pcdd.errors import Say, UserError, at_once, failed_write, is_there, unreadable
 from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
@@ -56,6 +55,17 @@ def _tell(sentence: str) -> None:
         print(sentence, file=sys.stderr)
 
 
+def failure_file(folder: Path) -> Path:
+    """Where a sweep notes why the experiment of a folder failed."""
+    return folder.parent / CLAIMS / f"{folder.name}.failed"
+
+
+def failure_of(folder: Path) -> str | None:
+    """What is noted there, in which names may be other bytes than UTF-8; None for nothing."""
+    file = failure_file(folder)
+    return file.read_text(encoding="utf-8", errors="surrogateescape") if is_there(file) else None
+
+
 class RunFolder:
     """The folder of one run; `create` or `open` it to write, and `close` it."""
 
@@ -74,11 +84,11 @@ class RunFolder:
         path = folder.path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            folder._check_empty()
         except FileExistsError:
             raise UserError(f"{path} is not an empty folder: choose another `run_dir`.") from None
         except OSError as error:
             raise failed_write(error, path) from error
-        folder._check_empty()
         folder.lock = Lock.take(path / LOCK)
         try:
             folder._check_empty()  # another process may have been faster
@@ -103,7 +113,7 @@ class RunFolder:
     def open(cls, path: str | Path) -> "RunFolder":
         """A run to continue; UserError where the folder holds none or links, or another process writes to it."""
         folder = cls(path)
-        if not (folder.path / CONFIG).is_file():
+        if not is_there(folder.path / CONFIG):
             raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
         for below in (folder.path / name for name in _WRITTEN_BY_OTHERS):
             if below.is_symlink() and jax.process_index() == 0:  # the folders of other processes hold links of ours
@@ -163,7 +173,7 @@ class RunFolder:
         except FileNotFoundError:
             return [], []
         except OSError as error:
-            raise UserError(f"{self.path / name} cannot be read ({error.strerror}): remove it.") from error
+            raise unreadable(error, self.path / name) from error
         rows, damaged = [], []
         for number, line in enumerate(lines, 1):
             try:
@@ -205,7 +215,9 @@ class RunFolder:
             value = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError):
+        except OSError as error:
+            raise unreadable(error, path) from error
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             raise UserError(_DAMAGED.format(path))
@@ -217,16 +229,8 @@ class RunFolder:
 
     def draw(self, name: str, write: Callable[[Path], Any]) -> None:
         """As `write`, of what writes to a path with the suffix of the name, as pictures do."""
-        temporary = self.path / f".{os.getpid()}.{name}"
-        try:
-            temporary.unlink(missing_ok=True)
-            write(temporary)
-            if temporary.exists():  # of what has no numbers no picture is drawn
-                os.replace(temporary, self.path / name)
-        except (OSError, SystemError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise failed_write(error, self.path / name) from error
+        with at_once(self.path / name) as half:
+            write(half)
 
     def keep_partition(self, federation: Federation, draw: Callable[[Federation, Path], None]) -> None:
         """Write the partition and its picture, where they are missing or damaged."""

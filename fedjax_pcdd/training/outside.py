@@ -9,7 +9,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.data.augment import AUGMENTATIONS
 from fedjax_pcdd.data.partition import PARTITIONS
 from fedjax_pcdd.data.sources import LOADERS
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.registry import Origin, Registry, file_sha256, is_import_path, located, origin_of, origin_of_file
 from fedjax_pcdd.training.fields import names_in
@@ -34,7 +34,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
     ]
     origins = {name: _origin(registry, name) for registry, name in named if name}
     weights = config.initial_weights
-    if weights is not None and (file := located(str(weights))).is_file():  # what is missing is said elsewhere
+    if weights is not None and is_there(file := located(str(weights))):  # what is missing is said elsewhere
         origins[str(weights)] = origin_of_file(file)
     return {name: origin for name, origin in origins.items() if origin is not None}
 
@@ -45,7 +45,7 @@ def _registry_of(suffix: str) -> Registry:
 
 def _origin(registry: Registry, name: str) -> Origin | None:
     if name.endswith(".npz"):
-        return origin_of_file(located(name)) if located(name).is_file() else None  # what is missing is said elsewhere
+        return origin_of_file(located(name)) if is_there(located(name)) else None  # what is missing is said elsewhere
     if is_import_path(name):
         return origin_of(registry.find(name), name)
     part: Any = registry.find(name) if name in registry else None
@@ -64,7 +64,7 @@ def check_unchanged(value: Mapping[str, Any] | None, source: str) -> None:
     """UserError where a part from outside is no longer what a configuration says that the run began with."""
     for name, origin in recorded_origins(value, source).items():
         file = Path(origin.path)
-        if not file.is_file():
+        if not is_there(file):
             raise UserError(f"{name} of this run was in {file}, which is gone: put it back, or start a new run.")
         if file_sha256(file) != origin.sha256:
             raise UserError(f"{file} has changed since this run began: put it back as it was, or start a new run.")

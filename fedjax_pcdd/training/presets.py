@@ -10,13 +10,12 @@ Later ones win: run, the split, the method, the method's split, the variant, the
 flat, is a preset too.
 """
 
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pcdd import methods
-from fedjax_pcdd.errors import UserError, nearest
+from fedjax_pcdd.errors import UserError, is_there, nearest
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import is_import_path, recall
 from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, parse_config
@@ -47,7 +46,7 @@ def read_preset(name: str, folder: Path = PRESETS) -> Preset:
       UserError: there is none, or it cannot be read.
     """
     for path in (folder / f"{name}.yaml", folder / name, Path(name)):
-        if os.path.isfile(path):
+        if is_there(path):
             return _parse(read_text(path), str(path))
     known = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
     advice = nearest(name.removesuffix(".yaml"), known) if known else f"{folder} holds none."
@@ -170,11 +169,11 @@ def _part(preset: Preset, kind: str, name: str | None) -> dict[str, Any]:
 
 def read_run(folder: Path) -> tuple[RunConfig, Method]:
     """The configuration that a run has written into its folder; UserError where there is none."""
-    if not os.path.isdir(folder):
-        what = f"{folder} is a file" if os.path.isfile(folder) else f"there is no folder {folder}"
+    if not is_there(folder, Path.is_dir):
+        what = f"{folder} is a file" if is_there(folder) else f"there is no folder {folder}"
         raise UserError(f"{what}: name the folder of a run.")
     file = folder / "config.yaml"
-    if not os.path.isfile(file):
+    if not is_there(file):
         raise UserError(f"{folder} holds no config.yaml, so it is no run: name the folder of one.")
     from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 

@@ -17,7 +17,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
 from fedjax_pcdd.errors import Say, UserError
 from fedjax_pcdd.methods import Method
-from fedjax_pcdd.methods.checks import misspelt
+from fedjax_pcdd.methods.checks import built, misspelt
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.models.convolution_table import Choices, as_json
 from fedjax_pcdd.registry import located
@@ -139,7 +139,7 @@ class Setup:
         if isinstance(model, list | tuple):
             raise UserError(f"{config.method} trains one model: give that, not several.")
         return Simulation(
-            method.build(self.in_form(build_model(config, model, federation.dataset))), experiments,
+            built(method, self.in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
             pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
             client_state=config.client_state, stream=self._stream, **self._settings(lanes),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from flax import struct
 
 import fedjax_pcdd as fp
 
@@ -20,6 +21,30 @@ def simulate(**options):
     return fp.simulate(FEDERATION, **{**small, **options})
 
 
+@struct.dataclass
+class Builds(fp.Method):
+    def build(self, model):
+        """Gives none."""
+
+
+@struct.dataclass
+class Loses(fp.Method):
+    def loss(self, variables, batch, context):
+        """Gives none."""
+
+
+@struct.dataclass
+class Generic(fp.Method):
+    def generic_variables(self, server):
+        """Gives none."""
+
+
+@struct.dataclass
+class Personal(fp.Method):
+    def personal_variables(self, server, client):
+        """Gives none."""
+
+
 MISTAKES = {
     "numbers that are not finite": (lambda: fp.from_arrays(NAN, Y, X / 255, Y), "x_train holds numbers that are not"),
     "no samples": (lambda: fp.from_arrays(X[:0], Y[:0], X, Y), "x_train holds no samples"),
@@ -34,6 +59,21 @@ MISTAKES = {
     "no data set of torchvision": (lambda: fp.from_torch(3), "from_torch takes data sets"),
     "samples without labels": (lambda: fp.from_torch([1, 2], [3]), "from_torch takes samples that are an image and it"),
     "no path": (lambda: fp.from_folder(None), "path takes a path, not None"),
+    "no folder to write": (lambda: fp.write_federation(None, []), "path takes a path, not None"),
+    "a folder of a null byte": (lambda: fp.write_federation("a\0b", []), "path takes a path, not 'a\\x00b'"),
+    "a sweep by numbers": (lambda: fp.sweep({3: 1}), "grid takes options by their names, not 3"),
+    "a search by numbers": (lambda: fp.search({3: 1}), "takes options by their names, not 3"),
+    "metrics in an array": (lambda: simulate(metrics=np.arange(3)), "metrics takes a dictionary of functions"),
+    "a method that builds nothing": (lambda: simulate(method=Builds()), "Builds.build must return a Classifier"),
+    "a method without a loss": (lambda: simulate(method=Loses()), "Loses.loss must return anything, anything"),
+    "a method without a model": (
+        lambda: simulate(method=Generic()),
+        "Generic.generic_variables must return variables of a model",
+    ),
+    "a method without own models": (
+        lambda: simulate(method=Personal(), fine_tune_epochs=0),
+        "Personal.personal_variables must return variables of a model",
+    ),
     "no clients to write": (lambda: fp.write_federation("w", None), "clients takes the samples"),
     "a client of numbers": (lambda: fp.write_federation("w", [1]), "client 0 must be (x_train"),
     "arrays in place of a data set": (lambda: fp.partition(X), "dataset takes an fp.Dataset"),
@@ -83,6 +123,7 @@ MISTAKES = {
     "a list without models": (lambda: simulate(method="fedmd", model=[]), "model takes at least one architecture"),
     "models by objects": (lambda: simulate(models=[int, "mlp"]), "models takes names and numbers, not the class int"),
     "an empty list": (lambda: simulate(lr_steps=[]), "lr_steps takes at least one value: drop the empty list"),
+    "more rounds than a float holds": (lambda: simulate(rounds=10**400), "rounds must be at least 1 and at"),
     "several rates": (lambda: simulate(lr=[0.1, 0.2]), "lr takes a number, not '0.1,0.2': several values are for a s"),
     "no folder of a run": (lambda: fp.load_run(3), "folder takes a path, not 3"),
     "no folder to resume": (lambda: fp.resume(None), "folder takes a path, not None"),

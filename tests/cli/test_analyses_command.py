@@ -1,6 +1,9 @@
 """experiments/analyse.py: figures and tables beside accuracy from run folders."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,6 +214,28 @@ def test_a_partition_is_drawn_without_training(tmp_path, capsys, monkeypatch, fo
 def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
     write_run(tmp_path / "run")
     assert refused(capsys, *(word.format(tmp_path) for word in arguments)) == sentence
+
+
+def test_counts_that_cannot_be_read_are_named_and_not_the_picture(tmp_path, capsys, monkeypatch):
+    (tmp_path / "counts").mkdir()
+    assert "counts is no file" in refused(capsys, "partition", f"--counts={tmp_path / 'counts'}")
+    (tmp_path / "closed.csv").touch()
+    monkeypatch.setattr("builtins.open", lambda path, *_, **__: os.open(f"{path}/x", os.O_RDONLY))
+    assert "closed.csv/x cannot be used" in refused(capsys, "partition", f"--counts={tmp_path / 'closed.csv'}")
+
+
+def test_a_picture_is_there_whole_or_as_it_was(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run", method="fedgela", origin={"hyperparameters": {"ew": 1.0}})
+    (tmp_path / "p.png").write_bytes(b"before")
+
+    def half(figure, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    sentence = refused(capsys, "bilateral", tmp_path / "run", f"--output={tmp_path / 'p.png'}")
+    assert sentence == f"no space left on the disk of {tmp_path / 'p.png'}: free some and try again."
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == {"p.png": b"before"}
 
 
 def test_an_unfinished_run_is_said(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli.sweep import launch, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.folder import failure_file
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure
 
@@ -57,6 +59,19 @@ def test_a_value_that_is_written_twice_counts_once():
 def test_an_experiment_whose_folder_would_have_too_long_a_name_is_refused():
     with pytest.raises(UserError, match="vary fewer options at once, or give shorter values"):
         expand({"method": "fedavg", "dataset": f"{'a' * 230}.npz,digits"})
+
+
+@pytest.mark.parametrize("given", [
+    {"seed": "0:100000000"}, {"rounds": "0:100000000"}, {"seed": "0:60000,60000:120000"},
+    {"seed": "0:999", "lr": "1:999"},
+])  # fmt: skip
+def test_more_than_anybody_runs_is_refused_before_it_is_expanded(given):
+    with pytest.raises(UserError, match="more than 100000"):
+        expand({"method": "fedavg", **given})
+
+
+def test_only_numbers_have_ranges():
+    assert (values_of("seed", "1:3"), values_of("method", "1:3")) == (["1", "2"], ["1:3"])
 
 
 def test_commas_belong_to_one_value_of_some_hyper_parameters():
@@ -168,6 +183,18 @@ def table_of(folder):
 
 
 @pytest.mark.thorough
+def test_names_that_are_not_utf8_fail_as_others_do(tmp_path, capsys):
+    weights = os.fsdecode(b"\xff.npz")
+    argv = [*SMALL, "--method=fedavg,fedprox", f"--initial-weights={weights}", f"--sweep-dir={tmp_path}"]
+    assert sweep_main(argv) == 1
+    assert capsys.readouterr().out.count("1 failed") == 2
+    note = failure_file(tmp_path / "fedavg")
+    assert weights in note.read_text(errors="surrogateescape")
+    note.write_bytes(b"\xff\xfe")
+    assert sweep_main(argv) == 1
+    assert weights in note.read_text(errors="surrogateescape")
+
+
 def test_another_sweep_in_a_folder_is_refused_with_what_differs(tmp_path, capsys):
     argv = ["--method=fedavg", *SMALL, f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 0

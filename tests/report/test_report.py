@@ -484,7 +484,7 @@ def test_a_folder_whose_name_is_not_utf8_is_in_the_report(tmp_path, experiments,
         write_run(tmp_path / "runs" / os.fsdecode(name), seed=int(finished), finished=finished)
     assert report_main([str(tmp_path / "runs"), f"--output={tmp_path / 'out'}"], experiments) == 0
     assert b"bad\xff" in (tmp_path / "out/report.md").read_bytes()
-    assert not list((tmp_path / "out").glob("*.part"))
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def test_a_value_that_does_not_fit_is_one_sentence(capsys):
