@@ -26,7 +26,7 @@ from fedjax_pcdd.data.augment import draws_once
 from fedjax_pcdd.data.partition import has_clients
 from fedjax_pcdd.engine.devices import available_memory
 from fedjax_pcdd.engine.executables import compiled_once
-from fedjax_pcdd.errors import Say, UserError, as_path, shortened, writing, yes_or_no
+from fedjax_pcdd.errors import Say, UserError, as_path, is_there, shortened, writing, yes_or_no
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.training.config import FOLDERS, NOT_COMPUTED, RUN, RunConfig, values
 from fedjax_pcdd.training.fields import Option, convert, with_commas, write_text
@@ -85,9 +85,9 @@ class Sweep:
         Raises:
           UserError: a folder holds another experiment than is planned for it, or is none; nothing is run then.
         """
-        if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
+        if any(is_there(path, Path.exists) and not path.is_dir() for path in (folder, *folder.parents)):
             raise UserError(f"{folder} cannot be a folder, for there is a file: choose another one for the sweep.")
-        if (folder / CONFIG).is_file():
+        if is_there(folder / CONFIG):
             raise UserError(f"{folder} is the folder of a run: choose another one for the sweep.")
         self.folder, self._failed, self._planned = folder, failed, planned
         self.results: dict[str, Result | UserError] = {}
@@ -116,7 +116,7 @@ class Sweep:
         planned, folder = self._planned[name], self.folder / name
         lies: dict[str, Any] = {"run_dir": folder}
         try:
-            if (folder / CONFIG).is_file():
+            if is_there(folder / CONFIG):
                 lies["resume"] = folder
                 check_same(read_run(folder), (planned.config, planned.method), folder)
             if (summary := RunFolder(folder).summary()) is not None:
