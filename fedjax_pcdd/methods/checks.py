@@ -5,11 +5,11 @@ from difflib import get_close_matches
 from typing import Any
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.models.classifier import Classifier
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
@@ -70,9 +70,9 @@ def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
     return value
 
 
-def built(method: Any, model: Classifier) -> Classifier:
+def built(method: Any, model: Any) -> Any:
     """The model that a method makes of the plain one; UserError where it is none."""
-    return of_kind(method, "build", method.build(model), Classifier)
+    return of_kind(method, "build", method.build(model), nn.Module)
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:
