@@ -1,5 +1,6 @@
 """The generated pages: what is computed from results, and that the committed pages are what the results give."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from made_up_results import CLAIM, PAPER, made_up
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
-from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.config import RUN, values
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
 from reproduction.ambiguities import Ambiguity, Measured, ambiguities_page, effects, read_ambiguities, tags_of
@@ -23,7 +24,7 @@ from reproduction.command import reproduce_main
 from reproduction.only_gpu import Need
 from reproduction.pages import pages, write_pages
 from reproduction.plan import configured, read_plan
-from reproduction.results import read_results
+from reproduction.results import decisive, read_results
 from reproduction.results_page import results_page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -299,6 +300,21 @@ def test_every_measured_reading_is_in_the_plan_of_the_cpu():
         for tag in one.measured.tags if one.measured else ():
             for row in one.measured.rows:
                 assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_reading_departs_from_its_base_only_in_options_that_it_names(name):
+    cells = {(cell.table, cell.split, cell.tag, cell.method): cell
+             for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells if cell.seed == 0}  # fmt: skip
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        named = {option.partition("=")[0].replace("-", "_") for text in one.other for option in text.split(" --")}
+        for tag, row in itertools.product(one.measured.tags, one.measured.rows) if one.measured else ():
+            base, other = (cells.get((one.measured.table, one.measured.split, tag, row))
+                           for tag in (one.measured.base, tag))  # fmt: skip
+            if base and other:
+                usual, changed = (decisive(values(*configured(cell, PRESETS))) for cell in (base, other))
+                departs = {option for option in changed if changed[option] != usual[option]}
+                assert departs <= named, f"{one.question}: {tag} {row}"
 
 
 def test_tags_of_readings_are_no_tags_of_whole_tables():
