@@ -4,7 +4,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.report.expected import Expected
+from fedjax_pcdd.report.expected import Expected, kind
 from fedjax_pcdd.report.statistics import Difference, paired
 from fedjax_pcdd.report.tables import over_seeds
 from reproduction.verdicts import rank_correlation
@@ -237,9 +237,16 @@ def in_words(settings: Mapping[str, str]) -> str:
 
 
 def printed(expected: Sequence[Expected], split: str, metric: str) -> dict[str, float]:
-    """The paper's numbers on a split, by `method variant`; shares in percent."""
-    return {
-        f"{one.method} {one.variant}".rstrip(): FACTORS.get(metric, 1.0) * one.value
-        for one in expected
-        if one.split == split and one.metric == metric and one.value is not None
-    }
+    """The paper's numbers on a split, by `method variant`; shares in percent.
+
+    A mean over domains that a table has not is the mean of the numbers that it has for them.
+    """
+    own = [one for one in expected if one.split == split]
+    same = [one for one in own if one.metric == metric]
+    if not same and metric.endswith(":mean"):
+        same = [one for one in own if kind(one.metric) == kind(metric)]
+    numbers: dict[str, list[float]] = {}
+    for one in same:
+        if one.value is not None:
+            numbers.setdefault(f"{one.method} {one.variant}".rstrip(), []).append(FACTORS.get(metric, 1.0) * one.value)
+    return {name: sum(several) / len(several) for name, several in numbers.items()}

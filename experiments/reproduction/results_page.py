@@ -172,6 +172,7 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
     remarks = (
         "Differences in percent points, but those of eigenvalues. In brackets a mean of splits, where the paper prints "
         "no number for one; with a tag that names images, ours are of these and the paper's of the table's. "
+        "Where a table prints domains alone, the paper's is their mean. "
         f"Of the {sum(len(one.seeds) for one in bests)} pairs of this list {sum(one.mixed for one in bests)} are mixed."
     )
     return [markdown(replace(table, remarks=remarks))] if lines else []

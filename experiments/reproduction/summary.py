@@ -150,8 +150,12 @@ def _fedgela_parts(facts: Facts) -> str:
 
 def _others(facts: Facts) -> str:
     rl = facts.tried(lambda one: _rows(one) == ("fedrl/table1", "fedrl", "fedavg"))
-    fccl = facts.tried(lambda one: one.claim.table.startswith("fccl/"))
-    return f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(fccl)}."
+    solo = facts.tried(lambda one: _rows(one) == ("fccl/table1", "fccl", "solo"))
+    mean = facts.tried(lambda one: _rows(one) == ("fccl/table3", "fccl fccl", "fccl fedavg"))
+    return (
+        f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(solo)}; above "
+        f"FedAvg, one network for all: {_by_scale(mean)}."
+    )
 
 
 def _by_scale(own: Sequence[Finding], most: int = 1) -> str:

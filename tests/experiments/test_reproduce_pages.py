@@ -198,6 +198,14 @@ def test_a_claim_about_pa_has_no_verdict_of_the_last_ten_rounds_which_are_of_oth
     assert (finding.best.mean, finding.last_ten) == (2.0, None)
 
 
+def test_a_mean_over_domains_that_is_not_printed_is_the_mean_of_the_printed_ones():
+    numbers = [Expected("A", "fccl", "", f"inter_top5_pct:{name}", value, None, "", ()) for name, value in
+               (("art", 60.0), ("clipart", 64.0))]  # fmt: skip
+    assert printed(numbers, "A", "inter_top5_pct:mean") == {"fccl": 62.0}
+    own = Expected("A", "fccl", "", "inter_top5_pct:mean", 63.0, None, "", ())
+    assert printed([*numbers, own], "A", "inter_top5_pct:mean") == {"fccl": 63.0}
+
+
 def test_a_claim_that_its_paper_contradicts_is_refused():
     opposite = CLAIM._replace(higher="fedavg", lower="fedmr")
     with pytest.raises(UserError, match=r"'FedMR is above FedAvg': the paper prints the opposite on A, -10\.00"):
