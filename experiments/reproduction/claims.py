@@ -9,7 +9,7 @@ from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import METRICS, PA, PA_LAST
 from fedjax_pcdd.report.statistics import Difference, family
 from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
-from reproduction.columns import BASELINE, Column, Expectations, Row, difference, printed
+from reproduction.columns import BASELINE, Column, Expectations, Row, difference, in_words, printed
 from reproduction.verdicts import VERDICTS, against
 
 POINTS = "pct", "fraction"  # ends of the metrics that are in percent points
@@ -58,7 +58,8 @@ class Finding(NamedTuple):
       by_last: of the models after their last epoch, adjusted likewise, for a claim about PA.
       alone, alone_by_last: `best` and `by_last` as they are.
       in_table: the best round's p-value adjusted for the claims on the same table and scale.
-      images: the data set, where it is not that of the table.
+      images: the data set or the task, where it is not that of the table.
+      superseded: options that the runs have had from a preset which has others today.
     """
 
     claim: Claim
@@ -73,6 +74,13 @@ class Finding(NamedTuple):
     alone_by_last: Difference | None = None
     in_table: float | None = None
     images: str = ""
+    superseded: Mapping[str, str] = {}
+
+    @property
+    def where(self) -> str:
+        """Split, tag, and what was run as the preset no longer is."""
+        then = f"({in_words(self.superseded)})" if self.superseded else ""
+        return " ".join(part for part in (self.split, self.tag, then) if part)
 
     @property
     def claimed(self) -> float:
@@ -137,12 +145,14 @@ def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | Non
     ten = None if claim.metric == PA else difference(higher, lower, claim.metric, last_ten=True)
     last = difference(higher, lower, PA_LAST) if claim.metric == PA else None
     return Finding(
-        claim, column.split, column.tag, column.scale, paper, best, ten, last, best, last, images=_images(higher)
-    )
+        claim, column.split, column.tag, column.scale, paper, best, ten, last, best, last,
+        images=_images(higher), superseded=lower.superseded | higher.superseded,
+    )  # fmt: skip
 
 
 def _images(row: Row) -> str:
-    return row.results[0].get("over_preset", {}).get("dataset", "")
+    over = row.results[0].get("over_preset", {})
+    return over.get("dataset") or over.get("task", "")
 
 
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:

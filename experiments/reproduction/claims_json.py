@@ -1,9 +1,10 @@
-"""What `--claims --json` prints: each claim on each split, at the scale with most seeds."""
+"""What `--claims --json` prints: each claim on each split, at every scale that has it."""
 
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from reproduction.claims import Finding
+from reproduction.columns import in_words
 from reproduction.hinges import Departure
 from reproduction.only_gpu import Need
 
@@ -14,7 +15,7 @@ def as_json(
     departures: Iterable[Departure] = (),
     needs: Iterable[Need] = (),
 ) -> list[dict[str, Any]]:
-    """One entry for each claim, split and tag.
+    """One entry for each claim, split, tag and scale, and one without a scale for what was not tried.
 
     Args:
       findings: of all claims.
@@ -22,23 +23,19 @@ def as_json(
       departures: the claims under other settings.
       needs: what only a GPU can decide in the papers' settings.
     """
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in findings:
-        groups.setdefault((one.claim.text, one.split, one.tag), []).append(one)
-    turned: dict[tuple[str, str, str], list[str]] = {}
+    turned: dict[tuple[str, str, str], list[Departure]] = {}
     for one in departures:
         if one.turns:
-            words = f"{one.scale} {one.tag}: {one.settings}".strip()
-            turned.setdefault((one.claim.text, one.split, one.base), []).append(words)
+            turned.setdefault((one.claim.text, one.split, one.base), []).append(one)
     by_gpu = {(one.claim.text, one.split): one for one in needs}
     rows = []
-    for (text, split, tag), own in groups.items():
-        one = max(own, key=lambda one: len(one.best.seeds) if one.best else 0)
-        needs_gpu = (one.claim.table, split) not in planned and one.best is None
-        rows.append(
-            _row(one) | {"needs_gpu": needs_gpu, "turns_with": turned.get((text, split, tag), [])}
-            | _on_gpu(by_gpu.get((text, split)))
-        )  # fmt: skip
+    for one in findings:
+        needs_gpu = (one.claim.table, one.split) not in planned and one.best is None
+        others = [f"{other.scale} {other.tag}: {other.settings}".strip()
+                  for other in turned.get((one.claim.text, one.split, one.tag), [])
+                  if (other.scale, other.tag) != (one.scale, one.tag)]  # fmt: skip
+        gpu = _on_gpu(by_gpu.get((one.claim.text, one.split)))
+        rows.append(_row(one) | {"needs_gpu": needs_gpu, "turns_with": others} | gpu)
     return rows
 
 
@@ -47,10 +44,11 @@ def _row(one: Finding) -> dict[str, Any]:
     return {
         "claim": one.claim.text, "table": one.claim.table, "split": one.split, "tag": one.tag,
         "scale": one.scale or None, "seeds": len(best.seeds) if best else 0,
+        "mixed_pairs": best.mixed if best else 0,
         "paper": one.paper, "difference": best and best.mean,
         "interval": [best.low, best.high] if best and best.low is not None else None,
         "p": alone and alone.p, "p_table": one.in_table, "p_page": best and best.p, "verdict": one.verdict,
-        "hinges_on": one.claim.hinges or None,
+        "superseded": in_words(one.superseded) or None, "hinges_on": one.claim.hinges or None,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedjax_pcdd.report.expected import Expected
+from fedjax_pcdd.report.expected import Expected, kind
 from fedjax_pcdd.report.statistics import Difference, paired
 from fedjax_pcdd.report.tables import over_seeds
 from reproduction.verdicts import rank_correlation
@@ -59,6 +59,16 @@ class Row(NamedTuple):
         return {r["seed"]: r.get("version", FIRST) for r in self.results}
 
     @property
+    def superseded(self) -> dict[str, str]:
+        """Options that it was run with and that its preset no longer has."""
+        return dict(self.results[0].get("superseded", {}))
+
+    @property
+    def processors(self) -> dict[int, str]:
+        """That ran each seed."""
+        return {r["seed"]: processor(r["machine"]) for r in self.results}
+
+    @property
     def command(self) -> str:
         """What repeats it, all seeds; "" for a mean over splits."""
         alike: dict[str, list[Result]] = {}
@@ -101,11 +111,17 @@ class Column(NamedTuple):
         base = self.row(BASELINE)
         return None if base is None or row.name == BASELINE else difference(row, base, metric)
 
-    def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int]:
-        """Rank correlation of our means with the printed numbers, and over how many rows."""
-        means = [(row.name, over_seeds(row.values(metric).values()).mean) for row in self.rows]
-        pairs = [(ours, printed[name]) for name, ours in means if ours is not None and name in printed]
-        return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs)
+    def order(self, metric: str, printed: Mapping[str, float]) -> tuple[float | None, int, tuple[int, ...]]:
+        """Rank correlation of our means with the printed numbers, over how many rows, and of which seeds.
+
+        The means are over the seeds that all rows have: other seeds have other partitions, some easier than others.
+        """
+        known = [(row.values(metric), printed[row.name]) for row in self.rows if row.name in printed]
+        rows = [(values, paper) for values, paper in known if values]
+        seeds = sorted(set.intersection(*(set(values) for values, _ in rows))) if rows else []
+        means = [(over_seeds(values[seed] for seed in seeds).mean, paper) for values, paper in rows]
+        pairs = [(ours, paper) for ours, paper in means if ours is not None]
+        return rank_correlation([ours for ours, _ in pairs], [paper for _, paper in pairs]), len(pairs), tuple(seeds)
 
 
 def difference(
@@ -114,7 +130,7 @@ def difference(
     """The paired difference of two rows, None without a pair.
 
     A pair are two runs of one seed and of one version of the project: another version may sum in another order, which
-    after many rounds moves an accuracy by as much as a setting does.
+    after many rounds moves an accuracy by as much as a setting does. So may another processor: such pairs are counted.
 
     Args:
       higher, lower: the difference is the first less the second.
@@ -125,7 +141,14 @@ def difference(
     ours, theirs = (row.last_ten(metric) if last_ten else row.values(metric) for row in (higher, lower))
     alike = {seed for seed, version in higher.versions.items() if lower.versions.get(seed) == version}
     counted = [seed for seed in ours if seed in alike and (seeds is None or seed in seeds)]
-    return paired({seed: ours[seed] for seed in counted}, theirs)
+    delta = paired({seed: ours[seed] for seed in counted}, theirs)
+    first, second = higher.processors, lower.processors
+    return delta and delta._replace(mixed=sum(first[seed] != second[seed] for seed in delta.seeds))
+
+
+def processor(machine: Mapping[str, Any]) -> str:
+    """The kind of device, of a CPU that of its processor where it is known."""
+    return str(machine.get("processor", "cpu") if machine["device"] == "cpu" else machine["device"])
 
 
 def columns(results: Iterable[Result], expected: Expectations) -> list[Column]:
@@ -190,7 +213,9 @@ def _mean_result(seed: int, results: Sequence[Result]) -> Result:
     """A result whose accuracies are the means of these."""
     last = _means([{name: r[name] for name in LAST_TEN.values() if r.get(name) is not None} for r in results])
     version = ", ".join(sorted({r.get("version", FIRST) for r in results}))
-    return {"seed": seed, "version": version, "metrics": _means([r["metrics"] for r in results]), **last}
+    machine = {"device": ", ".join(processor(r["machine"]) for r in results)}
+    metrics = _means([r["metrics"] for r in results])
+    return {"seed": seed, "version": version, "machine": machine, "metrics": metrics, **last}
 
 
 def _means(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -212,9 +237,16 @@ def in_words(settings: Mapping[str, str]) -> str:
 
 
 def printed(expected: Sequence[Expected], split: str, metric: str) -> dict[str, float]:
-    """The paper's numbers on a split, by `method variant`; shares in percent."""
-    return {
-        f"{one.method} {one.variant}".rstrip(): FACTORS.get(metric, 1.0) * one.value
-        for one in expected
-        if one.split == split and one.metric == metric and one.value is not None
-    }
+    """The paper's numbers on a split, by `method variant`; shares in percent.
+
+    A mean over domains that a table has not is the mean of the numbers that it has for them.
+    """
+    own = [one for one in expected if one.split == split]
+    same = [one for one in own if one.metric == metric]
+    if not same and metric.endswith(":mean"):
+        same = [one for one in own if kind(one.metric) == kind(metric)]
+    numbers: dict[str, list[float]] = {}
+    for one in same:
+        if one.value is not None:
+            numbers.setdefault(f"{one.method} {one.variant}".rstrip(), []).append(FACTORS.get(metric, 1.0) * one.value)
+    return {name: sum(several) / len(several) for name, several in numbers.items()}

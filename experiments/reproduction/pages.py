@@ -14,7 +14,7 @@ from reproduction.figures import figures_section
 from reproduction.hinges import Departure, departures, hinges_section
 from reproduction.only_gpu import Need, gpu_section, needs, predicted_hours
 from reproduction.plan import read_plan
-from reproduction.results import read_results, repeating
+from reproduction.results import as_run, read_results
 from reproduction.results_page import results_page
 from reproduction.summary import Facts, summary_section
 
@@ -36,20 +36,17 @@ class Known(NamedTuple):
     ambiguities: list[Ambiguity]
 
 
-def known(results: Path, experiments: Path, *, repeated: bool = False) -> Known:
+def known(results: Path, experiments: Path) -> Known:
     """Read results and prose.
 
     Args:
       results: folder of results; it may not exist yet.
       experiments: folder with `reproduction`.
-      repeated: whether commands have the options with which they repeat their numbers today.
 
     Raises:
       UserError: a file that cannot be read.
     """
-    rows = read_results(results)
-    if repeated:
-        rows = [one | {"command": repeating(one, PRESETS)} for one in rows]
+    rows = [as_run(one, PRESETS) for one in read_results(results)]
     texts = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
     claims = read_claims(experiments / "reproduction" / "claims.yaml")
     names = dict.fromkeys([*(one["table"] for one in rows), *(one.table for one in claims)])
@@ -70,7 +67,7 @@ def _needs(judged: list[Finding], experiments: Path) -> list[Need]:
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
     """The text of every generated page and picture by its path in docs/; arguments and errors as of `known`."""
-    all_known = known(results, experiments, repeated=True)
+    all_known = known(results, experiments)
     rows, tables, expected = all_known.results, all_known.tables, all_known.expected
     facts = Facts(rows, all_known.findings, all_known.departures, all_known.needs)
     drawn, pictures = figures_section(all_known.findings)

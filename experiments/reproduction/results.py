@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from fedjax_pcdd import __version__
+from fedjax_pcdd.cli.messages import flag
 from fedjax_pcdd.cli.options import configure, scan
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.collect import RunRecord
@@ -75,21 +76,27 @@ def command(cell: Cell, config: Mapping[str, Any]) -> str:
     )
 
 
-def repeating(result: Mapping[str, Any], presets: Path) -> str:
-    """The command of a result with what a preset or a default had otherwise when it was run.
+def superseded(result: Mapping[str, Any], presets: Path) -> dict[str, str]:
+    """What a preset or a default had otherwise when a result was run, as on the command line.
 
     Args:
       result: as it was written; options that are younger than it had their defaults.
       presets: folder of the presets of today.
     """
-    words = shlex.split(result["command"])
-    given = {**scan(words[2:]), "data_dir": "."}
+    given = {**scan(shlex.split(result["command"])[2:]), "data_dir": "."}
     config, method = configure(given, presets)
     today, usual = decisive(values(config, method)), RUN | options_of(type(method))
     then = decisive({name: option.default for name, option in usual.items()}) | result["decisive"]
-    plain = {"None": "none", "True": "true", "False": "false"}
-    changed = {name: plain.get(then[name], then[name]) for name in today if then[name] != today[name]}
-    return shlex.join([*words, *(f"--{name.replace('_', '-')}={value}" for name, value in changed.items())])
+    plain: dict[str, Any] = {"None": "none", "True": "true", "False": "false"}
+    return {name: plain.get(then[name], then[name]) for name in today if then[name] != today[name]}
+
+
+def as_run(result: Mapping[str, Any], presets: Path) -> dict[str, Any]:
+    """A result whose command repeats it today, and which has what its preset no longer has among its settings."""
+    then = superseded(result, presets)
+    added = shlex.join(flag(name) + f"={value}" for name, value in then.items())
+    command = f"{result['command']} {added}".rstrip()
+    return {**result, "command": command, "over_preset": {**result["over_preset"], **then}, "superseded": then}
 
 
 def identity(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from fedjax_pcdd.models import MODELS, build
 from fedjax_pcdd.models.classifier import sizes
@@ -13,7 +12,19 @@ from fedjax_pcdd.report.tables import NOTHING, Cell, Table, markdown, over_seeds
 from fedjax_pcdd.report.tables import Column as Heading
 from fedjax_pcdd.report.tables import Row as Line
 from reproduction.claims import Count, Finding, ordered
-from reproduction.columns import BASELINE, FIRST, LAST_TEN, Column, Expectations, Result, Row, common, in_words, printed
+from reproduction.columns import (
+    BASELINE,
+    FIRST,
+    LAST_TEN,
+    Column,
+    Expectations,
+    Result,
+    Row,
+    common,
+    in_words,
+    printed,
+    processor,
+)
 from reproduction.verdicts import VERDICTS, against
 
 INTRODUCTION = """# Reproduction
@@ -40,14 +51,17 @@ READING = """## How to read it
   which three to five seeds leave most differences, also large ones: with so few pairs and as many claims as the page
   has hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for
   the claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
-- Where a number is older than a preset or a default, its command carries the options with which it was run.
+- Where a number is older than a preset or a default, its command has the options with which it was run, and so have its
+  row or the line of what is over the preset, and the comparisons that it is in.
 - PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
   does; of FedGELA that is each client's own best epoch, of FedAvg one epoch for all, which flatters less. The column
   "PA last" has the model after the last epoch. A claim about PA is judged by both, each adjusted by Holm; where they
   disagree it is not distinguishable. It is not judged by the last ten rounds, whose PA is of other models.
 - A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
   Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
-  it is with runs that were trained together with others of their program, which are counted below where there are some.
+  it is with runs that were trained together with others of their program, which are counted below where there are some,
+  and with another processor. Such a pair counts, but †2 behind a difference says that two of its pairs are *mixed*, of
+  runs on two kinds of processors.
 """
 IMAGES = ((28, 28, 1), (32, 32, 3))
 MOST_NAMED = 4  # splits of a claim that the summary lists
@@ -88,7 +102,7 @@ def _extent(results: Sequence[Result]) -> str:
         versions = Counter(one.get("version", FIRST) for one in finished)
         hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
         shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
-        devices = ", ".join(dict.fromkeys(_device(one["machine"]) for one in own))
+        devices = ", ".join(dict.fromkeys(processor(one["machine"]) for one in own))
         notes = [f"{shared} more cells share a run with another table"] * bool(shared)
         notes += [f"{failed} failed"] * bool(failed)
         together = sum("together" in one and "same_run_as" not in one for one in own)
@@ -113,11 +127,6 @@ def _networks(results: Sequence[Result]) -> list[str]:
     return ["Networks:", "", *lines, ""] if lines else []
 
 
-def _device(machine: Mapping[str, Any]) -> str:
-    """The kind of device, of a CPU that of its processor where it is known."""
-    return str(machine.get("processor", "cpu") if machine["device"] == "cpu" else machine["device"])
-
-
 def _summary(findings: Sequence[Finding]) -> list[str]:
     """Which claims held, which did not, which could not be tried."""
     lines = ["## Which claims held", ""]
@@ -137,7 +146,7 @@ def _named(findings: Iterable[Finding]) -> str:
     """Claims with their splits."""
     splits: dict[str, list[str]] = {}
     for one in findings:
-        splits.setdefault(one.claim.text, []).append(f"{one.split} {one.tag}".rstrip())
+        splits.setdefault(one.claim.text, []).append(one.where)
     return "; ".join(f"{text} ({_listed(names)})" for text, names in splits.items()) + "."
 
 
@@ -152,16 +161,19 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
             paper = NOTHING if one.paper is None else signed(one.paper)
             paper += f" ({one.claim.printed_on})" if one.claim.printed_on else ""
             ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), against(one.last_ten, one.claimed))
-            where = (one.claim.text, one.claim.table, f"{one.split} {one.tag}".rstrip(), one.scale)
+            where = (one.claim.text, one.claim.table, one.where, one.scale)
             values = (one.alone and one.alone.p, one.in_table, one.best.p)
             p = [NOTHING if value is None else f"{value:.3f}" for value in values]
             lines.append((*where, paper, str(one.best), *p, one.verdict, *ten))
     tests = ("p", "p, table", "p, page")
     headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
+    bests = [one.best for one in findings if one.best is not None]
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = (
         "Differences in percent points, but those of eigenvalues. In brackets a mean of splits, where the paper prints "
-        "no number for one; with a tag that names images, ours are of these and the paper's of the table's."
+        "no number for one; with a tag that names images, ours are of these and the paper's of the table's. "
+        "Where a table prints domains alone, the paper's is their mean. "
+        f"Of the {sum(len(one.seeds) for one in bests)} pairs of this list {sum(one.mixed for one in bests)} are mixed."
     )
     return [markdown(replace(table, remarks=remarks))] if lines else []
 
@@ -209,11 +221,12 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
     lines = tuple(
         Line(row.label, _cells(row, metric, numbers, one, last=last)) for row, one in zip(rows, over, strict=True)
     )
-    order, count = column.order(metric, numbers)
+    order, count, seeds = column.order(metric, numbers)
     text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
     if order is None:
         return [text]
-    return [text, f"Rank correlation with the paper over {count} methods: {signed(order)}.", ""]
+    means = f"means of the {len(seeds)} seeds" if len(seeds) > 1 else "numbers of the one seed"
+    return [text, f"Rank correlation with the paper over {count} methods, {means} that all have: {signed(order)}.", ""]
 
 
 def _cells(

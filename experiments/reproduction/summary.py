@@ -18,7 +18,8 @@ Each is computed from the results below. Differences are in percent points, in b
 seeds; *clearly* is a paired t-test at the level 0.05 on its own, which is more lenient than the verdicts of this page.
 Behind a split `fmnist` means that it has the images of Fashion-MNIST, where the paper prints CIFAR-10's number. Of a
 scale a sentence names the comparison with most seeds, of equal ones that nearest to the paper's table, then the one
-with the largest printed difference; how many there are and how they came out stands behind.
+with the largest printed difference; how many there are and how they came out stands behind. Options in brackets
+behind a split are those that the preset no longer has; † is explained below.
 """
 
 
@@ -55,7 +56,8 @@ def _extent(facts: Facts) -> str:
         key = one.claim.text, one.split
         most[key] = max(most.get(key, 0), len(_best(one).seeds))
     repeated = sum(seeds >= ENOUGH for seeds in most.values())
-    own = sum(_finished(one) and one["scale"] in OWN for one in facts.results)
+    own = [one for one in facts.results if _finished(one) and one["scale"] in OWN]
+    older = sum(bool(one.get("superseded")) for one in own)
     behind = {(one.scale, one.claim.table, one.split, one.tag, row)
               for one in facts.tried() for row in (one.claim.higher, one.claim.lower)}  # fmt: skip
     runs = sum(_finished(one) for one in facts.results)
@@ -66,7 +68,8 @@ def _extent(facts: Facts) -> str:
     return (
         f"The {len({text for text, _ in pairs})} claims of the papers that are listed here make {len(pairs)} with "
         f"their splits, of which {len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {counted} "
-        f"of {runs} runs; {own} of all runs have a paper's own network, as far as it is printed, and its length, and "
+        f"of {runs} runs; {len(own)} of all runs have a paper's own network, as far as it is printed, and its length"
+        f"{f' ({older} of them with settings that its preset no longer has)' * bool(older)}, and "
         f"{len(gpu)} of the {len(pairs)} ask for a GPU in the paper's own settings, {len(predicted)} of them for some "
         f"{hours:.0f} predicted hours in all, so that nothing here confirms or refutes the numbers printed for these."
     )
@@ -147,8 +150,12 @@ def _fedgela_parts(facts: Facts) -> str:
 
 def _others(facts: Facts) -> str:
     rl = facts.tried(lambda one: _rows(one) == ("fedrl/table1", "fedrl", "fedavg"))
-    fccl = facts.tried(lambda one: one.claim.table.startswith("fccl/"))
-    return f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(fccl)}."
+    solo = facts.tried(lambda one: _rows(one) == ("fccl/table1", "fccl", "solo"))
+    mean = facts.tried(lambda one: _rows(one) == ("fccl/table3", "fccl fccl", "fccl fedavg"))
+    return (
+        f"FedRL above FedAvg: {_by_scale(rl)}, {_counted(rl)}; FCCL above training alone: {_by_scale(solo)}; above "
+        f"FedAvg, one network for all: {_by_scale(mean)}."
+    )
 
 
 def _by_scale(own: Sequence[Finding], most: int = 1) -> str:
@@ -159,7 +166,7 @@ def _by_scale(own: Sequence[Finding], most: int = 1) -> str:
     for scale in dict.fromkeys(one.scale for one in own):
         at_scale = [one for one in own if one.scale == scale]
         at_scale.sort(key=lambda one: (-len(_best(one).seeds), one.claim.tags.index(one.tag), -(one.paper or 0.0)))
-        told = [f"{_told(_best(one))} on {_at(one)}, printed {_printed(one)} ({_in_words(one)})"
+        told = [f"{_told(_best(one))} on {one.where}, printed {_printed(one)} ({_in_words(one)})"
                 for one in at_scale[:most]]  # fmt: skip
         parts.append(f"at scale `{scale}` {' and '.join(told)}")
     return ", ".join(parts)
@@ -185,16 +192,13 @@ def _rows(one: Finding | Departure) -> tuple[str, str, str]:
     return one.claim.table, one.claim.higher, one.claim.lower
 
 
-def _at(one: Finding) -> str:
-    return f"{one.split} {one.tag}".rstrip()
-
-
 def _told(difference: Difference) -> str:
     """A difference with its interval, and over how many seeds."""
     count = len(difference.seeds)
     if difference.low is None or difference.high is None:
-        return f"{signed(difference.mean)} [one seed]"
-    return f"{signed(difference.mean)} [{signed(difference.low)} to {signed(difference.high)}, {count} seeds]"
+        return f"{signed(difference.mean)} [one seed{difference.mark}]"
+    interval = f"{signed(difference.low)} to {signed(difference.high)}"
+    return f"{signed(difference.mean)} [{interval}, {count} seeds{difference.mark}]"
 
 
 def _in_words(one: Finding) -> str:

@@ -1,13 +1,14 @@
 """The papers' numbers, and what a run has in their place."""
 
 import csv
+from collections.abc import Container
 from pathlib import Path
 from typing import NamedTuple
 
 from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.errors import is_there
 from fedjax_pcdd.report.collect import RunRecord
-from fedjax_pcdd.training.presets import PAPERS
+from fedjax_pcdd.training.presets import PAPERS, read_preset
 
 EXPECTED = PAPERS / "expected"
 FLATTERED = "Best round, chosen on the test data as in the papers, which flatters every number."
@@ -71,19 +72,23 @@ class Expected(NamedTuple):
 
 
 def read_expected(folder: Path, preset: str) -> list[Expected]:
-    """What the paper prints in the table of a preset, [] where nothing is recorded."""
+    """What the paper prints in the table of a preset, [] where nothing is recorded; presets lie beside the folder."""
     path = folder / f"{preset.replace('/', '_')}.csv"
     if not is_there(path):
         return []
+    presets = folder.parent / "presets"
+    splits = read_preset(preset, presets).splits if (presets / f"{preset}.yaml").is_file() else ()
     with open(path, newline="", encoding="utf-8") as file:
-        return [_expected(row) for row in csv.DictReader(file)]
+        return [_expected(row, splits) for row in csv.DictReader(file)]
 
 
-def _expected(row: dict[str, str]) -> Expected:
+def _expected(row: dict[str, str], splits: Container[str]) -> Expected:
+    """A line of a table whose preset has these splits; a mean of something else, as of domains, is only a note."""
     first = row["note"].split(";")[0]
-    splits = tuple(first.removeprefix("mean of ").split()) if first.startswith("mean of ") else ()
+    parts = tuple(first.removeprefix("mean of ").split()) if first.startswith("mean of ") else ()
+    several = parts if all(part in splits for part in parts) else ()
     value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
-    return Expected(row["split"], row["method"], row["variant"], row["metric"], value, std, row["note"], splits)
+    return Expected(row["split"], row["method"], row["variant"], row["metric"], value, std, row["note"], several)
 
 
 def kind(metric: str) -> str:

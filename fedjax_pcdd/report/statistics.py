@@ -26,6 +26,7 @@ class Difference(NamedTuple):
       low, high: Student's interval of the mean, None for one pair.
       p: of the paired t-test, two-sided; where all differences are equal, of the sign test. None for one pair.
       rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs and where all are equal.
+      mixed: pairs whose two runs were on different processors, where somebody counts them.
     """
 
     mean: float
@@ -35,6 +36,7 @@ class Difference(NamedTuple):
     high: float | None = None
     p: float | None = None
     rank_p: float | None = None
+    mixed: int = 0
 
     @property
     def side(self) -> str:
@@ -51,9 +53,14 @@ class Difference(NamedTuple):
             return f"one seed, {self.side}"
         return self.side if self.p <= alpha and self.mean else "not distinguishable"
 
+    @property
+    def mark(self) -> str:
+        """As ` †2` where two pairs are mixed."""
+        return f" †{self.mixed}" if self.mixed else ""
+
     def __str__(self):
-        """As `+1.50 ± 0.25`, the standard error."""
-        return signed(self.mean) + ("" if self.error is None else f" ± {self.error:.2f}")
+        """As `+1.50 ± 0.25`, the standard error, and the mark of mixed pairs."""
+        return signed(self.mean) + ("" if self.error is None else f" ± {self.error:.2f}") + self.mark
 
 
 def signed(value: float) -> str:

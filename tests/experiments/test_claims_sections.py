@@ -325,7 +325,10 @@ def test_hours_of_a_cell_that_claims_share_count_once(facts):
 def test_scales_with_the_papers_own_settings_are_told_apart(facts):
     runs = [one for one in facts.results if one["status"] == "finished" and "same_run_as" not in one]
     own = sum(one["scale"] in OWN for one in runs)
-    assert f"of {len(runs)} runs; {own} of all runs have a paper's own network" in sentences(facts)[0]
+    older = sum(one["scale"] in OWN and bool(one["superseded"]) for one in runs)
+    told = sentences(facts)[0]
+    assert f"of {len(runs)} runs; {own} of all runs have a paper's own network" in told
+    assert f"({older} of them with settings that its preset no longer has)" in told
 
 
 def test_only_the_runs_of_a_claims_rows_stand_behind_it():
@@ -341,6 +344,7 @@ def test_a_printed_difference_is_within_our_interval_only_where_split_images_and
 
     assert "of the 1 for which" in told(pair(50.0, 40.0))
     assert "of the 0 for which" in told(pair(50.0, 40.0, dataset="mnist"))
+    assert "of the 0 for which" in told(pair(50.0, 40.0, task="digits2"))
     elsewhere = CLAIM._replace(printed_on="avg")
     assert "of the 0 for which" in told(pair(50.0, 40.0), elsewhere)
     assert "printed +10.00 for avg" in "".join(

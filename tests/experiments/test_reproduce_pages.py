@@ -1,5 +1,7 @@
 """The generated pages: what is computed from results, and that the committed pages are what the results give."""
 
+import functools
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,18 +14,18 @@ from made_up_results import CLAIM, PAPER, made_up
 from fedjax_pcdd import methods
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.report.expected import EXPECTED, Expected, read_expected
-from fedjax_pcdd.training.config import RUN
+from fedjax_pcdd.training.config import RUN, values
 from fedjax_pcdd.training.fields import options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_values, read_preset
 from reproduction.ambiguities import Ambiguity, Measured, ambiguities_page, effects, read_ambiguities, tags_of
 from reproduction.claims import counts, findings, read_claims
 from reproduction.claims_json import as_json
-from reproduction.columns import columns, with_means
-from reproduction.command import reproduce_main
+from reproduction.columns import columns, printed, with_means
+from reproduction.command import CPU_PLANS, reproduce_main
 from reproduction.only_gpu import Need
-from reproduction.pages import pages, write_pages
-from reproduction.plan import configured, read_plan
-from reproduction.results import read_results
+from reproduction.pages import known, pages, write_pages
+from reproduction.plan import Cell, configured, read_plan
+from reproduction.results import as_run, command, decisive, read_results, superseded
 from reproduction.results_page import results_page
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,6 +33,20 @@ EXPERIMENTS = REPOSITORY / "experiments"
 PLANS = sorted(path.stem for path in (EXPERIMENTS / "reproduction").glob("*.yaml") if path.stem not in {
     "claims", "ambiguities", "coverage"
 })  # fmt: skip
+
+
+CELL = ("scale", "table", "split", "method", "variant", "tag", "seed")
+# Results of an older preset, half an hour each; pages say with what they were run. By scale, table and method.
+SUPERSEDED = {
+    ("full", "fedrl/table1", "fedavg"): {"grad_clip": "method"},
+    ("full", "fedrl/table1", "fedrl"): {"grad_clip": "method", "distance": "per_sample"},
+}
+
+
+@functools.cache
+def committed():
+    """The results of this repository."""
+    return read_results(REPOSITORY / "results")
 
 
 # Tables
@@ -71,11 +87,71 @@ def test_seeds_that_were_run_otherwise_have_commands_of_their_own():
 
 
 def test_the_seeds_of_every_committed_row_were_run_with_the_same_options():
-    for column in columns(read_results(REPOSITORY / "results"), {}):
+    for column in columns(committed(), {}):
         for row in column.rows:
             usual = {name: str(option.default) for name, option in (RUN | options_of(methods.get(row.method))).items()}
             known = [usual | one["decisive"] | {"seed": ""} for one in row.results]
             assert all(one == known[0] for one in known), (column.table, column.split, column.tag, row.label)
+
+
+def on(processor, *results):
+    """The results, as another processor made them."""
+    return [one | {"machine": {"device": "cpu", "processor": processor}} for one in results]
+
+
+def test_rows_are_ranked_by_the_seeds_that_all_of_them_have():
+    easier = [made_up("moon", 90.0, 1), made_up("fedmr", 95.0, 1)]
+    results = [made_up("fedavg", 50.0), made_up("moon", 40.0), made_up("fedmr", 30.0), *easier]
+    (column,) = columns(results, PAPER)
+    assert column.order("ga_pct", {"fedavg": 60.0, "moon": 65.0, "fedmr": 70.0}) == (-1.0, 3, (0,))
+    text = results_page(results, [column], PAPER, [], [])
+    assert "over 3 methods, numbers of the one seed that all have: −1.00." in text
+
+
+def test_pairs_of_two_processors_count_and_are_marked():
+    lower = [made_up("fedavg", 40.0, seed) for seed in range(3)]
+    higher = [made_up("fedmr", 42.0, seed, split=split) for split in "AB" for seed in range(3)]
+    lower += [one | {"split": "B"} for one in lower]
+    results = [*on("Abacus", *higher, *lower[:2], lower[3]), *on("Rule", *lower[2:3], *lower[4:])]
+    every = with_means(columns(results, PAPER), PAPER)
+    assert [str(column.over_baseline(column.row("fedmr"), "ga_pct")) for column in every] == [
+        "+2.00 ± 0.00 †1", "+2.00 ± 0.00 †2", "+2.00 ± 0.00 †2",
+    ]  # fmt: skip
+    judged = findings([CLAIM], every, PAPER)
+    assert [row["mixed_pairs"] for row in as_json(judged, set())] == [1, 2]
+    assert "Of the 6 pairs of this list 3 are mixed." in results_page(results, every, PAPER, judged, [])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_committed_results_were_run_as_their_plan_is_today(name):
+    plan = {(cell.table, cell.name): cell for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells}
+    own = [one for one in committed() if one["scale"] == name]
+    for result in (one for one in own if one["seed"] == 0):  # the other seeds have its options: the test above
+        cell = plan[result["table"], Cell(**{field: result[field] for field in CELL}, settings={}).name]
+        today = {**result, "command": command(cell, values(*configured(cell, PRESETS)))}
+        older = SUPERSEDED.get((name, result["table"], result["method"]), {})
+        assert superseded(today, PRESETS) == older, cell.name
+
+
+def test_what_a_preset_no_longer_has_stands_in_the_row_the_header_and_the_comparison():
+    then = {name: {"over_preset": own, "superseded": own} for name, own in
+            (("fedmr", {"lr": "1", "mu": "2"}), ("fedavg", {"lr": "1"}))}  # fmt: skip
+    results = [made_up(name, ga) | then[name] for name, ga in (("fedmr", 50.0), ("fedavg", 40.0))]
+    judged = findings([CLAIM], columns(results, PAPER), PAPER)
+    text = results_page(results, columns(results, PAPER), PAPER, judged, [])
+    assert "Over the preset in all runs: lr=1." in text
+    assert "| fedmr (mu=2) |" in text
+    assert "| A (lr=1, mu=2) |" in text
+    assert as_json(judged, set())[0]["superseded"] == "lr=1, mu=2"
+
+
+def test_a_result_of_an_older_preset_says_so_and_its_command_repeats_it():
+    (older,) = (one for one in committed() if one["scale"] == "full" and one["method"] == "fedrl")
+    told = as_run(older, PRESETS)
+    assert told["superseded"] == SUPERSEDED["full", "fedrl/table1", "fedrl"]
+    assert told["over_preset"] == {"fine_tune_epochs": "0"} | told["superseded"]
+    assert told["command"].startswith(older["command"])
+    assert superseded(told, PRESETS) == {}
 
 
 def test_printed_means_are_taken_over_seeds_that_all_splits_have():
@@ -122,6 +198,14 @@ def test_a_claim_about_pa_has_no_verdict_of_the_last_ten_rounds_which_are_of_oth
     assert (finding.best.mean, finding.last_ten) == (2.0, None)
 
 
+def test_a_mean_over_domains_that_is_not_printed_is_the_mean_of_the_printed_ones():
+    numbers = [Expected("A", "fccl", "", f"inter_top5_pct:{name}", value, None, "", ()) for name, value in
+               (("art", 60.0), ("clipart", 64.0))]  # fmt: skip
+    assert printed(numbers, "A", "inter_top5_pct:mean") == {"fccl": 62.0}
+    own = Expected("A", "fccl", "", "inter_top5_pct:mean", 63.0, None, "", ())
+    assert printed([*numbers, own], "A", "inter_top5_pct:mean") == {"fccl": 63.0}
+
+
 def test_a_claim_that_its_paper_contradicts_is_refused():
     opposite = CLAIM._replace(higher="fedavg", lower="fedmr")
     with pytest.raises(UserError, match=r"'FedMR is above FedAvg': the paper prints the opposite on A, -10\.00"):
@@ -137,6 +221,24 @@ def test_a_claim_has_its_p_value_alone_in_its_table_and_over_the_page():
     first = judged[0]
     assert first.in_table == pytest.approx(2 * first.alone.p)
     assert first.best.p == pytest.approx(min(1.0, 4 * first.alone.p))
+
+
+def test_a_claim_is_listed_at_every_scale_that_has_it():
+    results = [made_up(name, ga) for name, ga in (("fedmr", 50.0), ("fedavg", 40.0))]
+    both = [*results, *({**one, "scale": "mid"} for one in results)]
+    judged = findings([CLAIM._replace(splits=("A",))], columns(both, PAPER), PAPER)
+    assert [row["scale"] for row in as_json(judged, set())] == ["cpu", "mid"]
+
+
+@pytest.mark.thorough
+def test_every_claim_that_a_cpu_can_try_was_tried_with_three_seeds():
+    all_known = known(REPOSITORY / "results", EXPERIMENTS)
+    most: dict[tuple[str, str, str], int] = {}
+    cells = [cell for name in CPU_PLANS for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells]
+    for row in as_json(all_known.findings, {(cell.table, cell.split or "") for cell in cells}):
+        key = row["claim"], row["split"], row["tag"]
+        most[key] = max(most.get(key, 0), 3 if row["needs_gpu"] else row["seeds"])
+    assert [key for key, seeds in most.items() if seeds < 3] == []
 
 
 def test_claims_are_listed_with_what_only_a_gpu_can_decide():
@@ -229,13 +331,13 @@ def test_the_committed_pages_are_what_the_committed_results_give():
 
 def test_pa_after_the_last_epoch_has_a_column_of_its_own_where_pa_is_chosen_on_tests():
     printed = {"toy/table1": [Expected("A", "fedavg", "", "pa_pct", 85.0, None, "", ())]}
-    for result, known in ((personal("fedavg", 91.0, 83.5), True), (personal("fedavg", 91.0), False)):
+    for result, chosen in ((personal("fedavg", 91.0, 83.5), True), (personal("fedavg", 91.0), False)):
         every = columns([result], printed)
         lines = results_page([result], every, printed, [], []).splitlines()
         head = lines.index("### A · PA, %") + 2
         cells = dict(zip(lines[head].split(" | "), lines[head + 2].split(" | "), strict=True))
         assert (cells["seeds"], cells["paper"], cells["difference"]) == ("1", "85.00", "+6.00")
-        assert cells.get("PA last") == ("83.50" if known else None)
+        assert cells.get("PA last") == ("83.50" if chosen else None)
 
 
 def test_runs_that_were_trained_together_are_counted():
@@ -275,9 +377,10 @@ def test_pages_are_written_where_they_are_wanted(tmp_path):
 def test_every_claim_is_about_rows_and_splits_of_its_preset():
     for claim in read_claims(EXPERIMENTS / "reproduction/claims.yaml"):
         preset = read_preset(claim.table, PRESETS)
-        names = {(row.split, row.metric) for row in read_expected(EXPECTED, claim.table)}
+        numbers = read_expected(EXPECTED, claim.table)
         for split in claim.splits:
-            assert (claim.printed_on or split, claim.metric) in names, f"{claim.text}: {split}"
+            rows = printed(numbers, claim.printed_on or split, claim.metric)
+            assert {claim.higher, claim.lower} <= rows.keys(), f"{claim.text}: {split}"
         split = next(split for split in claim.splits if split in preset.splits)
         for row in (claim.higher, claim.lower):
             method, _, variant = row.partition(" ")
@@ -299,6 +402,21 @@ def test_every_measured_reading_is_in_the_plan_of_the_cpu():
         for tag in one.measured.tags if one.measured else ():
             for row in one.measured.rows:
                 assert (one.measured.table, one.measured.split, tag, row) in planned, f"{one.question}: {tag} {row}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_reading_departs_from_its_base_only_in_options_that_it_names(name):
+    cells = {(cell.table, cell.split, cell.tag, cell.method): cell
+             for cell in read_plan(name, EXPERIMENTS / "reproduction", PRESETS).cells if cell.seed == 0}  # fmt: skip
+    for one in read_ambiguities(EXPERIMENTS / "reproduction/ambiguities.yaml"):
+        named = {option.partition("=")[0].replace("-", "_") for text in one.other for option in text.split(" --")}
+        for tag, row in itertools.product(one.measured.tags, one.measured.rows) if one.measured else ():
+            base, other = (cells.get((one.measured.table, one.measured.split, tag, row))
+                           for tag in (one.measured.base, tag))  # fmt: skip
+            if base and other:
+                usual, changed = (decisive(values(*configured(cell, PRESETS))) for cell in (base, other))
+                departs = {option for option in changed if changed[option] != usual[option]}
+                assert departs <= named, f"{one.question}: {tag} {row}"
 
 
 def test_tags_of_readings_are_no_tags_of_whole_tables():

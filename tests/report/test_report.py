@@ -21,6 +21,7 @@ from fedjax_pcdd.report.plots import band
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, ranked, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.presets import PRESETS, read_preset
 
 
 @pytest.fixture
@@ -440,6 +441,21 @@ def test_the_expected_tables_of_the_papers_can_all_be_read():
     folder = EXPECTED
     presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv") if not path.stem.endswith("_counts")]
     assert all(read_expected(folder, preset) for preset in presets)
+
+
+def test_what_is_printed_is_of_a_split_of_its_preset_or_a_mean_over_some_of_them():
+    for path in PRESETS.rglob("*.yaml"):
+        name = str(path.relative_to(PRESETS).with_suffix(""))
+        splits = read_preset(name).splits
+        for one in read_expected(EXPECTED, name):
+            assert one.split in splits or one.splits or not splits, f"{name}: {one.split}"
+            assert splits.keys() >= set(one.splits), f"{name}: {one.note}"
+
+
+def test_a_mean_over_domains_is_a_column_of_its_own():
+    domains = Group("", "fccl/table1", "digits", ())
+    table = paper_tables("fccl/table1", [domains], read_expected(EXPECTED, "fccl/table1"))[0]
+    assert aside(row(table, "fccl")["digits mean"]) == "33.51"
 
 
 def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):

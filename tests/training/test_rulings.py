@@ -22,7 +22,17 @@ def cell(table, split, method=None, **more):
 
 def splits_of(table):
     """Those of a preset."""
-    return list(yaml.safe_load((PAPERS / f"presets/{table}.yaml").read_text())["splits"])
+    return named(table, "splits")
+
+
+def named(table, section):
+    """The splits, methods or variants of a preset."""
+    return list(yaml.safe_load((PAPERS / f"presets/{table}.yaml").read_text())[section])
+
+
+def clip(config, method):
+    """The norm at which gradients are clipped, None for none."""
+    return method.traits().clip if config.grad_clip == "method" else config.grad_clip
 
 
 @pytest.mark.parametrize("table", ["table1", "table2", "table4", "table7", "table8", "table9", "table10"])
@@ -54,6 +64,12 @@ def test_weights_and_epochs_of_fedgelas_baselines():  # E6, E7
     assert (fedrep.head_epochs, fedrep.body_epochs) == (9, 1)
 
 
+@pytest.mark.parametrize("table", ["table2", "table3"])
+def test_fedreps_head_has_the_epochs_that_its_body_leaves(table):  # E7: max(1, E - 1) and 1
+    config, fedrep = cell(f"fedgela/{table}", splits_of(f"fedgela/{table}")[0], "fedrep")
+    assert (fedrep.head_epochs, fedrep.body_epochs) == (max(1, config.local_epochs - 1), 1)
+
+
 def test_fedrls_distance_is_over_the_batch_in_its_tables():  # E8
     assert cell("fedrl/table1", "mnist-dir0.5", "fedrl")[1].distance == "batch_norm"
     assert METHODS["fedrl"]().distance == "per_sample"
@@ -62,9 +78,24 @@ def test_fedrls_distance_is_over_the_batch_in_its_tables():  # E8
 
 def test_the_neck_of_fedmrs_table_15():  # E9
     iid, table1 = cell("fedmr/table15", "full-iid", "fedmr")[0], cell("fedmr/table1", "svhn-IID", "fedmr")[0]
-    same = ("neck", "batch_size", "weight_decay", "rounds", "dataset", "model", "partition")
+    same = ("neck", "batch_size", "weight_decay", "grad_clip", "rounds", "dataset", "model", "partition")
     assert [getattr(iid, name) for name in same] == [getattr(table1, name) for name in same]
     assert cell("fedmr/table15", "full-dir0.1", "fedmr")[0].neck == 2
+
+
+@pytest.mark.parametrize("split", [one for one in splits_of("fedmr/table15") if one != "full-iid"])
+def test_fedmrs_table_15_trains_as_fedgelas_tables(split):
+    own, theirs = cell("fedmr/table15", split, "fedavg")[0], cell("fedgela/table2", f"svhn-{split}", "fedavg")[0]
+    same = [name for name in own.__dataclass_fields__ if name not in {"pa_protocol", "augment"}]  # no PA; SVHN has none
+    assert [getattr(own, name) for name in same] == [getattr(theirs, name) for name in same]
+
+
+@pytest.mark.parametrize("method", named("fedmr/shakespeare", "methods"))
+def test_the_low_rate_of_shakespeare_is_trained_with_the_optimiser_of_the_other_tables(method):
+    low, table1 = cell("fedmr/shakespeare", "lr0.01-natural", method), cell("fedmr/table1", "P10C2", method)
+    same = ("optimizer", "lr", "momentum", "weight_decay")
+    assert [getattr(low[0], name) for name in same] == [getattr(table1[0], name) for name in same]
+    assert clip(*low) == clip(*table1)
 
 
 @pytest.mark.parametrize("table", ["table2", "table3", "table4", "table5", "table6", "energy"])
