@@ -17,6 +17,8 @@ def as_json(
 ) -> list[dict[str, Any]]:
     """One entry for each claim, split, tag and scale, and one without a scale for what was not tried.
 
+    Of an entry `pairs` are the seeds behind its difference, `seeds` the most that the claim has at any scale.
+
     Args:
       findings: of all claims.
       planned: tables and splits that a plan for a CPU has.
@@ -28,6 +30,10 @@ def as_json(
         if one.turns:
             turned.setdefault((one.claim.text, one.split, one.base), []).append(one)
     by_gpu = {(one.claim.text, one.split): one for one in needs}
+    most: dict[tuple[str, str, str], int] = {}
+    for one in findings:
+        key = one.claim.text, one.split, one.tag
+        most[key] = max(most.get(key, 0), len(one.best.seeds) if one.best else 0)
     rows = []
     for one in findings:
         needs_gpu = (one.claim.table, one.split) not in planned and one.best is None
@@ -35,15 +41,16 @@ def as_json(
                   for other in turned.get((one.claim.text, one.split, one.tag), [])
                   if (other.scale, other.tag) != (one.scale, one.tag)]  # fmt: skip
         gpu = _on_gpu(by_gpu.get((one.claim.text, one.split)))
-        rows.append(_row(one) | {"needs_gpu": needs_gpu, "turns_with": others} | gpu)
+        seeds = most[one.claim.text, one.split, one.tag]
+        rows.append(_row(one, seeds) | {"needs_gpu": needs_gpu, "turns_with": others} | gpu)
     return rows
 
 
-def _row(one: Finding) -> dict[str, Any]:
+def _row(one: Finding, seeds: int) -> dict[str, Any]:
     best, alone = one.best, one.alone
     return {
         "claim": one.claim.text, "table": one.claim.table, "split": one.split, "tag": one.tag,
-        "scale": one.scale or None, "seeds": len(best.seeds) if best else 0,
+        "scale": one.scale or None, "seeds": seeds, "pairs": len(best.seeds) if best else 0,
         "mixed_pairs": best.mixed if best else 0,
         "paper": one.paper, "difference": best and best.mean,
         "interval": [best.low, best.high] if best and best.low is not None else None,

@@ -64,7 +64,10 @@ MISTAKES = {
     "a sweep by numbers": (lambda: fp.sweep({3: 1}), "grid takes options by their names, not 3"),
     "a search by numbers": (lambda: fp.search({3: 1}), "takes options by their names, not 3"),
     "metrics in an array": (lambda: simulate(metrics=np.arange(3)), "metrics takes a dictionary of functions"),
-    "a method that builds nothing": (lambda: simulate(method=Builds()), "Builds.build must return a Module, not NoneType"),
+    "a method that builds nothing": (
+        lambda: simulate(method=Builds()),
+        "Builds.build must return a Module, not NoneType",
+    ),
     "a method without a loss": (lambda: simulate(method=Loses()), "Loses.loss must return anything, anything"),
     "a method without a model": (
         lambda: simulate(method=Generic()),
