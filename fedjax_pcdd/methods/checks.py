@@ -66,8 +66,14 @@ def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
     values = (value,) if len(kinds) == 1 else value if isinstance(value, tuple) else ()
     if len(values) != len(kinds) or not all(isinstance(one, kind) for one, kind in zip(values, kinds, strict=True)):
         wanted = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
-        raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {type(value).__name__}.")
+        wanted = wanted if len(kinds) == 1 else f"a tuple ({wanted})"
+        raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {_kind(value)}.")
     return value
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"({', '.join(type(one).__name__ for one in value)})" if name == "tuple" else name
 
 
 def built(method: Any, model: Any) -> Any:

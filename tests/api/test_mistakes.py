@@ -68,7 +68,10 @@ MISTAKES = {
         lambda: simulate(method=Builds()),
         "Builds.build must return a Module, not NoneType",
     ),
-    "a method without a loss": (lambda: simulate(method=Loses()), "Loses.loss must return anything, anything"),
+    "a method without a loss": (
+        lambda: simulate(method=Loses()),
+        "Loses.loss must return a tuple (anything, anything)",
+    ),
     "a method without a model": (
         lambda: simulate(method=Generic()),
         "Generic.generic_variables must return variables of a model",
