@@ -183,11 +183,11 @@ def table_of(folder):
 
 
 @pytest.mark.thorough
-def test_names_that_are_not_utf8_fail_as_others_do(tmp_path, capsys):
+def test_names_that_are_not_utf8_fail_as_others_do(tmp_path, capsysbinary):
     weights = os.fsdecode(b"\xff.npz")
     argv = [*SMALL, "--method=fedavg,fedprox", f"--initial-weights={weights}", f"--sweep-dir={tmp_path}"]
     assert sweep_main(argv) == 1
-    assert capsys.readouterr().out.count("1 failed") == 2
+    assert capsysbinary.readouterr().out.count(b"1 failed") == 2
     note = failure_file(tmp_path / "fedavg")
     assert weights in note.read_text(errors="surrogateescape")
     note.write_bytes(b"\xff\xfe")
