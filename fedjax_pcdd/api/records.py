@@ -51,16 +51,19 @@ class Asked(NamedTuple):
 
 
 class Record:
-    """What is kept of one experiment: in memory nothing but what its callbacks keep."""
+    """What is kept of one experiment, in memory or in a folder.
 
+    Attributes:
+      callbacks: of the experiment, in their order.
+    """
+
+    callbacks: Sequence[Callback]
     noted: Mapping[str, Any] | None  # what was settled when the run began, None before
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Args: e: of this one among the experiments of the setup; state: its own, before the first round."""
         self.asked, self.setup, self.e, self.noted, self.say = asked, setup, e, asked.noted, say
         self._first = [(one, copy.deepcopy(one.state())) for one in (*asked.callbacks, *asked.last)]
-        accuracies = setup.accuracies(e, per_client=True)
-        self.callbacks = [accuracies, *asked.callbacks, LastRound(accuracies), *asked.last]
 
     def close(self) -> None:
         """Let files go."""
@@ -99,6 +102,16 @@ def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
     missing = ", ".join(f"{name}=..." for name in names if getattr(given, name) is None)
     if missing:
         raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {missing}.")
+
+
+class MemoryRecord(Record):
+    """Nothing but what the callbacks keep."""
+
+    def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
+        """As a `Record`."""
+        super().__init__(asked, setup, e, state, say)
+        accuracies = setup.accuracies(e, per_client=True)
+        self.callbacks = [accuracies, *asked.callbacks, LastRound(accuracies), *asked.last]
 
 
 class FolderRecord(Record):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pcdd.api.history import History
-from fedjax_pcdd.api.records import Asked, FolderRecord, Record, Result, check_given
+from fedjax_pcdd.api.records import Asked, FolderRecord, MemoryRecord, Record, Result, check_given
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled, unreadable
@@ -132,9 +132,9 @@ class Session:
             for sentence in self.setup.advice(e):
                 say(sentence)
         state = self.setup.start()
-        self.records = []
+        self.records: list[Record] = []
         for e, one in enumerate(asked):
-            record = (Record if one.in_memory else FolderRecord)(one, self.setup, e, self._own(state, e), say)
+            record = (MemoryRecord if one.in_memory else FolderRecord)(one, self.setup, e, self._own(state, e), say)
             opened.callback(record.close)
             self.records.append(record)
         noted = max((r.noted for r in self.records if r.noted), key=lambda noted: noted["lanes"], default=None)

@@ -51,9 +51,7 @@ class Accuracies(Callback):
             run.best = self._copy(run)
         if not run.round and self._has_idle_client(run):
             correct = run.evaluate(personal=True)[0].personal
-            for rule in self._measured(run):
-                self._personal(run, correct, rule)
-            self._take(run, np.arange(len(correct)), correct, ("last", "received"))
+            self._take(run, np.arange(len(correct)), correct, self._measured(run))
             self._choose(run)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
@@ -85,12 +83,11 @@ class Accuracies(Callback):
         received = "received" in self._measured(run)
         counts, seconds = run.evaluate(personal=received)
         if received:
-            self._personal(run, counts.personal, "received")
-            self._take(run, np.arange(len(counts.personal)), counts.personal, ("received",))
+            everyone = np.arange(len(counts.personal))
+            self._take(run, everyone, counts.personal, ("received",))
             if run.traits.personal_model == "server":
                 self.trained(run, report, counts.personal[report.jobs.row])
-                self._personal(run, counts.personal, "last")
-                self._take(run, np.arange(len(counts.personal)), counts.personal, ("last",))
+                self._take(run, everyone, counts.personal, ("last",))
         self._choose(run)
         row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
         row |= {name: mean(values) for name, values in run.history.also.items()}
@@ -167,21 +164,20 @@ class Accuracies(Callback):
         cohort = simulation.clients_of(0)[run.index]
         return (simulation.steps[run.index, cohort] > 0).sum() < run.federation.num_clients
 
-    def _personal(self, run: Run, correct: np.ndarray, rule: Protocol) -> None:
-        """Take over the accuracies of all personal models from their correct predictions [K, C]."""
-        pa = accuracy(correct[:, : run.federation.dataset.num_classes].sum(1), run.federation.test_sizes)
-        run.history.update_clients(np.arange(len(pa)), pa, f"pa_{rule}")
-
-    def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray, of: Sequence[Protocol]) -> None:
-        """Take over the further accuracies of some clients' models, from their correct predictions [n, C].
+    def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray, protocols: Sequence[Protocol]) -> None:
+        """Take over the accuracies of some clients' models, from their correct predictions [n, C].
 
         Args:
-          of: protocols under which PA is that of these models; under another one nothing is taken.
+          protocols: under which these models give PA; balanced and validation accuracies are of the row's own
+            protocol, where that does not choose epochs.
         """
-        if self.rule not in of:
-            return
         federation, history = run.federation, run.history
         tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
+        pa = accuracy(tests.sum(1), federation.test_sizes[clients])
+        for protocol in protocols:
+            history.update_clients(clients, pa, f"pa_{protocol}")
+        if self.rule not in protocols or needs_epochs(self.rule):
+            return
         history.update_clients(clients, balanced(tests, federation.test_class_counts[clients]), "pa_balanced")
         if federation.validation is not None:
             history.update_clients(

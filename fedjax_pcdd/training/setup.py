@@ -74,13 +74,15 @@ class Setup:
     def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
         """Build everything but the compiled programs; UserError for settings that cannot work."""
         self.clock, self.started = CompileClock(), perf_counter()
-        self.pairs, self.given, self.config = pairs, given, pairs[0][0]
-        select_device(self.config.device, self.config.devices)
+        select_device(pairs[0][0].device, pairs[0][0].devices)
+        self.pairs, self.given = self.completed(pairs), given
+        self.config = self.pairs[0][0]
         self.federations = self.federate()
         self.simulation = self.make(1)
         self.methods: list[Method] = [select(self.simulation.methods, e) for e in range(len(pairs))]
         for e in range(len(pairs)):
             self._check(e)
+        self._calibration = [self._about_calibration(e) for e in range(len(pairs))]
 
     @property
     def tunes(self) -> bool:
@@ -119,6 +121,10 @@ class Setup:
         labels = None if isinstance(one, Simulation) else one.public_labels
         known = one.experiments[e].availability if isinstance(one, Simulation) else None
         return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, known)
+
+    def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """The experiments with the options that none of them gives and this kind of run knows."""
+        return pairs
 
     def federate(self) -> list[Federation]:
         """The clients' data of each experiment [E]."""
@@ -186,8 +192,6 @@ class Setup:
         if cohort is not None and cohort > clients:
             raise UserError(f"`cohort={cohort}` is more than the {clients} clients: choose a smaller one.")
         self._check_protocol(e)
-        if self.pairs[e][0].calibrate == "ccvr":
-            check_calibration(self.simulation, e)
         if not self.simulation.sizes[e].any():
             raise UserError("no client has any training samples: give them some.")
         if not (self.simulation.steps[e] > 0).any():
@@ -213,15 +217,17 @@ class Setup:
                 "part: use `eval_every=1`."
             )
 
+    def _about_calibration(self, e: int) -> list[str]:
+        """What to think of before the global model is calibrated; UserError where it cannot be."""
+        return check_calibration(self.simulation, e) if self.pairs[e][0].calibrate == "ccvr" else []
+
     def advice(self, e: int) -> list[str]:
         """Sentences about what is without effect, and what the method thinks of these settings."""
         config, method = self.pairs[e]
-        calibration = check_calibration(self.simulation, e) if config.calibrate == "ccvr" else []
         one = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
         norms = about_norms(config.bn, one.program.model, one.image_shape)
-        return (
-            unused(config, method.traits()) + norms + misspelt(method, Method) + self.simulation.advice[e] + calibration
-        )
+        found = unused(config, method.traits()) + norms + misspelt(method, Method)
+        return found + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:
         """The state before the first round, from the weights of a file where the options name one.

@@ -127,9 +127,9 @@ class TaskSetup(ParticipantSetup):
 
     task: Task
 
-    def federate(self) -> list[Federation]:
-        """The domains; options that are not given become those of the task."""
-        config, method = self.pairs[0]
+    def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """The experiment with the task's options where none are given."""
+        ((config, method),) = pairs
         if config.model is not None:
             raise UserError("`model` is for a data set: name the participants' architectures with `models`.")
         task = self.task = load_task(config.task or "", config.data_dir, seed=config.seed, split=config.task_split)
@@ -139,13 +139,16 @@ class TaskSetup(ParticipantSetup):
             self.epochs = task.recipe.local_epochs
         traits, common = method.traits(), config.public in (None, task.recipe.public)
         pretrain_epochs = PRETRAIN_EPOCHS if traits.own_models else 0
-        self.config = replace(
+        config = replace(
             config, models=config.models or self._models(traits), public=config.public or task.recipe.public,
             public_samples=config.public_samples or (task.recipe.public_samples if common else None),
             pretrain_epochs=pretrain_epochs if config.pretrain_epochs is None else config.pretrain_epochs,
         )  # fmt: skip
-        self.pairs = [(self.config, method)]
-        return [federation_of(task)]
+        return [(config, method)]
+
+    def federate(self) -> list[Federation]:
+        """The domains, of which each participant has one."""
+        return [federation_of(self.task)]
 
     def _models(self, traits: Traits) -> str:
         if not traits.own_models or traits.averages != "never" or traits.common_features:
