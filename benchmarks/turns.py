@@ -198,7 +198,7 @@ class _Counter:
             carry = more
 
     def _scan_inputs(self, params, wanted: Wanted) -> Wanted:
-        constants, carried, body = params["num_consts"], params["num_carry"], params["jaxpr"].jaxpr
+        (constants, carried), body = _constants_and_carried(params), params["jaxpr"].jaxpr
         carry, made = wanted[:carried], wanted[carried:]
         while True:
             inputs = self._need(body, (*carry, *made))[0]
@@ -261,7 +261,7 @@ class _Counter:
             carry = [_kept(going, *pair) if need else None for need, *pair in zip(needed, after, carry, strict=True)]
 
     def _scan(self, params, inputs, wanted: Wanted, name: str) -> list[Any]:
-        constants, carried, body = params["num_consts"], params["num_carry"], params["jaxpr"]
+        (constants, carried), body = _constants_and_carried(params), params["jaxpr"]
         flags = self._scan_inputs(params, wanted)
         needed = (*flags[constants : constants + carried], *wanted[carried:])
         fixed, carry, sequences = (*inputs[:constants],), inputs[constants:][:carried], inputs[constants + carried :]
@@ -294,6 +294,14 @@ class _Counter:
             return 1 + max(total(branch.jaxpr) for branch in equation.params["branches"])
         called = _called(equation)
         return total(called[0]) if called else 1
+
+
+def _constants_and_carried(params: Any) -> tuple[int, int]:
+    """How many inputs of a scan are constants, and how many are carried."""
+    if "ft_in" not in params:  # before JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = (len(list(part)) for part in params["ft_in"].unpack())
+    return constants, carried
 
 
 def _kept(going: np.ndarray, new: Any, old: Any) -> Any:

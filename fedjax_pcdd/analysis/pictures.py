@@ -21,6 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 # Quantity -> its panels: title, label of the axis, and keys below `global` and `local`.
 PANELS = {
+    "classes": [("classes that a client has", "accuracy", "existing"), ("classes that it lacks", "", "missing")],
     "angles": [("classes that a client has", "angle (degrees)", "existing"), ("classes that it lacks", "", "missing")],
     "features": [("classes that a client has", "angle (degrees)", "existing"), ("all classes", "", "all")],
     "spectrum": [("over the rounds", "variance of top-50 eigenvalues", "variance")],
@@ -29,6 +30,7 @@ PANELS = {
                   ("weights of the backbone", "norm", "weights")],
 }  # fmt: skip
 TITLES = {
+    "classes": "accuracy on the tests of a client's classes and of the others",
     "angles": "angles between class vectors of the classifier",
     "features": "angles between mean features of classes",
     "spectrum": "spectrum of the features",
@@ -77,7 +79,7 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
     """Draw one quantity, a column for each group of runs and a row for each number (FedGELA, Figure 5).
 
     Args:
-      name: angles or features, whose classes that a client lacks are the second row.
+      name: classes, angles or features, whose classes that a client lacks are the second row.
       groups: lines of track.jsonl by the group and the run's label; a label has one colour in all groups.
       path: of the PNG.
     """
@@ -90,7 +92,7 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
     for column, (group, runs) in zip(panels.T, groups.items(), strict=True):
         for panel, (title, key) in zip(column, rows, strict=True):
             _curves(panel, name, {label: runs.get(label, ()) for label in labels}, key)
-            frame(panel, title=f"{group}\n{title}", upwards="angle (degrees)" if panel in panels[:, 0] else "")
+            frame(panel, title=f"{group}\n{title}", upwards=PANELS[name][0][1] if panel in panels[:, 0] else "")
     figure.suptitle(TITLES[name], fontsize=11)
     everything = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
     lines, words = _key(panels[0][0], name, everything)

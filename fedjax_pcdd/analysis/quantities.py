@@ -1,4 +1,4 @@
-"""What a run can track beside accuracy, round by round: angles, spectra, the intra-class loss, norms of gradients.
+"""What a run can track round by round: accuracy on classes that a client has or lacks, angles, spectra, gradients.
 
 Each quantity is computed of one client's model right after local training, and of the global model. The compiled half
 sees a `View` and returns arrays; the host's half makes numbers of them. Letters: C classes, D features, S clients of
@@ -16,6 +16,7 @@ import optax
 from fedjax_pcdd.analysis.angles import Angles, class_angles
 from fedjax_pcdd.analysis.spectrum import class_eigenvalue_variance, class_spectra, eigenvalue_variance, mean_spectrum
 from fedjax_pcdd.analysis.views import View, class_means, class_vectors, client_probe, features
+from fedjax_pcdd.engine.evaluation import on_whole_test
 from fedjax_pcdd.engine.program import Tree
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.models.pair import Pair, part
@@ -131,7 +132,29 @@ def _client_steps(view: View) -> dict[str, jax.Array]:
     return {"norm": norm / count, "clipped": clipped / count, "weights": _backbone_norm(view)}
 
 
+def _class_accuracies(view: View) -> dict[str, jax.Array]:
+    """Shares of right answers on all tests of the classes that a client has and of those that it lacks; nan of none."""
+    tests, classes = view.samples if view.tests is None else view.tests, view.program.setting.num_classes
+    models = 1 if view.tests is None else view.program.blocks.size
+    correct = on_whole_test(view.logits, view.program, tests, models)[:classes]
+    number = jnp.zeros(classes, jnp.int32).at[tests.labels].add(1, mode="drop")  # validation samples' are higher
+
+    def share(chosen: jax.Array) -> jax.Array:
+        right, of = ((x * chosen).sum(-1) for x in (correct, number))
+        return jnp.where(of > 0, right / jnp.maximum(of, 1), jnp.nan)
+
+    return {"existing": share(view.present), "missing": share(~view.present)}
+
+
 _OWN = {
+    "classes": Quantity(
+        "accuracy on the classes that a client has, and on those that it lacks",
+        _class_accuracies, lambda view, probe: _class_accuracies(view),
+        lambda shares: {name: np.asarray(value, float) for name, value in shares.items()},
+        lambda shares, counts, labels, classes: {
+            name: mean_of(np.asarray(value, float)[counts]) for name, value in shares.items()
+        },
+    ),
     "angles": Quantity(
         "angles between the classifier's class vectors (FedGELA, Figure 2)",
         _classifier_angles, lambda view, probe: _classifier_angles(view), _degrees, _mean_degrees,

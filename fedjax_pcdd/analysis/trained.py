@@ -15,7 +15,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.engine.devices import full_precision
-from fedjax_pcdd.engine.evaluation import by_client
+from fedjax_pcdd.engine.evaluation import by_client, personal_logits
 from fedjax_pcdd.engine.jobs import only
 from fedjax_pcdd.engine.lanes import inputs_of, run_lanes
 from fedjax_pcdd.engine.parcels import Parcel, opened
@@ -24,8 +24,8 @@ from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select
 
-# Of (data, server, variables, row) of one client: anything small.
-Look = Callable[[Data, Tree, Tree, jax.Array], Tree]
+# Of (data, server, variables, row, logits) of one client, the last a function of prepared images: anything small.
+Look = Callable[[Data, Tree, Tree, jax.Array, Callable[[jax.Array], jax.Array]], Tree]
 
 STEPS = "steps"  # collection of a watched client's variables
 
@@ -105,7 +105,13 @@ class Watched(Method):
 
     def upload(self, variables, summary, context):
         """The client's state as it was, and what is found."""
-        return context.client, Message(each=self.look(self.data, context.server, variables, context.facts.client))
+        server, client, facts = context.server, context.client, context.facts
+        known = without_collection(variables, STEPS)
+
+        def logits(images):
+            return self.inner.logits(context.model, known, images, server, client, facts, scope="local")
+
+        return client, Message(each=self.look(self.data, server, variables, facts.client, logits))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
         """Nothing is tested."""
@@ -162,6 +168,7 @@ def look_between_rounds(
 
     def one(entry):
         row, client, statistics = entry
-        return look(data, server, with_own(method.personal_variables(server, client), statistics), row)
+        logits = personal_logits(program, methods, state, data, entry, "local")
+        return look(data, server, with_own(method.personal_variables(server, client), statistics), row, logits)
 
     return by_client(program, one, (rows, state.clients, state.statistics))

@@ -5,6 +5,7 @@ as that is what it sees. All passes are in eval mode over images that are not au
 Letters: C classes, D features, B samples.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ class View(NamedTuple):
     program: Program
     server: Tree  # which may hold a fixed classifier
     variables: Tree  # of the model
+    logits: Callable[[jax.Array], jax.Array]  # of prepared images: the model's answers [B, C], as the method reads them
     samples: Samples  # a split of the data set
     row: Any  # whose samples; None for those of all clients, each once
     present: jax.Array  # [C] bool, classes that the client has in training; [S, C] for a global model, of S clients

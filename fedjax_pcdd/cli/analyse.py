@@ -1,5 +1,6 @@
 """Figures and tables of the papers that are not accuracies, from the folders of finished runs.
 
+    fedjax-pcdd analyse classes RUN...    accuracy on classes that clients have or lack; --output=PICTURE.png
     fedjax-pcdd analyse angles RUN...     classifier angles (FedGELA, Figure 2); --output=PICTURE.png
     fedjax-pcdd analyse features RUN...   feature angles (FedGELA, Figures 3 and 5); --output=PICTURE.png
     fedjax-pcdd analyse spectrum RUN...   eigenvalues of the features (FedMR, Table 7); --output=PICTURE.png
@@ -24,8 +25,8 @@
     fedjax-pcdd analyse correlation RUN   logits of public and of own images (FCCL, Figure 5); --clip-colours
     fedjax-pcdd analyse embedding RUN...  features of two participants in the plane (FCCL, Figure 4)
 
-The last four draw with --output=PICTURE.png, too; features and angles with --by-split beside it draw a column for each
-partition (FedGELA, Figure 5).
+The last four draw with --output=PICTURE.png, too; classes, angles and features with --by-split beside it draw a column
+for each partition (FedGELA, Figure 5).
 RUN is the folder of a run, or one that holds such folders. What --track wrote is read; a run without it is looked at in
 its last checkpoint, where the clients' models are those after the local training of one further round.
 """
@@ -154,7 +155,10 @@ def _partition(given: Options) -> str:
 
 
 COMMANDS = (
-    {name: Command(tracked(name), ("output", *["by_split"] * (name in ("angles", "features")))) for name in QUANTITIES}
+    {
+        name: Command(tracked(name), ("output", *["by_split"] * (name in ("classes", "angles", "features"))))
+        for name in QUANTITIES
+    }
     | {
         "traffic": Command(traffic, ("preset",), alone=True),
         "rounds": Command(rounds, ("target",)),

@@ -26,9 +26,10 @@ from fedjax_pcdd.training.progress import with_pa_named
 
 Options = dict[str, str]
 TABLE3 = "fedmr/table3"
+_BOTH = [(f"{key}, {model}", model, key) for key in ("existing", "missing") for model in ("global", "local")]
 # Columns of the quantities' tables: heading, `global` or `local`, key.
 COLUMNS_OF = {
-    "angles": [(f"{key}, {model}", model, key) for key in ("existing", "missing") for model in ("global", "local")],
+    "classes": _BOTH, "angles": _BOTH,
     "features": [("all, global", "global", "all"), ("existing, global", "global", "existing"),
                  ("existing, local", "local", "existing")],
     "spectrum": [("variance", "global", "variance"), ("live dimensions", "global", "dimensions"),

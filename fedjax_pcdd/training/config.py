@@ -189,7 +189,7 @@ class RunConfig:
     eval_batch: int | None = run_option(None, "evaluation",
         "batch size of evaluation; by default 100 on a CPU, else 500", low=1, high=10**6)
     track: str | None = run_option(None, "evaluation",
-        "what to follow beside accuracy, as angles,features,spectrum,intra,gradients; docs/analyses.md")
+        "what to follow beside GA and PA, as classes,angles,features,spectrum,intra,gradients; docs/analyses.md")
     track_every: int = run_option(1, "evaluation", "rounds between two looks at what is tracked", low=1)
     track_local: bool = run_option(True, "evaluation",
         "track the clients' models too, right after local training, which is done twice for it; always where "

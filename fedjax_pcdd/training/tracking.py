@@ -18,6 +18,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES, Quantity, mean_of
 from fedjax_pcdd.analysis.trained import STEPS, look_after_training, look_between_rounds
 from fedjax_pcdd.analysis.views import View, random_probe
 from fedjax_pcdd.engine.devices import full_precision
+from fedjax_pcdd.engine.evaluation import logits_of
 from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.engine.program import Data, Program, State, Tree
 from fedjax_pcdd.errors import UserError, nearest
@@ -172,10 +173,10 @@ def _with_tests(simulation: Any, data: Data) -> Data:
     return data._replace(test=simulation.streamed.tests()) if simulation.streamed else data
 
 
-def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row: jax.Array) -> Tree:
+def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row, logits) -> Tree:
     """What one client's model shows."""
     model, present, steps = without_collection(variables, STEPS), data.class_counts[row] > 0, variables.get(STEPS)
-    view = View(program, server, model, data.train, row, present, data.test, steps)
+    view = View(program, server, model, logits, data.train, row, present, data.test, steps)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
 
 
@@ -183,5 +184,10 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
     """What the global model shows."""
     method, server = select((methods, servers), 0)
-    view = View(program, server, method.generic_variables(server), data.test, None, present)
+    variables = method.generic_variables(server)
+
+    def logits(images):
+        return logits_of(program, method, variables, images, server)
+
+    view = View(program, server, variables, logits, data.test, None, present)
     return {name: QUANTITIES.find(name).of_server(view, probe) for name in names}

@@ -13,6 +13,8 @@ from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.analysis.trained import Steps
 from fedjax_pcdd.analysis.views import View, class_means, random_probe
 from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.federation import hold_out
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.models import forward
@@ -48,7 +50,7 @@ def test_features_of_a_pair_with_a_trained_head_count_as_they_are():
     simulated = toy.simulation("fml", method=METHODS["fml"](meme="mlp"))
     variables = simulated.initial(0)
     data, row = simulated.data, 0
-    view = View(simulated.program, (), variables, data.train, row, data.class_counts[row] > 0)
+    view = View(simulated.program, (), variables, lambda images: images, data.train, row, data.class_counts[row] > 0)
     means, counts = class_means(view)
     own = toy.federation().partition.train[row]
     z, labels = (
@@ -77,6 +79,56 @@ def test_global_numbers_are_those_of_the_global_model():
     np.testing.assert_allclose(entry["spectrum"]["global"]["variance"], eigenvalue_variance(z[probe[0]])[1], rtol=1e-4)
     loss = intra_class(z[probe[0]], data.y_test[probe[0]], 4)
     np.testing.assert_allclose(entry["intra"]["global"]["loss"], loss, rtol=1e-4)
+
+
+def shares_by_hand(correct, federation):
+    """Accuracies on the classes of each client and on the others, from correct predictions [K or 1, C]."""
+    present, number = federation.class_counts > 0, np.bincount(federation.dataset.y_test, minlength=4)
+    each = {}
+    for name, chosen in (("existing", present), ("missing", ~present)):
+        right, of = (np.broadcast_to(correct, present.shape) * chosen).sum(1), (number * chosen).sum(1)
+        each[name] = (right[of > 0] / of[of > 0]).mean()
+    return each
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_accuracy_by_classes_of_the_clients_models_is_that_of_their_answers_to_all_tests(lanes):
+    simulated = toy.simulation("solo", cohort=5, lanes=lanes)
+    entry, _, state = tracked(simulated, ("classes",), rounds=1)
+    by_hand = shares_by_hand(simulated.personal(state, own=False), simulated.experiments[0].federation)
+    assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
+    assert entry["classes"]["global"] is None
+
+
+@pytest.mark.thorough
+def test_accuracy_by_classes_of_the_global_model_is_over_the_classes_of_each_client():
+    simulated = toy.simulation(cohort=5)
+    entry, _, state = tracked(simulated, ("classes",), rounds=1, local=False)
+    by_hand = shares_by_hand(simulated.evaluate(state).generic, simulated.experiments[0].federation)
+    assert entry["classes"]["global"] == pytest.approx(by_hand, rel=1e-6)
+
+
+@pytest.mark.thorough
+def test_validation_samples_are_no_tests_of_classes():
+    known = {"cohort": 5, "lanes": 1}
+    whole = toy.simulation("solo", **known).experiments[0]
+    held = hold_out(whole.federation, 0.3, seed=0)
+    one = toy.simulation("solo", **known)
+    simulated = Simulation(
+        one.program.model, [whole._replace(federation=held)], pipeline=one.program.pipeline, cohort=5, rounds=3
+    )
+    entry, _, state = tracked(simulated, ("classes",), rounds=1)
+    by_hand = shares_by_hand(simulated.personal(state, own=False)[:, :4], held)
+    assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
+
+
+@pytest.mark.thorough
+def test_the_adapted_classifier_of_a_client_answers_for_its_classes():
+    """FedGELA's Phi of a missing class is 0, and with the softmax over the client's own classes it has no logit."""
+    entry, *_ = tracked(toy.simulation("fedgela", cohort=5, denominator="present"), ("classes",), rounds=1)
+    assert entry["classes"]["local"]["missing"] == 0
+    assert entry["classes"]["local"]["existing"] > 0
 
 
 @pytest.mark.thorough
