@@ -26,17 +26,29 @@ PROBES = 10
 
 
 class View(NamedTuple):
-    """One model, and the samples it is looked at with."""
+    """One model, and the samples it is looked at with.
+
+    Attributes:
+      program: what is static, as model, pipeline and setting.
+      server: its state, which may hold a fixed classifier.
+      variables: of the model.
+      logits: of prepared images the model's answers [B, C], as the method reads them.
+      samples: a split of the data set.
+      row: whose samples; None for those of all clients, each once.
+      present: [C] bool, classes that the client has in training; [S, C] for a global model, of S clients.
+      tests: all of them, where a client's model is looked at.
+      steps: `Steps` of its local training, for quantities that are `of_steps`; None between rounds.
+    """
 
     program: Program
-    server: Tree  # which may hold a fixed classifier
-    variables: Tree  # of the model
-    logits: Callable[[jax.Array], jax.Array]  # of prepared images: the model's answers [B, C], as the method reads them
-    samples: Samples  # a split of the data set
-    row: Any  # whose samples; None for those of all clients, each once
-    present: jax.Array  # [C] bool, classes that the client has in training; [S, C] for a global model, of S clients
-    tests: Samples | None = None  # all of them, where a client's model is looked at
-    steps: Any = None  # `Steps` of its local training, for quantities that are `of_steps`; None between rounds
+    server: Tree
+    variables: Tree
+    logits: Callable[[jax.Array], jax.Array]
+    samples: Samples
+    row: Any
+    present: jax.Array
+    tests: Samples | None = None
+    steps: Any = None
 
 
 def _head(view: View) -> Tree:

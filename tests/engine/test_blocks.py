@@ -174,8 +174,8 @@ def test_what_a_sample_draws_in_a_pass_depends_on_no_batch():
     assert np.abs(plain - prototypes(500)).max() > 1e-3
 
 
-def look(data, server, variables, row):
-    return variables["params"]["head"]["kernel"] + row
+def look(data, server, variables, row, logits):
+    return variables["params"]["head"]["kernel"] + row, logits(data.test.images[:3] / 255.0)
 
 
 @pytest.mark.thorough
