@@ -12,7 +12,7 @@ import toy
 from chex import assert_trees_all_close
 from flax import struct
 
-from fedjax_pcdd import testing
+from fedjax_pcdd import methods, models, testing
 from fedjax_pcdd.methods import METHODS, Method
 
 # Hyper-parameters that switch a method's own part off; None with the reason where FedAvg is no special case of it.
@@ -111,6 +111,56 @@ def test_lanes_and_blocks_change_results_by_rounding_alone(name, x64):
     expected = outcome(1, 1)
     for lanes, block in SHAPES:
         assert_trees_all_close(outcome(lanes, block), expected, rtol=1e-10, atol=1e-10)
+
+
+# Methods with terms or sums of their own over a batch, in a form that has most of them.
+OVER_BATCHES = [
+    ("fedavg", {}),
+    ("fedavg+prototypes", {}),
+    ("fedproc", {"prototype_features": "last_epoch"}),
+    ("fedproto", {}),
+    ("fedtgp", {}),
+    ("fedmr", {"form": "frobenius", "prototype_mode": "train"}),
+    ("fedmr", {"prototypes": "onehot", "lite": 100, "mu2": 1.0}),
+    ("fedgela", {}),
+    ("moon", {}),
+    ("fedlc", {"form": "pairwise"}),
+    ("fedvls", {}),
+    ("fedntd", {"teacher": "train"}),
+    ("fedlmd", {}),
+    ("feddecorr", {}),
+    ("feduv", {}),
+    ("fedetf", {}),
+    ("fedloge", {}),
+    ("fedrl", {"distance": "batch_norm", "received_mode": "train"}),
+    ("fedrod", {"personal_logits": "alone"}),
+    ("apfl", {"mix": "logits"}),
+    ("ditto", {"personal_epochs": 1}),
+    ("scaffold", {"control": "I"}),
+    ("ccvr", {"covariance": "diagonal"}),
+    ("fml", {}),
+    ("fccl", {}),
+]
+
+
+def padded():
+    """A case for each of these, and slow ones for the others, but for FedGen, whose noise is of the batch's size."""
+    others = [name for name in NAMES if name not in ("fedgen", *dict(OVER_BATCHES))]
+    return [*OVER_BATCHES, *(pytest.param(name, {}, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "hyper"), padded())
+def test_padding_does_not_change_results(name, hyper, x64):
+    wanted = {"num_classes": toy.CLASSES, "image_shape": (5, 5, 1), "param_dtype": jnp.float64}
+    model = models.build("mlp", **wanted).clone(feature_norm=True)
+    method = methods.get(name)(**BUILT.get(name, {}), **hyper)
+
+    def outcome(size):
+        options = {"cohort": ALL, "batch_size": size, "last_batch": "keep", "lanes": 1, "dtype": jnp.float64}
+        return toy.train(toy.simulation(method=method, model=model, **options), (0, 1))
+
+    assert_trees_all_close(outcome(max(toy.SIZES)), outcome(max(toy.SIZES) + 10), rtol=1e-9, atol=1e-9)
 
 
 def test_every_method_says_whether_it_reduces_to_fedavg():

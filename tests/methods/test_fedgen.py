@@ -14,7 +14,7 @@ from fedjax_pcdd.losses.generation import diversity, ensemble_loss, label_shares
 from fedjax_pcdd.methods import Batch, Message, Setting
 from fedjax_pcdd.methods.fedgen import FedGen
 from fedjax_pcdd.methods.method import Evaluated, ServerContext
-from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator
+from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise_generator, train_generator
 
 CLASSES, DIM, BATCH = 4, 5, 6
 SETTING = Setting(CLASSES, DIM, num_clients=3, rounds=3, epochs=2, batch_size=BATCH, normalised=False)
@@ -99,6 +99,23 @@ def test_a_generator_in_training_moves_its_statistics_and_in_use_does_not():
     _, _, trained = generate(*arguments, train=True)
     assert (trained["batch_stats"]["norm"]["mean"] != generator["batch_stats"]["norm"]["mean"]).any()
     assert generate(*arguments)[2] == {}
+
+
+@pytest.mark.thorough
+def test_every_step_of_the_generator_has_noise_of_its_own():
+    optimiser = adam(0.01, 0.0)
+
+    def after(steps, generator, state):
+        how = {"size": BATCH, "steps": steps, "noise": "uniform"}
+        allowed = jnp.ones(CLASSES, bool)
+        return train_generator(
+            generator, state, optimiser, lambda _, z, y: (z[:, 0] * y).mean(), jax.random.key(2), allowed, **how
+        )
+
+    generator = initialise_generator(jax.random.key(0), CLASSES, DIM, 3, 8)
+    start = generator, optimiser.init(generator["params"])
+    two, twice = (trained["params"]["fc1"]["kernel"] for trained, _ in (after(2, *start), after(1, *after(1, *start))))
+    assert not np.allclose(two, twice, atol=1e-4)
 
 
 def small(**options):
@@ -253,11 +270,11 @@ def _penalty(method, params, features, server, batch, round, epoch):
     return method.penalty({"params": {"head": params}}, outputs, batch, context)
 
 
-def penalty(known=OWNED, round=1, epoch=0, labels=(0, 1, 0, 1, 0, 1), gradient=False, **options):
+def penalty(known=OWNED, round=1, epoch=0, labels=(0, 1, 0, 1, 0, 1), gradient=False, mask=(1,) * BATCH, **options):
     """The client's generated terms; with `gradient` their gradient for (head, features)."""
     method = small(**options)
     features = jax.random.normal(jax.random.key(5), (BATCH, DIM))
-    batch = Batch(features, jnp.array(labels), jnp.ones(BATCH))
+    batch = Batch(features, jnp.array(labels), jnp.array(mask, float))
     server = fresh(method, known=jnp.array(known))
 
     def value(params, features):
@@ -309,6 +326,12 @@ def test_the_divergence_trains_the_features():
 
 def test_the_divergence_leaves_unknown_labels_out():
     assert penalty(alpha=0.0, labels=[3] * BATCH) == 0
+
+
+def test_the_divergence_leaves_masked_samples_out():
+    half = [penalty(alpha=0.0, mask=mask) for mask in ([1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1])]
+    np.testing.assert_allclose(np.mean(half), penalty(alpha=0.0), 1e-5)
+    assert abs(half[0] - half[1]) > 1e-3
 
 
 def test_coefficients_of_zero_leave_nothing():
