@@ -145,6 +145,14 @@ def test_images_of_a_batch_draw_differently():
     assert len(np.unique(result.reshape(8, -1), axis=0)) == 8
 
 
+def test_a_function_of_ones_own_has_a_key_for_each_image():
+    def noise(image, key):
+        return jax.random.bits(key, image.shape, jnp.uint8)
+
+    result = np.asarray(prepare(Pipeline(own=noise), made_up(8, 4, 4, 3), jax.random.key(0), train=True))
+    assert len(np.unique(result.reshape(8, -1), axis=0)) == 8
+
+
 @pytest.mark.thorough
 def test_draws_cover_their_ranges_evenly():
     draws = draw(CIFAR100, jax.random.key(1), 9000)

@@ -91,6 +91,15 @@ def test_drawn_features_have_the_gaussians_covariance():
 
 
 @pytest.mark.thorough
+def test_features_of_a_singular_gaussian_are_drawn_in_its_span():
+    direction = np.random.default_rng(0).normal(size=8)
+    direction = jnp.asarray(direction / np.linalg.norm(direction), jnp.float32)
+    normal = jax.random.normal(jax.random.key(0), (1, 50, 8))
+    features = draw_features(jnp.zeros((1, 8)), jnp.outer(direction, direction)[None], normal)[0]
+    np.testing.assert_allclose(features, jnp.outer(features @ direction, direction), atol=1e-5)
+
+
+@pytest.mark.thorough
 def test_one_sample_is_drawn_as_it_is():
     one = class_moments(jnp.asarray([[1.0, 2.0]]), jnp.zeros(1, int), 2, diagonal=False)
     features = draw_features(*gaussians(one), jax.random.normal(jax.random.key(0), (2, 5, 2)))
@@ -110,6 +119,15 @@ def toy_moments(order=None):
 def test_no_epochs_change_nothing():
     head = CCVR(calibration_epochs=0).calibrated(HEAD, toy_moments(), jax.random.key(0))
     assert same(head, HEAD)
+
+
+@pytest.mark.thorough
+def test_every_pass_over_the_drawn_features_has_an_order_of_its_own():
+    def after(epochs, head):
+        method = CCVR(calibration_epochs=epochs, calibration_lr=0.5, calibration_momentum=0.0, drawn=8)
+        return method.replace(calibration_batch=4).calibrated(head, toy_moments(), jax.random.key(0))
+
+    assert not np.allclose(after(2, HEAD)["kernel"], after(1, after(1, HEAD))["kernel"], atol=1e-4)
 
 
 @pytest.mark.thorough

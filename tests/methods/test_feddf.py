@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toy
 from participants import (
@@ -25,6 +26,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.distillation import ensemble_target, kl_to_target
 from fedjax_pcdd.methods.feddf import FedDF
 from fedjax_pcdd.methods.method import Message, Method, Server, ServerContext, Unlabelled
+from fedjax_pcdd.methods.server_training import train_on_public
 from fedjax_pcdd.models.classifier import initialise
 
 ORDINARY = toy.public_images(20)
@@ -56,6 +58,17 @@ def distance(student, **hyper):
 @pytest.mark.thorough
 def test_the_student_comes_nearer_to_its_teachers():
     assert distance(distilled(server_steps=30)) < 0.5 * distance(variables(9))
+
+
+@pytest.mark.thorough
+def test_every_step_on_the_server_has_images_of_its_own():
+    known = ServerContext(MODEL, None, None, jnp.zeros((), int), None, 1, jax.random.key(5), PUBLIC)
+
+    def after(steps, start):
+        return train_on_public(start, lambda logits, _: logits[:, 0].mean(), known, optax.sgd(0.1), steps=steps, size=4)
+
+    two, twice = after(2, TEACHERS[0]), after(1, after(1, TEACHERS[0]))
+    assert not np.allclose(two["params"]["head"]["kernel"], twice["params"]["head"]["kernel"], atol=1e-4)
 
 
 @pytest.mark.thorough

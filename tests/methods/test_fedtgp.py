@@ -20,7 +20,7 @@ from fedjax_pcdd.losses.prototypes import (
     squared_distance_to_own,
 )
 from fedjax_pcdd.methods.fedtgp import FedTGP
-from fedjax_pcdd.methods.method import Facts, Local
+from fedjax_pcdd.methods.method import Facts, Local, Message, ServerContext, Setting
 from fedjax_pcdd.methods.server_training import train_in_passes
 from fedjax_pcdd.models.generator import generate_prototypes
 
@@ -151,6 +151,20 @@ def test_the_first_round_has_no_term_and_begins_the_servers_training():
     assert same(before.variables, state.servers.variables)
 
 
+@pytest.mark.thorough
+def test_every_pass_over_the_uploaded_prototypes_has_an_order_of_its_own():
+    setting = Setting(4, 6, num_clients=3, rounds=1, epochs=1, batch_size=8, normalised=False)
+    known = ServerContext(None, setting, Local(lr=1.0), jnp.zeros((), int), jnp.arange(3), 3, jax.random.key(1))
+    prototypes = jax.random.normal(jax.random.key(2), (3, 4, 6))
+    message = Message(each=(prototypes, jnp.ones((3, 4), bool)))
+
+    def after(epochs, server):
+        return FedTGP(server_epochs=epochs, server_batch=2).aggregate(server, message, jnp.ones(3) / 3, known)
+
+    start = FedTGP().init_server(setting, (), jnp.ones((3, 4)), jax.random.key(0))
+    assert not np.allclose(after(2, start).prototypes, after(1, after(1, start)).prototypes, atol=1e-4)
+
+
 def scores(**options):
     """Scores of client 3's model on the test images after a round, for PA and for GA."""
     simulated = toy.simulation("fedtgp", **everyone, **options)
@@ -182,6 +196,15 @@ def test_prediction_is_the_classifiers_before_prototypes_exist():
     ours = simulated.evaluate(state, personal=True)
     solo = toy.simulation("solo", cohort=5)
     np.testing.assert_array_equal(ours.personal, solo.evaluate(solo.start(), personal=True).personal)
+
+
+@pytest.mark.thorough
+def test_accuracies_on_domains_are_those_of_all_classes():
+    counts = []
+    for predict in ("prototype", "own"):
+        table = toy.groups("fedtgp", necks=(0,) * 5, predict=predict, server_epochs=3, **SGD)
+        counts.append(table.domain_correct(toy.train(table, (0,))[0]))
+    np.testing.assert_array_equal(*counts)
 
 
 def groups(monkeypatch, name, *widths, **options):

@@ -11,6 +11,7 @@ import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedper import FedPer
 from fedjax_pcdd.methods.lgfedavg import LGFedAvg
+from fedjax_pcdd.methods.method import Server
 from fedjax_pcdd.methods.split_model import divided, united
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.trees import select
@@ -146,6 +147,12 @@ def test_fine_tuned_layers_are_measured_beside_those_of_training():
     assert "pa_tuned" not in plain
     assert tuned["pa_last"] == plain["pa_last"]
     assert 0 <= tuned["pa_tuned"] <= 1
+
+
+def test_own_layers_that_start_at_random_have_orders_of_their_own():
+    server = Server({"params": {"head": {"kernel": jnp.arange(20.0), "bias": jnp.arange(20.0)}}})
+    own = FedPer(start="random").init_client(None, server, None, jax.random.key(0))["params"]["head"]
+    assert (own["kernel"] != own["bias"]).any()
 
 
 @pytest.mark.thorough

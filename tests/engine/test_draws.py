@@ -1,0 +1,122 @@
+"""The random numbers that hooks draw: no two of a run are the same."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import struct
+
+from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.methods import Message, Method
+from fedjax_pcdd.methods.method import Keys
+from fedjax_pcdd.methods.participant import Exchanging
+from fedjax_pcdd.methods.parts import without_collection
+from fedjax_pcdd.models.classifier import forward
+
+DRAWN = "drawn"  # a collection of what a client drew in each step
+STEPS = 2
+
+
+def draws(keys):
+    """A number of each stream, [3]."""
+    return jnp.stack([jax.random.uniform(key) for key in keys])
+
+
+class Server(NamedTuple):
+    variables: Any
+    drawn: jax.Array
+
+
+@struct.dataclass
+class Drawing(Method):
+    """FedAvg, in which all keep what they drew in their first steps, [steps, 3]."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Server(variables, jnp.zeros((STEPS, 3)))
+
+    def init_client(self, setting, server, facts, key):
+        return jnp.zeros((STEPS, 3))
+
+    def download(self, server, client):
+        return {**server.variables, DRAWN: {"steps": jnp.zeros((STEPS, 3))}}
+
+    def local_update(self, evaluate, step, variables, batch, context):
+        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        drawn = variables[DRAWN]["steps"].at[context.step].set(draws(context.keys))
+        return loss, {**state, DRAWN: {"steps": drawn}}, taken
+
+    def upload(self, variables, summary, context):
+        return variables[DRAWN]["steps"], Message(mean=without_collection(variables, DRAWN))
+
+    def aggregate(self, server, message, weights, context):
+        each = [draws(Keys.of(jax.random.fold_in(context.key, i))) for i in range(STEPS)]
+        return Server(message.mean, jnp.stack(each))
+
+
+def different(*arrays):
+    """Whether all numbers of some arrays are."""
+    numbers = np.concatenate([np.ravel(x) for x in arrays])
+    return len(np.unique(numbers)) == numbers.size
+
+
+@pytest.mark.thorough
+def test_no_two_draws_of_steps_clients_rounds_experiments_and_servers_are_the_same():
+    one = toy.simulation(method=Drawing(), cohort=5, epochs=2)
+    experiments = [one.experiments[0]._replace(seed=seed) for seed in (0, 1)]
+    simulated = Simulation(one.program.model, experiments, pipeline=toy.PLAIN, cohort=5, lanes=2, rounds=2)
+    state, drawn = simulated.start(), []
+    for round in range(2):
+        state, _ = simulated.step(state, round)
+        drawn += [np.array(state.clients), np.array(state.servers.drawn)]
+    assert drawn[0].shape == (10, STEPS, 3)
+    assert different(*drawn)
+
+
+class Spoken(NamedTuple):
+    drawn: jax.Array
+    flipped: jax.Array
+
+
+@struct.dataclass
+class Telling(Exchanging):
+    """Participants whose server keeps what they drew, [T, K, 3], and which images of a batch were augmented, [T, B]."""
+
+    def init_public(self, setting, images):
+        return jnp.zeros((), int), jnp.zeros((STEPS, 5, 3)), jnp.zeros((STEPS, images), bool)
+
+    def say(self, variables, batch, context):
+        flipped = jnp.any(batch.images != batch.plain, axis=(1, 2, 3))
+        drawn = jnp.broadcast_to(draws(context.keys), (len(flipped), 3))
+        return Spoken(drawn, flipped)
+
+    def agree(self, public, spoken, counts):
+        step, drawn, flipped = public
+        public = step + 1, drawn.at[step].set(spoken.drawn[:, 0]), flipped.at[step].set(spoken.flipped[0])
+        return public, spoken.drawn
+
+    def imitate(self, variables, batch, context):
+        outputs, state = forward(context.model, variables, batch.images, train=True)
+        return outputs.logits.sum(), state
+
+
+@pytest.mark.thorough
+def test_no_two_draws_of_participants_in_an_exchange_are_the_same_and_every_batch_is_augmented_anew():
+    images = 16
+    table = toy.groups(method=Telling(public_epochs=STEPS), images=images, batch=images, public=Pipeline(flip=True))
+    state, drawn, flipped = table.start(), [], []
+    fresh = jax.tree.map(np.array, state.servers["public"])
+    for round in range(2):
+        state = table.exchange(state._replace(servers=state.servers | {"public": fresh}), round)
+        drawn.append(np.array(state.servers["public"][1]))
+        flipped += [tuple(row) for row in np.array(state.servers["public"][2])]
+    assert different(*drawn)
+    assert len(set(flipped)) == 2 * STEPS
+
+
+def test_every_pass_over_the_public_images_has_an_order_of_its_own():
+    plan = toy.groups("fedmd", necks=(0,) * 5, images=16, batch=16, public_epochs=3).public_plan(0)
+    assert len({tuple(row) for row in plan}) == 3
