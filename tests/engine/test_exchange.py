@@ -1,5 +1,7 @@
 """The exchange as participants and server see it: a plain loop gives the same, and nobody has public labels."""
 
+import copy
+import dataclasses
 import functools
 
 import jax
@@ -133,6 +135,15 @@ def test_pretraining_is_training_of_each_alone():
     plan = group.plan(np.iinfo(np.int32).max)
     trained, _ = group.step(of_group(held, 0), np.iinfo(np.int32).max, plan)
     assert_close(arrays(row(after.clients[0].variables, 4)), arrays(row(trained.clients, 0)))
+
+
+@pytest.mark.thorough
+def test_pretraining_has_the_first_learning_rate():
+    table = toy.groups("fccl", necks=ONE, epochs=2, **SGD)
+    falling = copy.copy(table)
+    falling.local = dataclasses.replace(table.local, lr_steps=(1,))
+    first, other = (arrays(one.pretrain(one.start(), 1, 8).clients) for one in (table, falling))
+    assert_equal(first, other)
 
 
 LABELS = tuple(i % 7 for i in range(21))  # more classes than the private images have

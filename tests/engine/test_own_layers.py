@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import participants
 import pytest
 import toy
 from flax import struct
@@ -24,7 +25,8 @@ from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddyn import FedDyn
 from fedjax_pcdd.methods.fedlesam import FedLESAM
 from fedjax_pcdd.methods.fedprox import FedProx
-from fedjax_pcdd.methods.method import Local, Method, hyperparameter
+from fedjax_pcdd.methods.method import Batch, Local, Method, hyperparameter
+from fedjax_pcdd.methods.moon import Client
 from fedjax_pcdd.models.classifier import Classifier, forward
 from fedjax_pcdd.models.layers import BatchNorm
 
@@ -105,9 +107,9 @@ class Grouped(nn.Module):
         return nn.relu(nn.GroupNorm(2)(nn.Dense(8)(x.reshape(len(x), -1))))
 
 
-def simulated(name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, **options):
+def simulated(name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last="drop", **options):
     method = method or METHODS[name]()
-    experiment = Experiment(toy.federation(), method, Local(1, 8, "drop", "sgd", 0.05), 0)
+    experiment = Experiment(toy.federation(), method, Local(1, 8, last, "sgd", 0.05), 0)
     own = {"lanes": lanes, "cohort": cohort, "local_layers": local_layers, "rounds": 3}
     model = method.build(perceptron() if model is None else model)
     return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **own, **options))
@@ -173,6 +175,22 @@ def test_terms_on_parameters_see_own_layers_as_they_are_and_the_received_model_a
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("name", "hyper"), [("fedntd", {}), ("moon", {}), ("fedrl", {"mu": 1.0})])
+def test_a_received_model_that_a_method_asks_has_the_layers_it_had(name, hyper):
+    method = METHODS[name](**hyper)
+    now, before, past, own = (participants.variables(seed) for seed in range(4))
+    batch = Batch(participants.images(8), jnp.arange(8) % 2, jnp.ones(8))
+    client = Client(participants.stacked([past]), jnp.ones((), int))
+
+    def loss(**known):
+        context = participants.context(client=client, step=jnp.zeros((), int), round=jnp.ones((), int), **known)
+        return method.loss(own, batch, context)[0]
+
+    np.testing.assert_allclose(loss(start=now, untouched=before), loss(start=before), 1e-6)
+    assert abs(loss(start=now) - loss(start=before)) > 1e-4
+
+
+@pytest.mark.thorough
 def test_scale_and_shift_of_group_norm_stay_with_their_client_too():
     state, _ = toy.train(simulated(model=perceptron(norm=False, backbone=Grouped())), (0,))
     assert {path[-1] for path in flatten_dict(state.statistics[LAYERS])} == {"scale", "bias"}
@@ -220,6 +238,15 @@ def test_the_server_average_has_the_mean_of_all_clients_layers(options):
         flat |= flatten_dict(jax.tree.map(jnp.asarray, server.variables["params"])) | layers
         cloud = guesses(simulation, {"params": unflatten_dict(flat), **kept}) == toy.federation().dataset.y_test
         assert np.array(further["cloud"]).sum() == cloud.sum()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_layers_of_a_client_without_steps_are_not_in_the_mean(where):
+    simulation = simulated(last="strict", weights="uniform", client_state=where)  # client 0 has one sample, a batch 8
+    state, _ = toy.train(simulation, (0,))
+    expected = jax.tree.map(lambda x: np.array(x)[1:].mean(0, keepdims=True), dict(state.statistics))
+    assert_close(simulation._mean_layers(state), expected)
 
 
 @struct.dataclass

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
-from fedjax_pcdd.methods.method import Method
+from fedjax_pcdd.methods.method import Method, hyperparameter
 from fedjax_pcdd.models.classifier import forward
 
 
@@ -209,6 +210,65 @@ def test_a_sweep_gives_each_experiment_its_own_result():
         close(jax.tree.map(lambda x, e=e: x[e], params(state)), jax.tree.map(lambda x: x[0], params(single)))
 
 
+class Known(NamedTuple):
+    """The model, and what a server is told: class counts of all clients, which of them take part, how many trained."""
+
+    variables: Any
+    counts: jax.Array
+    cohort: jax.Array
+    count: jax.Array
+
+
+@struct.dataclass
+class Remembering(Method):
+    """FedAvg, in which all keep what they are told of the clients."""
+
+    power: float = hyperparameter(1.0, help="of the samples in a client's weight")
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Known(variables, class_counts, jnp.zeros(3, jnp.int32), jnp.zeros((), jnp.int32))
+
+    def init_client(self, setting, server, facts, key):
+        return facts
+
+    def weight(self, facts):
+        return facts.num_samples**self.power
+
+    def aggregate(self, server, message, weights, context):
+        return server._replace(variables=message.mean, cohort=context.clients, count=context.count)
+
+
+@pytest.mark.thorough
+def test_a_sweep_tells_each_experiment_of_its_own_clients():
+    base = toy.simulation()
+    whole = base.experiments[0].federation
+    order = np.array([3, 0, 4, 2, 1])
+    other = Federation(whole.dataset, Partition(*([lists[k] for k in order] for lists in whole.partition)))
+    methods = Remembering(power=1.0), Remembering(power=0.0)
+    experiments = [
+        Experiment(parts, method, base.local, seed)
+        for seed, (parts, method) in enumerate(zip((whole, other), methods, strict=True))
+    ]
+    together = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3, lanes=2)
+    np.testing.assert_array_equal(together.weights, [whole.sizes, np.ones(5)])
+    state, _ = together.step(together.start(), 0)
+    for e, parts in enumerate((whole, other)):
+        facts = jax.tree.map(lambda x, e=e: np.array(x)[5 * e : 5 * e + 5], state.clients)
+        np.testing.assert_array_equal(facts.client, np.arange(5))
+        np.testing.assert_array_equal(facts.class_counts, parts.class_counts)
+        np.testing.assert_array_equal(facts.num_samples, parts.sizes)
+        np.testing.assert_array_equal(facts.federation_counts, [parts.class_counts] * 5)
+        np.testing.assert_array_equal(state.servers.counts[e], parts.class_counts)
+        np.testing.assert_array_equal(state.servers.cohort[e], together.clients_of(0)[e])
+
+
+@pytest.mark.thorough
+def test_a_server_counts_the_clients_that_trained():
+    simulated = toy.simulation(method=Remembering(), last_batch="strict")
+    state, _ = simulated.step(simulated.start(), 0, simulated.plan(0, [np.array([0, 1, 4])]))
+    assert state.servers.count == 2  # client 0 has one sample, a batch 8
+
+
 @pytest.mark.thorough
 def test_evaluation_counts_every_test_sample_once():
     simulated = toy.simulation(cohort=5)
@@ -270,6 +330,14 @@ def test_rounds_of_one_step_are_those_of_a_loop_with_one_step(name, lanes):
     state, report = simulated.step(simulated.start(), 0)
     close(state, expected)
     np.testing.assert_allclose(report.loss, told.loss, 1e-5)
+
+
+def test_fine_tuning_has_the_first_learning_rate_whatever_the_round():
+    simulated = toy.simulation()
+    experiment = simulated.experiments[0]
+    falling = experiment._replace(local=dataclasses.replace(experiment.local, lr_steps=(1,)))
+    tuner = Simulation(simulated.program.model, [falling], pipeline=Pipeline(), cohort=3).tuner(epochs=1)
+    np.testing.assert_allclose(tuner.hyper_at(5).lr, [0.05], 1e-6)
 
 
 def test_learning_rate_falls_at_the_given_rounds():

@@ -110,6 +110,12 @@ def test_merging_weighs_architectures_by_their_shares():
     np.testing.assert_allclose(table._message(memes).mean["params"]["w"], 2.6)
 
 
+def test_a_participant_without_steps_has_no_share():
+    table = toy.groups("fml", meme="mlp", last_batch="strict")  # participant 0 has one sample, a batch 8
+    np.testing.assert_allclose(table._shares(), (0.5, 0.5))
+    np.testing.assert_allclose(table.jobs(0)[0].weight, [0, 0.25, 0.25, 0.25, 0.25])
+
+
 def test_the_answer_is_that_of_the_model_asked_for():
     model, variables = pair()
     for name in ("private", "meme"):
