@@ -15,11 +15,12 @@ from fedjax_pcdd.models.convolution import client_conv
 from fedjax_pcdd.models.efficientnet import EfficientNet
 from fedjax_pcdd.models.efficientnet import InvertedBlock as EfficientBlock
 from fedjax_pcdd.models.efficientnet import Stage as EfficientStage
-from fedjax_pcdd.models.googlenet import GoogLeNet, Widths
+from fedjax_pcdd.models.googlenet import GoogLeNet, Inception, Widths
 from fedjax_pcdd.models.layers import ConvNorm, average_pool, max_pool
 from fedjax_pcdd.models.mobilenet import InvertedBlock, MobileNet, Stage
-from fedjax_pcdd.models.resnet import ResNet
+from fedjax_pcdd.models.resnet import Block, ResNet
 from fedjax_pcdd.models.shufflenet import ShuffleBlock, ShuffleNet, shuffle
+from fedjax_pcdd.models.wide_resnet import WideBlock
 
 IMAGE = (32, 32, 3)
 FEATURES = {"resnet10": 512, "resnet12": 512, "mobilenet_v2": 1280, "googlenet": 1024, "shufflenet_g2": 800}
@@ -273,6 +274,86 @@ def test_a_shuffle_block_of_stride_2_appends_its_averaged_input():
     out = block_output(ShuffleBlock(16, 2), x, "expand")
     assert (out[..., :8] == 0).all()
     np.testing.assert_array_equal(out[..., 8:], nn.relu(average_pool(x, 3, 2, 1)))
+
+
+def normed(x):
+    """Batch norm with its first statistics."""
+    return x / np.sqrt(1 + 1e-5)
+
+
+def convolved(params, x, stride=1, groups=1):
+    """A layer `Conv` of odd side whose padding is half of that."""
+    kernel = params["kernel"]
+    pads = [(side // 2, side // 2) for side in kernel.shape[:2]]
+    out = lax.conv_general_dilated(
+        x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+    return out + params.get("bias", 0)
+
+
+def residual(p, x, stride):
+    y = nn.relu(normed(convolved(p["conv1"], x, stride)))
+    return nn.relu(normed(convolved(p["conv2"], y)) + normed(convolved(p["conv_shortcut"], x, stride)))
+
+
+def bottleneck(p, x, stride):
+    y = nn.relu(normed(convolved(p["conv1"], x)))
+    y = nn.relu(normed(convolved(p["conv2"], y, stride)))
+    return nn.relu(normed(convolved(p["conv3"], y)) + normed(convolved(p["conv_shortcut"], x, stride)))
+
+
+def wide(p, x, stride):
+    y = convolved(p["conv1"], nn.relu(normed(x)))
+    y = convolved(p["conv2"], nn.relu(normed(y)), stride)
+    return y + convolved(p["conv_shortcut"], x, stride)
+
+
+def inverted(p, x, stride):
+    y = nn.relu(normed(convolved(p["expand"]["conv"], x)))
+    y = nn.relu(normed(convolved(p["depthwise"]["conv"], y, stride, groups=16)))
+    y = normed(convolved(p["project"]["conv"], y))
+    return y if stride == 2 else y + normed(convolved(p["shortcut"]["conv"], x))
+
+
+def gated(p, x, stride):
+    y = nn.silu(normed(convolved(p["expand"]["conv"], x)))
+    y = nn.silu(normed(convolved(p["depthwise"]["conv"], y, stride, groups=16)))
+    hidden = nn.silu(y.mean((1, 2)) @ p["gate"]["squeeze"]["kernel"] + p["gate"]["squeeze"]["bias"])
+    y = y * nn.sigmoid(hidden @ p["gate"]["excite"]["kernel"] + p["gate"]["excite"]["bias"])[:, None, None]
+    return normed(convolved(p["project"]["conv"], y))
+
+
+def shuffled(p, x, stride):
+    y = shuffle(nn.relu(normed(convolved(p["reduce"]["conv"], x, groups=2))), 2)
+    y = nn.relu(normed(convolved(p["depthwise"]["conv"], y, stride, groups=2)))
+    return nn.relu(normed(convolved(p["expand"]["conv"], y, groups=2)) + x)
+
+
+def inception(p, x, stride):
+    def conv(x, name):
+        return nn.relu(normed(convolved(p[name]["conv"], x)))
+
+    five = conv(conv(conv(x, "reduce5"), "conv5_1"), "conv5_2")
+    parts = [conv(x, "direct"), conv(conv(x, "reduce3"), "conv3"), five, conv(max_pool(x, 3, 1, 1), "pool")]
+    return jnp.concatenate(parts, -1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("block", "formula", "stride"),
+    [
+        (Block(12, 2), residual, 2), (Block(4, 2, bottleneck=True), bottleneck, 2), (WideBlock(12, 2), wide, 2),
+        (InvertedBlock(12, 2, 2), inverted, 2), (InvertedBlock(12, 2), inverted, 1),
+        (EfficientBlock(EfficientStage(2, 3, 2, 12, 1)), gated, 2), (ShuffleBlock(8), shuffled, 1),
+        (Inception(Widths(2, 3, 4, 3, 5, 2)), inception, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_a_block_computes_its_formula(block, formula, stride):
+    x = images((6, 6, 8))
+    variables = block.init(jax.random.key(1), x, train=False)
+    found = block.apply(variables, x, train=False)
+    np.testing.assert_allclose(found, formula(variables["params"], x, stride), rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_kernels_start_uniform_within_one_over_root_of_the_inputs_of_a_group():
