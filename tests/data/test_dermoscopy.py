@@ -78,6 +78,13 @@ def test_nothing_drawn_is_a_window_of_the_image():
 
 
 @pytest.mark.thorough
+def test_a_scale_enlarges_the_image():
+    ramp = jnp.broadcast_to(jnp.arange(200, dtype=jnp.uint8)[:, None, None], (200, 200, 3))
+    rows = Dermoscopy(window=180).apply(ramp, NOTHING._replace(scale=jnp.float32(1.25)))[:, 0, 0]
+    np.testing.assert_allclose(rows, np.arange(180) / 1.25, atol=1)
+
+
+@pytest.mark.thorough
 def test_a_half_turn_is_both_flips():
     turned = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(rotation=jnp.float32(np.pi)))
     flipped = Dermoscopy(window=28).apply(IMAGE, NOTHING._replace(flip=jnp.ones(2, bool)))

@@ -102,6 +102,19 @@ def test_all_shifts_look_different():
     assert min(gaps) > 10
 
 
+def test_a_rotated_picture_is_turned_clockwise_by_40_degrees_and_a_fifth_smaller():
+    picture = np.zeros((1, 65, 65))
+    picture[0, 31:34, 51:54] = 1  # 20 pixels to the right of the middle
+    turned = domain_shifts.DOMAIN_SHIFTS["rotated"](picture, np.random.default_rng(0))[0]
+    row, column = (np.indices(turned.shape) * turned).sum((1, 2)) / turned.sum() - 32
+    np.testing.assert_allclose([np.hypot(row, column), np.degrees(np.arctan2(row, column))], [16, 40], atol=0.5)
+
+
+def test_a_fifth_of_a_noisy_picture_is_black_or_white():
+    noisy = domain_shifts.PUBLIC_SHIFTS["noisy"](np.full((4, 64, 64), 0.5), np.random.default_rng(0))
+    np.testing.assert_allclose([(noisy == 0).mean(), (noisy == 1).mean()], [0.1, 0.1], atol=0.01)
+
+
 def test_digits_domains_have_the_stated_sizes_and_types():
     task = builtin()
     assert (private(task), task.side, task.recipe.top, task.recipe.num_classes) == ((150,) * 4, 16, 1, 10)

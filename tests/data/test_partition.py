@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pcdd.data.lists import Partition, class_counts, load_partition
+from fedjax_pcdd.data.lists import Partition, class_counts, following, load_partition
 from fedjax_pcdd.data.partition import (
     PARTITIONS,
     dirichlet,
@@ -258,6 +258,12 @@ def test_class_counts_count_every_class_of_every_client(labels, clients, seed):
     lists = iid(train, test, clients=clients, seed=seed).train
     expected = [[int((train[indices] == c).sum()) for c in range(num_classes)] for indices in lists]
     np.testing.assert_array_equal(class_counts(train, lists, num_classes), expected)
+
+
+def test_tests_that_follow_the_training_samples_are_of_each_clients_classes():
+    train = (np.array([1, 3]), np.array([0, 2]), np.array([4, 5]))
+    tests = following(train, np.array([0, 1, 0, 1, 0, 0]), np.array([1, 0, 1, 0, 0, 0]))
+    assert [own.tolist() for own in tests] == [[0, 2], [1, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
