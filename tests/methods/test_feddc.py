@@ -111,6 +111,14 @@ def test_steps_are_those_of_a_client_of_mean_size():
         np.testing.assert_allclose(delta, -1 / (2 * 3 * 0.1), **EXACT)
 
 
+def test_steps_are_those_that_a_round_counts():
+    server, clients = start(FedDC(), np.zeros(1), (8, 8))
+    at = context(FedDC(), server, clients[0], sizes=(8, 8), epochs=2, batch=4)
+    at = at._replace(hyper=replace(at.hyper, local_steps=5))
+    kept, _ = FedDC().upload(params(np.ones(1)), (), at)
+    np.testing.assert_allclose(kept.state["w"], -1 / (5 * 0.1), 1e-6)
+
+
 def test_compiled_steps_of_full_batches_alone_are_not_one_too_many():
     sizes = (150,) * 5  # 750 samples are 3 batches of 50 on each client
     server, clients = start(FedDC(), np.zeros(1), sizes)

@@ -19,6 +19,7 @@ from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
 from fedjax_pcdd.methods.method import Local, Method, Server
 from fedjax_pcdd.methods.personal_copy import PERSONAL, with_copy
+from fedjax_pcdd.methods.validated_step import least
 from fedjax_pcdd.models.classifier import initialise
 
 SETTINGS = [Ditto(), APFL(adapt="step"), APFL(mix="logits", adapt="step")]
@@ -76,10 +77,11 @@ def test_epochs_of_dittos_own_model_leave_the_global_one_to_fedavg():
 
 
 @pytest.mark.thorough
-def test_dittos_own_model_trains_for_its_own_epochs():
+@pytest.mark.parametrize("epochs", [1, (2, 1, 1, 1, 1)])
+def test_dittos_own_model_trains_for_its_own_epochs(epochs):
     whole = {"batch_size": 64, "last_batch": "keep"}  # one batch an epoch, which has the same samples in every one
     solos, _ = toy.train(toy.simulation("solo", epochs=3, **whole))
-    state, _ = toy.train(toy.simulation(method=Ditto(lam=0.0, personal_epochs=3), epochs=1, **whole))
+    state, _ = toy.train(toy.simulation(method=Ditto(lam=0.0, personal_epochs=3), epochs=epochs, **whole))
     assert_close(arrays(state).clients, arrays(solos).clients, 1e-5)
 
 
@@ -131,6 +133,10 @@ def test_of_dittos_candidates_each_own_model_takes_the_one_with_the_least_valida
             assert_close(row(chosen.clients, k), own[best[-1]])
     assert len(set(best)) > 1  # not the same one for everybody
     assert_close(chosen.servers, ways[0].servers)
+
+
+def test_a_candidate_whose_loss_is_not_a_number_is_not_taken():
+    assert least([1.0, 2.0, 3.0], lambda number: jnp.where(number == 1, jnp.nan, number)) == 2
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """What a benchmark's protocol needs: weighted focal loss, steps in place of epochs, weights to start from."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +77,16 @@ def test_the_order_of_samples_goes_on_across_rounds():
     batches = np.concatenate(rounds).reshape(4, 6)  # three batches use up the five samples
     np.testing.assert_array_equal(np.sort(batches), [[-1, 0, 1, 2, 3, 4]] * 4)
     assert len({tuple(row) for row in batches.tolist()}) > 1
+
+
+def test_rounds_of_a_simulation_that_count_steps_use_up_an_order_before_the_next():
+    base = toy.simulation()
+    local = dataclasses.replace(base.local, batch_size=2, last_batch="keep", local_steps=4)
+    counting = base.experiments[0]._replace(local=local)
+    simulated = Simulation(base.program.model, [counting], pipeline=toy.PLAIN, cohort=5)
+    own = toy.federation().partition.train[2]  # nine samples in five batches
+    batches = np.concatenate([simulated.jobs(round)[1][2] for round in range(5)]).reshape(4, 10)
+    np.testing.assert_array_equal(np.sort(batches), [[-1, *own]] * 4)
 
 
 def test_every_client_makes_so_many_steps():

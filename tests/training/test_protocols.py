@@ -8,6 +8,7 @@ import toy
 from in_memory import trained
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
@@ -106,6 +107,18 @@ def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
         np.testing.assert_array_equal(counts[alike, epochs], np.array(short.correct).sum(1)[alike])
     received = np.array(simulated.evaluate(simulated.start(), personal=True).personal).sum(1)
     np.testing.assert_array_equal(counts[:, 0], received[jobs.row])
+
+
+@pytest.mark.thorough
+def test_epochs_are_measured_on_tests_without_validation_samples():
+    known = toy.simulation(cohort=5)
+    held = known.experiments[0]._replace(federation=hold_out(toy.federation(), 0.3, 0))
+    given = {"pipeline": toy.PLAIN, "cohort": 5, "lanes": 1, "rounds": 3}
+    simulated = Simulation(known.program.model, [held], **given, tests_epochs=True)
+    received = np.array(simulated.evaluate(simulated.start(), personal=True).personal)
+    assert received[:, toy.CLASSES :].any()
+    _, report = simulated.step(simulated.start(), 0)
+    np.testing.assert_array_equal(np.array(report.before)[:, 0], received[:, : toy.CLASSES].sum(1))
 
 
 @pytest.mark.thorough
