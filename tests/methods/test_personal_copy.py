@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import toy
 from flax import struct
-from participants import MODEL, arrays, assert_close, images, logits, row
+from participants import MODEL, arrays, assert_close, context, images, logits, row, variables
 
 import fedjax_pcdd as fp
 from fedjax_pcdd import methods, models, testing
@@ -15,11 +15,11 @@ from fedjax_pcdd.engine.planning import Experiment, Planner
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
+from fedjax_pcdd.methods import validated_step
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ditto import Ditto
-from fedjax_pcdd.methods.method import Local, Method, Server
+from fedjax_pcdd.methods.method import Batch, Local, Method, Server
 from fedjax_pcdd.methods.personal_copy import PERSONAL, with_copy
-from fedjax_pcdd.methods.validated_step import least
 from fedjax_pcdd.models.classifier import initialise
 
 SETTINGS = [Ditto(), APFL(adapt="step"), APFL(mix="logits", adapt="step")]
@@ -135,8 +135,20 @@ def test_of_dittos_candidates_each_own_model_takes_the_one_with_the_least_valida
     assert_close(chosen.servers, ways[0].servers)
 
 
+@pytest.mark.thorough
+def test_each_validation_sample_counts_once_whatever_its_batch():
+    def total(function):
+        labels, masks = jnp.asarray([0, 1, 2, 0]), jnp.asarray([[1.0, 1, 1, 1], [1, 0, 0, 0]])
+        return sum(function(Batch(images(4), labels, mask)) for mask in masks)
+
+    answers = logits(variables(), images(4))
+    expected = 4 * cross_entropy(answers, jnp.asarray([0, 1, 2, 0])) + cross_entropy(answers[:1], jnp.asarray([0]))
+    found = validated_step.validation_loss(Method(), variables(), context(validation=total))
+    np.testing.assert_allclose(found, expected, 1e-6)
+
+
 def test_a_candidate_whose_loss_is_not_a_number_is_not_taken():
-    assert least([1.0, 2.0, 3.0], lambda number: jnp.where(number == 1, jnp.nan, number)) == 2
+    assert validated_step.least([1.0, 2.0, 3.0], lambda number: jnp.where(number == 1, jnp.nan, number)) == 2
 
 
 @pytest.mark.thorough
