@@ -123,3 +123,12 @@ def test_the_command_prints_a_comparison(tmp_path, capsys):
         "| fedgela less fedavg | GA best | 2 | −10.00 | [−10.00, −10.00] | 0.500 | – | not distinguishable |"
         in capsys.readouterr().out
     )
+
+
+def test_the_verdict_is_that_of_the_confidence(tmp_path, capsys):
+    pairs(tmp_path, (0.3, 0.5), (0.2, 0.4))
+    assert compare_main([str(tmp_path), "--confidence=0.5"]) == 0
+    assert (
+        "| fedgela less fedavg | GA best | 2 | −10.00 | [−10.00, −10.00] | 0.500 | – | below |"
+        in capsys.readouterr().out
+    )

@@ -1,5 +1,6 @@
 """Which runs a report takes, how it groups them, and its numbers beside the papers'; nothing is trained."""
 
+import csv
 import io
 import json
 import os
@@ -13,12 +14,13 @@ from made_up_runs import in_preset, write_experiments, write_run
 
 from fedjax_pcdd.cli.report import command_of, compare_main, report_main
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report import plots
 from fedjax_pcdd.report.collect import collect, read_record
 from fedjax_pcdd.report.contents import own_table, paper_tables, pivot
-from fedjax_pcdd.report.expected import EXPECTED, read_expected
+from fedjax_pcdd.report.expected import EXPECTED, measured, read_expected
 from fedjax_pcdd.report.grouping import Cells, Group, group
 from fedjax_pcdd.report.plots import band
-from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, ranked, shown
+from fedjax_pcdd.report.tables import Cell, Column, Row, Table, aside, comma_separated, ranked, shown
 from fedjax_pcdd.report.targets import BEST, LAST, reached
 from fedjax_pcdd.training.config import dump
 from fedjax_pcdd.training.presets import PRESETS, read_preset
@@ -55,6 +57,11 @@ def test_runs_that_are_links_are_found_and_circles_end(tmp_path):
     (tmp_path / "runs/link").symlink_to(write_run(tmp_path / "elsewhere"))
     (tmp_path / "runs/round").symlink_to(tmp_path / "runs")
     assert [run.path.name for run in collect([tmp_path / "runs"])] == ["link"]
+
+
+def test_a_run_beside_a_link_to_it_counts_once(tmp_path):
+    (tmp_path / "link").symlink_to(write_run(tmp_path / "run"))
+    assert len(collect([tmp_path / "link", tmp_path / "run"])) == 1
 
 
 def test_a_folder_without_a_run_is_refused_in_one_sentence(tmp_path):
@@ -148,6 +155,22 @@ def test_seconds_are_not_ranked(tmp_path, cells):
     assert {entry.cells[table.headings.index("s a round") - 1].rank for entry in table.rows} == {0}
 
 
+def add_to_summary(folder, **entries):
+    """More entries of a made-up run's summary."""
+    path = folder / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def test_the_smallest_spread_over_clients_is_the_best_and_the_largest_accuracy_of_the_worst(tmp_path, cells):
+    for method, spread in {"fedavg": 0.3, "moon": 0.1}.items():
+        add_to_summary(write_run(tmp_path / method, method=method), pa_std=spread, pa_worst10=spread)
+    runs = collect([tmp_path])
+    (one,) = group(runs, cells)
+    for heading, best in (("PA std over clients", "moon"), ("PA of the worst tenth", "fedavg")):
+        assert row(own_table(one), best)[heading].rank == 1
+    assert [line.cells[0].rank for line in pivot(runs, "method", None, "pa_std").rows] == [2, 1]
+
+
 def test_runs_with_other_hyperparameters_are_not_averaged(tmp_path, cells):
     write_run(tmp_path / "runs/a", method="fedprox", mu=0.1)
     write_run(tmp_path / "runs/b", method="fedprox", mu=1.0, seed=1)
@@ -198,6 +221,15 @@ def test_methods_of_the_paper_without_a_run_keep_their_number(tmp_path, cells, e
     table, _ = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)
     cell = row(table, "moon")["A"]
     assert (cell.mean, cell.beside.mean, cell.difference) == (None, 55.0, None)
+
+
+def test_the_csv_has_the_papers_numbers_without_a_run_and_nothing_of_empty_cells(tmp_path, cells, experiments):
+    tables = papers(collect([in_preset(tmp_path / "a", "A")]), cells, experiments)[:1]
+    lines = [*csv.DictReader(io.StringIO(comma_separated(tables)))]
+    assert {"fedavg": ("50.0", "50.0"), "moon": ("", "55.0")}.items() <= {
+        one["method"]: (one["mean"], one["paper"]) for one in lines
+    }.items()
+    assert all(one["mean"] or one["paper"] for one in lines)
 
 
 def test_splits_without_a_run_are_no_columns(tmp_path, cells, experiments):
@@ -278,6 +310,30 @@ def test_a_run_without_a_fedavg_of_its_seed_has_no_rounds_to_a_target(tmp_path, 
     assert shown(row(own_table(one), "moon")["rounds to target"]) == "–"
 
 
+def test_the_target_is_that_of_the_fedavg_that_departs_from_the_preset_alike(tmp_path, cells, experiments):
+    preset = experiments / "presets/toy/table1.yaml"
+    preset.write_text(preset.read_text().replace("{mu: 0.5}", "{mu: 0.5, lr: 0.05}"))
+    for name, best, more in (("a", 0.2, {}), ("b", 0.4, {"lr": 0.05})):
+        accuracies(in_preset(tmp_path / "runs" / name, "A", rounds=2, **more), best, best)
+    accuracies(in_preset(tmp_path / "runs/c", "A", "fedprox", rounds=2, lr=0.05), 0.3, 0.5)
+    (one,) = group(collect([tmp_path / "runs"]), cells)
+    assert row(own_table(one), "fedprox (rounds=2)")["rounds to target"].mean == 1.0
+
+
+def test_a_fedavg_of_more_rounds_gives_no_target(tmp_path, cells):
+    write_run(tmp_path / "a", rounds=6)
+    write_run(tmp_path / "b", method="moon")
+    (one,) = group(collect([tmp_path]), cells)
+    assert shown(row(own_table(one), "moon (rounds=3)")["rounds to target"]) == "–"
+
+
+def test_a_fedavg_on_other_data_gives_no_target_though_the_indices_are_the_same(tmp_path):
+    write_run(tmp_path / "a", dataset="fmnist")
+    write_run(tmp_path / "b", method="moon")
+    reference, run = collect([tmp_path])
+    assert reached(run, [reference], BEST) is None
+
+
 def test_the_fewest_rounds_are_the_best(tmp_path, cells):
     accuracies(write_run(tmp_path / "runs/a"), 0.1, 0.2, 0.5)
     accuracies(write_run(tmp_path / "runs/b", method="moon"), 0.5, 0.5, 0.5)
@@ -296,10 +352,10 @@ def test_the_target_is_that_of_the_fedavg_with_the_same_options_of_the_run(tmp_p
     assert (shown(rounds["fedprox"][at]), shown(rounds["moon"][at])) == ("3.00", "–")
 
 
-@pytest.mark.parametrize(("rule", "rounds"), [(BEST, 2), (LAST, 3)])
+@pytest.mark.parametrize(("rule", "rounds"), [(BEST, 3), (LAST, 2)])
 def test_fedmr_asks_for_fedavgs_best_and_fedrl_for_more_than_its_last(tmp_path, rule, rounds):
-    accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.6)
-    accuracies(write_run(tmp_path / "b", method="moon", shift=1), 0.3, 0.6, 0.7)
+    accuracies(write_run(tmp_path / "a", shift=1), 0.5, 0.6, 0.55)
+    accuracies(write_run(tmp_path / "b", method="moon", shift=1), 0.55, 0.58, 0.6)
     reference, run = collect([tmp_path])
     assert reached(run, [reference], rule) == (rounds, 3 / rounds)
 
@@ -437,6 +493,14 @@ def test_with_a_preset_named_runs_with_its_options_join_unrecorded(tmp_path, cel
     assert (one.split, [entry.label for entry in one.entries]) == ("B", ["fedprox"])
 
 
+def test_an_unrecorded_run_joins_the_variant_whose_options_it_has_and_none_with_others(tmp_path, cells):
+    for name, rounds in (("a", 3), ("b", 2)):
+        in_preset(tmp_path / name, "A", "fedrs", "strong", rounds=rounds)
+        (tmp_path / name / "resolved.json").unlink()
+    (one,) = group(collect([tmp_path]), cells, "toy/table1")
+    assert [(entry.label, len(entry.runs)) for entry in one.entries] == [("fedrs strong", 1)]
+
+
 def test_the_expected_tables_of_the_papers_can_all_be_read():
     folder = EXPECTED
     presets = [path.stem.replace("_", "/", 1) for path in folder.glob("*.csv") if not path.stem.endswith("_counts")]
@@ -456,6 +520,32 @@ def test_a_mean_over_domains_is_a_column_of_its_own():
     domains = Group("", "fccl/table1", "digits", ())
     table = paper_tables("fccl/table1", [domains], read_expected(EXPECTED, "fccl/table1"))[0]
     assert aside(row(table, "fccl")["digits mean"]) == "33.51"
+
+
+def test_accuracies_of_a_task_are_those_of_its_domains_in_the_last_round(tmp_path):
+    folder = write_run(tmp_path / "a", method="fccl", task="digits_domains")
+    add_to_summary(folder, domains=["mnist", "usps"], intra=[0.75, 0.5], inter=[0.25, 0.125])
+    rows = [{"round": r, "ga": None, "intra_top1": r / 4, "inter_top5": r / 8} for r in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("intra_top1_pct:usps", "inter_top1_pct:usps", "intra_top1_pct:mean", "inter_top5_pct:mean")
+    assert [measured(read_record(folder), name) for name in names] == [50.0, 12.5, 75.0, 37.5]
+    assert measured(read_record(folder), "intra_top5_pct:usps") is None  # the summary has top-1 alone
+
+
+def test_a_mean_over_something_that_is_no_split_is_a_number_of_its_own(experiments):
+    with open(experiments / "expected/toy_table1.csv", "a") as file:
+        file.write("mean,fedavg,,ga_pct,44.0,,mean of A D\n")
+    one = read_expected(experiments / "expected", "toy/table1")[-1]
+    assert (one.split, one.splits) == ("mean", ())
+
+
+def test_the_band_is_as_wide_as_a_samples_deviation_and_drawn_in_percent(tmp_path, cells, monkeypatch):
+    for seed, ga in enumerate((0.3, 0.6)):
+        write_run(tmp_path / str(seed), ga, seed=seed)
+    runs, drawn = collect([tmp_path]), []
+    monkeypatch.setattr(plots, "curve", lambda axes, x, y, *, deviation, **style: drawn.append((y[-1], deviation[-1])))
+    plots.curves(group(runs, cells)[0], "ga")
+    assert drawn == [(pytest.approx(45.0), pytest.approx(np.std([30.0, 60.0], ddof=1)))]
 
 
 def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
@@ -580,6 +670,21 @@ def test_no_seed_is_marked_as_the_best_one(tmp_path):
     for run in runs:
         run.config["method"] = f"m{run.seed}"
     assert sorted(row.cells[0].rank for row in pivot(runs, "method", None, "ga_best").rows) == [1, 2]
+
+
+def test_a_table_of_two_options_has_its_numbers_in_order_and_the_newest_run_of_a_seed_once(tmp_path):
+    for number, clients in enumerate((10, 2, 2)):
+        folder = write_run(tmp_path / str(number), ga=number / 10, clients=clients)
+        os.utime(folder / "metrics.jsonl", (1000 + number, 1000 + number))
+    table = pivot(collect([tmp_path]), "method", "clients", "ga_best")
+    assert table.headings[1:] == ["clients=2", "clients=10"]
+    assert [(cell.mean, cell.n) for cell in table.rows[0].cells] == [(pytest.approx(20.0), 1), (0.0, 1)]
+
+
+def test_a_table_of_rounds_is_of_rounds_and_not_in_percent(tmp_path):
+    add_to_summary(write_run(tmp_path / "a"), ga_best_round=3)
+    table = pivot(collect([tmp_path]), "method", None, "ga_best_round")
+    assert (table.title, table.rows[0].cells[0].mean) == ("ga_best_round by method", 3.0)
 
 
 def test_accuracy_before_and_after_fine_tuning_have_different_names(tmp_path, experiments):

@@ -30,6 +30,13 @@ def test_the_interval_and_p_are_students():
     assert result.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
 
 
+def test_the_interval_is_as_wide_as_the_confidence_asks():
+    values = np.random.default_rng(1).normal(1.0, 2.0, 5)
+    result = paired(dict(enumerate(values)), dict.fromkeys(range(5), 0.0), 0.8)
+    half = stats.t.ppf(0.9, 4) * stats.sem(values)
+    assert (result.low, result.high) == (pytest.approx(values.mean() - half), pytest.approx(values.mean() + half))
+
+
 @pytest.mark.thorough
 def test_an_interval_covers_the_truth_as_often_as_it_says():
     draws = np.random.default_rng(0).normal(3.0, 1.0, (2000, 3))
@@ -68,6 +75,16 @@ def test_holms_adjustment_rises_with_the_number_of_comparisons():
     assert adjusted[2].p == pytest.approx(2 * other.p)
     assert adjusted[0].p == pytest.approx(one.p)
     assert (adjusted[1], adjusted[3].p) == (None, None)
+
+
+def test_an_adjusted_p_is_at_most_one():
+    even = of(1.0, -1.1, 0.2)
+    assert [one.p for one in family([even, even])] == [1.0, 1.0]
+
+
+def test_the_rank_test_is_adjusted_too():
+    one = of(*range(1, LEAST_WILCOXON + 1))
+    assert [two.rank_p for two in family([one, one])] == [2 * one.rank_p] * 2
 
 
 def test_a_page_without_both_marks_is_refused():
