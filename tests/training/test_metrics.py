@@ -59,6 +59,44 @@ def test_ga_without_a_global_model_is_that_of_each_clients_best_by_its_own_tests
     assert summary["ga_best_clients"] == pytest.approx(0.375)
 
 
+def test_best_local_models_are_of_no_common_round():
+    history = new_history(1)
+    history.rows.append({"round": 1, "ga": 0.5, "pa": 0.5})
+    rounds = [metrics.result(history, METHODS[name]())["ga_best_round"] for name in ("fedavg", "fedproto")]
+    assert rounds == [1, None]
+
+
+def test_of_equal_rounds_of_a_client_the_first_gives_its_ga():
+    history = new_history(1)
+    for ga in (0.3, 0.4):
+        history.update_clients(np.array([0]), np.array([0.9]))
+        history.update_best(np.array([ga]))
+    assert history.ga_of_best.tolist() == [0.3]
+
+
+def test_best_accuracies_of_clients_are_those_of_their_own_best_rounds():
+    history = new_history(2)
+    for pa in ([0.9, 0.5], [0.7, 0.8]):
+        history.update_clients(np.arange(2), np.array(pa))
+        history.update_best(None)
+    summary = metrics.result(history, METHODS["fedavg"]())
+    assert summary["pa_best_per_client"] == [0.9, 0.8]
+    assert summary["pa_best_clients"] == pytest.approx(0.85)
+
+
+def test_the_mean_of_the_last_ten_is_over_ten_rounds_that_were_evaluated():
+    history = new_history(1)
+    history.rows += [{"round": r, "ga": None if r % 2 else r / 64, "pa": r / 64} for r in range(1, 31)]
+    summary = metrics.result(history, METHODS["fedavg"]())
+    assert summary["ga_mean_last10"] == pytest.approx(np.mean(range(12, 31, 2)) / 64)
+    assert summary["pa_mean_last10"] == pytest.approx(np.mean(range(21, 31)) / 64)
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(10, 1), (11, 2), (20, 2), (21, 3)])
+def test_the_worst_tenth_is_rounded_up(clients, worst):
+    assert metrics.spread(np.arange(clients))["pa_worst10"] == np.mean(range(worst))
+
+
 def test_of_very_many_clients_a_checkpoint_holds_those_that_are_known():
     history = metrics.new_history(metrics.MOST_WRITTEN + 1)
     history.update_clients(np.array([3, 7000]), np.array([0.25, 1.0]), "pa_last")

@@ -39,6 +39,11 @@ def test_of_equal_epochs_the_earliest_counts():
     np.testing.assert_array_equal(chosen, [0.75, 0.25])
 
 
+def test_clients_count_alike_however_many_tests_they_have():
+    chosen = rules(np.array([[8, 0], [0, 1]]), np.array([10, 1]))["best_mean"]
+    np.testing.assert_array_equal(chosen, [0, 1])
+
+
 def test_means_that_are_equal_but_for_rounding_are_equal():
     chosen = rules(np.array([[3, 1], [2, 2], [1, 3]]), np.array([10, 10, 10]))["best_mean"]
     np.testing.assert_array_equal(chosen, [0.3, 0.2, 0.1])

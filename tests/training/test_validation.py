@@ -156,6 +156,11 @@ def test_the_first_round_of_the_best_validation_accuracy_is_chosen():
     assert History(rows).best("ga") == (0.9, 3)
 
 
+def test_the_round_of_the_best_pa_is_chosen_by_validation_samples_too():
+    rows = [{"round": i + 1, "pa": p, "pa_validation": v} for i, (p, v) in enumerate([(0.5, 0.7), (0.9, 0.6)])]
+    assert History(rows, select_on="validation").best("pa") == (0.5, 1)
+
+
 def test_balanced_accuracy_is_the_mean_recall_of_the_classes_that_occur():
     assert balanced(np.array([8, 1, 0]), np.array([10, 2, 0])) == pytest.approx(0.65)
 
