@@ -2,10 +2,13 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.training.callbacks import Profile
 
 RUN = ("--method=fedavg", "--clients=3", "--local-epochs=1", "--fine-tune-epochs=0", "--quiet")
 
@@ -28,3 +31,14 @@ def test_a_profile_of_later_rounds_opens_and_changes_no_result(tmp_path):
 def test_a_run_of_one_round_has_a_profile_of_nothing(tmp_path):
     assert main([*RUN, "--rounds=1", f"--run-dir={tmp_path / 'run'}", "--profile"]) == 0
     assert (tmp_path / "run" / "summary.json").is_file()
+    assert not (tmp_path / "run" / "profile").exists()
+
+
+def test_the_second_and_the_third_round_are_traced(tmp_path, monkeypatch):
+    events, profile, run = [], Profile(tmp_path), SimpleNamespace(is_over=False)
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *_, name=name, **__: events.append(name))
+    for round in (1, 2, 3, 4):
+        events.append(round)
+        profile.on_round(run, None)
+    assert events == [1, "start_trace", 2, 3, "stop_trace", 4]

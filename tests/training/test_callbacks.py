@@ -9,8 +9,11 @@ import pytest
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import runs
+from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.config import build
-from fedjax_pcdd.training.metrics import History
+from fedjax_pcdd.training.loop import Progress, loop
+from fedjax_pcdd.training.metrics import History, new_history
+from fedjax_pcdd.training.tasks import setup
 
 SMALL = {"rounds": 4, "local_epochs": 1, "batch_size": 32, "lanes": 1, "fine_tune_epochs": 0}
 RUN = SMALL | {"method": "fedavg", "clients": 4, "quiet": True}
@@ -125,6 +128,14 @@ def test_small_rises_that_add_up_are_one():
     assert (stopping.best, stopping.waited) == (0.112, 2)
 
 
+def test_early_stopping_waits_on_where_a_run_was_interrupted_and_takes_no_equal_accuracy_for_a_rise():
+    first, again = (fp.EarlyStopping("ga", patience=2) for _ in range(2))
+    run = SimpleNamespace(history=History([{"ga": 0.5}]))
+    assert [first.on_round(run, None) for _ in range(2)] == [False, False]
+    again.restore(json.loads(json.dumps(first.state())))
+    assert again.on_round(run, None)
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -142,20 +153,24 @@ def test_objects_that_are_not_understood_are_refused(federation, given, sentence
     assert str(caught.value).startswith(sentence)
 
 
+def patient():
+    return [fp.EarlyStopping(name, patience=9) for name in ("ga", "pa")]
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """The folder of a run that a callback ended after two of four rounds."""
     folder = tmp_path_factory.mktemp("callbacks") / "run"
-    runs.run(*build(RUN | {"run_dir": folder}), callbacks=[StopAt(2), fp.EarlyStopping(patience=9)])
+    runs.run(*build(RUN | {"run_dir": folder}), callbacks=[StopAt(2), *patient()])
     return folder
 
 
 @pytest.mark.thorough
 def test_what_callbacks_keep_is_restored(stopped):
-    again, patient = StopAt(9), fp.EarlyStopping(patience=9)
-    history = fp.resume(stopped, callbacks=[again, patient])
+    again, both = StopAt(9), patient()
+    history = fp.resume(stopped, callbacks=[again, *both])
     assert again.seen == [1, 2]
-    assert patient.best == np.max(history.ga)
+    assert [one.best for one in both] == [np.max(history.ga), np.max(history.pa)]
 
 
 @pytest.mark.thorough
@@ -243,6 +258,25 @@ def test_one_of_a_sweep_may_stop_and_the_others_go_on(tmp_path):
     assert early.ga[-1] == pytest.approx(
         np.mean(np.argmax(early.outputs(early.federation.dataset.x_test).logits, 1) == early.federation.dataset.y_test)
     )
+
+
+@pytest.mark.thorough
+def test_one_of_a_sweep_that_has_failed_is_trained_and_written_no_further(tmp_path):
+    def fail(run, report):
+        if run.round == 2:
+            raise fp.UserError("mine")
+
+    pairs = [build(RUN | {"run_dir": tmp_path / str(seed), "seed": seed}) for seed in (0, 1)]
+    error, _ = runs.run_together([runs.Asked(*pairs[0], callbacks=as_callbacks([fail])), runs.Asked(*pairs[1])])
+    assert str(error) == "mine"
+    assert [len(rows_of(tmp_path / name)) for name in "01"] == [1, 4]
+
+
+@pytest.mark.thorough
+def test_one_that_was_ended_keeps_none_of_the_others_from_going_on():
+    parts = setup([build(RUN | {"seed": seed}) for seed in (0, 1)])
+    since = [Progress(3, new_history(4), stopped=stopped) for stopped in (True, False)]
+    assert loop(parts.simulation, parts.simulation.start(), 4, [], since).round == 4
 
 
 @pytest.mark.thorough
