@@ -164,6 +164,12 @@ def test_every_thins_checkpoints_and_force_overrides_it(tmp_path, opened):
     assert rounds_in(tmp_path) == [4, 7]
 
 
+def test_of_checkpoints_of_some_rounds_every_second_one_is_full(opened):
+    checkpoints = opened(every=2, clients_every=2)
+    save(checkpoints, *range(1, 7))
+    assert checkpoints.newest_full == 4
+
+
 def test_a_resume_starts_from_the_newest_full_checkpoint_and_drops_newer_ones(tmp_path, opened):
     checkpoints = opened(clients_every=3, keep=4)
     save(checkpoints, 3, 4, 5)
@@ -215,6 +221,21 @@ def test_a_skipped_checkpoint_can_be_saved_again(tmp_path, opened):
     checkpoints.restore(server(0), clients(0))
     save(checkpoints, 3)
     assert same(checkpoints.restore(server(0), clients(0)).server, server(3))
+
+
+def test_a_skipped_checkpoint_is_the_newest_full_one_no_longer(tmp_path, opened):
+    save(opened(), 1, 2, 3)
+    truncate(tmp_path / "3")
+    checkpoints = opened()
+    assert checkpoints.newest_full == 3
+    checkpoints.restore(server(0), clients(0))
+    assert checkpoints.newest_full == 2
+
+
+def test_notes_are_those_of_the_newest_full_checkpoint(opened):
+    checkpoints = opened(clients_every=2)
+    save(checkpoints, *range(1, 6))
+    assert checkpoints.newest_record() == {"rows": [{"round": 4}]}
 
 
 def test_only_damaged_checkpoints_are_a_user_error(tmp_path, opened):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,20 @@ def test_entries_of_another_run_are_noticed(tmp_path):
     shutil.copytree(tmp_path / "b" / "4", tmp_path / "a" / "4")
     with pytest.raises(ValueError, match="the entry 4 of a is damaged, or not of the one before"):
         log.check(8, mark)
+
+
+def test_a_resume_drops_the_entries_of_rounds_after_its_checkpoint(tmp_path):
+    server, now = {"w": np.zeros(1)}, {"a": np.zeros((6, 2), np.float32)}
+    with Checkpoints(tmp_path / "checkpoints", say=lambda _: None) as checkpoints:
+        for r in (1, 2, 3):
+            now["a"][r] = r
+            checkpoints.save(r, server, partial(Changed, np.array([r]), now), "{}")
+        checkpoints.wait()
+        (tmp_path / "checkpoints/3/server/manifest.ocdbt").unlink()
+        fresh = {"a": np.zeros((6, 2), np.float32)}
+        assert checkpoints.restore(server, fresh).round == 2
+    assert fresh["a"][:, 0].tolist() == [0, 1, 2, 0, 0, 0]
+    assert sorted(path.name for path in (tmp_path / "clients").iterdir()) == ["1", "2"]
 
 
 def test_a_merged_entry_has_the_mark_of_its_last_one(tmp_path):

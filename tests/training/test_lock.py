@@ -110,6 +110,16 @@ def test_a_number_of_a_process_that_was_given_again_is_no_owner(path):
         pass
 
 
+def test_an_owner_that_has_ended_is_dead_though_nobody_has_waited_for_it(path):
+    owner = subprocess.Popen(["sleep", "60"])
+    own = {"machine": module._machine(), "process": owner.pid, "started": module._started(owner.pid), "token": "t"}
+    path.write_text(json.dumps(own))
+    owner.kill()
+    os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
+    with Lock.take(path, wait=0):
+        owner.wait()
+
+
 def test_of_many_who_want_it_one_gets_it(path):
     dead = {"machine": module._machine(), "process": 2**22 + 1, "started": "0", "host": "this", "token": "t"}
     path.write_text(json.dumps(dead))

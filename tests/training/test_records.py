@@ -55,6 +55,17 @@ def test_a_folder_that_holds_a_run_is_refused(folder):
         RunFolder.create(folder.path, "")
 
 
+def test_a_folder_in_which_another_process_was_faster_is_refused(tmp_path, monkeypatch):
+    def late(path, take=records.Lock.take):
+        (path.parent / CONFIG).write_text("seed: 1\n")
+        return take(path)
+
+    monkeypatch.setattr(records.Lock, "take", late)
+    with pytest.raises(UserError, match="already holds a run"):
+        RunFolder.create(tmp_path, "seed: 2\n")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {CONFIG: "seed: 1\n"}
+
+
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="not an empty folder"):
