@@ -184,6 +184,11 @@ def test_ranks_by_hand():
     assert found.critical == pytest.approx(2.343 * np.sqrt(3 * 4 / (6 * 2)), abs=2e-3)  # q of three methods
 
 
+def test_ranks_of_one_split_have_the_interval_of_drawn_seeds():
+    found = ranks(np.array([[[0.1, 0.4]], [[0.2, 0.3]]]))
+    assert [found.mean.tolist(), found.low.tolist(), found.high.tolist()] == [[1.5, 1.5], [1.0, 1.0], [2.0, 2.0]]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
