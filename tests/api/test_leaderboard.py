@@ -259,6 +259,24 @@ def test_a_method_without_a_global_model_is_marked_and_has_no_best_round():
     assert names == ["a*"]
 
 
+def test_pa_of_several_moments_has_columns_of_its_own_and_the_spread_has_no_best():
+    moments = {"a": "PA in training", "b": "PA after fine-tuning", "c": "PA in training"}
+    results = [made(name, [0.5]) | {"pa": moment} for name, moment in moments.items()]
+    for one, pa in zip(results, (0.25, 0.5, 0.75), strict=True):
+        one["seeds"][0] |= {"pa_best": pa, "pa_std": pa}
+    table = leaderboard.table("mlp", "dir", results)
+    rows = {row.label: dict(zip(table.headings[1:], row.cells, strict=True)) for row in table.rows}
+    assert [rows[name]["PA in training best"].mean for name in "abc"] == [25.0, None, 75.0]
+    assert [rows[name]["PA in training best"].rank for name in "ac"] == [2, 1]
+    assert [rows[name]["spread of PA in training"].rank for name in "ac"] == [0, 0]
+
+
+def test_methods_stand_in_the_order_of_their_ranks(tmp_path):
+    scores = np.array([[[0.1], [0.2]], [[0.5], [0.6]], [[0.3], [0.4]]])
+    text, _ = _ranking(tmp_path / "page.md", "mlp", ["a", "b", "c"], ["x", "y"], scores)
+    assert [line[2] for line in text.splitlines() if line[:2] == "| " and line[3] == " "] == ["b", "c", "a"]
+
+
 def test_a_trial_that_is_equal_in_the_first_score_is_chosen_by_the_second():
     tried = [{"ga": 0.5, "pa": 0.1}, {"ga": 0.5, "pa": 0.3}, {"ga": 0.4, "pa": 0.9}, UserError("it diverged")]
     assert leaderboard._best(tried, ["ga"]) == 0

@@ -67,6 +67,16 @@ def test_a_failure_counts_as_nothing():
     assert search.ranking()[-1] == best
 
 
+def test_a_trial_counts_the_mean_over_its_seeds_of_what_is_asked_for_on_the_samples_that_choose():
+    for select_on, accuracy in (("validation", 0.5), ("test", 0.25)):
+        given = {"method": "fedprox", "mu": "1,2", "seed": "0:2", "validation": "0.2", "select_on": select_on}
+        search = Search(given, results := {}, metric="pa")
+        for seed, one in enumerate(next(search.stages(1))):
+            own = {"pa_best": 0.25 * 2 * seed, "pa_validation_best": 0.25 + seed / 2}
+            results[one.name] = {"ga_best": 1.0, "ga_validation_best": 1.0, **own}
+        assert search.score(search.trials[0]) == accuracy
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [("--lr=0.3:0.1", "must rise"), ("--lr=0:1:log", "above 0"), ("--bn=1:2", "bn"), ("--lr=0.1", "nothing to search"),
