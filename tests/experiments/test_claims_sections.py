@@ -53,7 +53,7 @@ def test_a_departure_is_of_what_its_options_change():
 
 @pytest.mark.parametrize(
     ("upper", "seeds", "turns"),
-    [(49.0, (0, 1, 2), False), (35.0, (0, 1, 2), True), (49.0, (0,), False), (35.0, (0,), True)],
+    [(49.0, (0, 1, 2), False), (35.0, (0, 1, 2), True), (49.0, (0,), False), (35.0, (0,), True), (40.0, (0,), True)],
 )
 def test_a_claim_turns_where_sign_or_test_says_something_else(upper, seeds, turns):
     (one,) = departed([*pair(50.0, 40.0), *pair(upper, 40.0, seeds, tag="form", own={"form": "x"})])

@@ -5,17 +5,22 @@ import json
 import signal
 import time
 
+import numpy as np
 import pytest
+from made_up_runs import write_run
 
 import fedjax_pcdd
+from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.report.collect import read_record
 from fedjax_pcdd.training import folder as records
 from fedjax_pcdd.training.config import values
 from reproduction import cells as cells_module
 from reproduction import results
 from reproduction.cells import Folders, OutOfTime, deadline
 from reproduction.command import reproduce_main
+from reproduction.eigenvalues import mean_variance
 from reproduction.plan import check, configured, read_plan
 from reproduction.session import Budget, typical_seconds, unfinished, work_off
 
@@ -71,6 +76,17 @@ def result(folders, cell):
 def test_cells_run_all_methods_of_the_first_seed_first(folders):
     names = [cell.name for cell in planned(folders)[:4]]
     assert names == ["tiny-A-fedavg-s0", "tiny-A-fedprox-s0", "tiny-A-fedavg-s1", "tiny-A-fedprox-s1"]
+
+
+def test_cells_run_all_splits_of_the_first_seed_first(folders):
+    kept = planned(folders, "blocks: [{table: toy/table1, methods: [fedavg], seeds: [0, 1]}]")
+    assert [(c.seed, c.split) for c in kept] == [(0, "A"), (0, "B"), (1, "A"), (1, "B")]
+
+
+def test_a_method_with_variants_has_no_row_without_one_unless_it_is_named(folders):
+    (folders.presets / "toy/table1.yaml").write_text(PRESET.replace("fedprox: {mu: 0.5}", "fedmr: {}"))
+    rows = {(c.method, c.variant) for c in planned(folders, "blocks: [{table: toy/table1}]")}
+    assert rows == {("fedavg", None), ("fedmr", "intra-only")}
 
 
 def test_a_block_without_names_has_every_row_and_split_of_its_preset(folders):
@@ -175,6 +191,27 @@ def test_a_full_disk_ends_the_session_and_fails_no_cell(folders, monkeypatch):
     assert unfinished(chosen, folders) == chosen
 
 
+def test_a_result_that_names_no_version_is_of_an_older_one():
+    assert results.is_current({"version": fedjax_pcdd.__version__})
+    assert not results.is_current({})
+
+
+def test_seconds_of_a_cell_are_those_of_training_and_of_evaluation(folders, tmp_path):
+    folder, cell = write_run(tmp_path / "run"), one(folders, "tiny-A-fedavg-s0")[0]
+    rows = [{"round": r, "ga": None, "pa": None, "seconds": 2.0} for r in (1, 2, 3)]
+    rows[2] |= {"ga": 0.5, "pa": 0.5, "eval_seconds": 0.5}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert results.finished(cell, read_record(folder), folders.expected)["seconds"] == 6.5
+
+
+def test_cells_of_two_seeds_share_no_run(folders):
+    first, second = (one(folders, f"tiny-A-fedavg-s{seed}")[0] for seed in (0, 1))
+    options = [values(*configured(cell, folders.presets)) for cell in (first, second)]
+    known = [results.failed(first, options[0], "it diverged.")]
+    assert results.repeated(first, options[0], known)
+    assert results.repeated(second, options[1], known) is None
+
+
 @pytest.mark.thorough
 def test_cells_with_the_same_options_share_one_run(folders, monkeypatch):
     text = "blocks: [{table: toy/table1, splits: [A], methods: [fedavg]}, {table: toy/table3, splits: [A]}]"
@@ -211,6 +248,12 @@ def test_cells_without_their_data_wait_for_it(folders):
     assert outcome == (0, 2, False)
     assert len(lines) == 1
     assert unfinished(chosen, folders) == list(chosen)
+
+
+def test_the_variance_of_eigenvalues_is_a_mean_over_batches():
+    features = np.random.default_rng(0).normal(size=(300, 4))
+    each = [eigenvalue_variance(part)[1] for part in (features[:128], features[128:256])]
+    assert mean_variance(features) == pytest.approx(np.mean(each))
 
 
 @pytest.mark.thorough

@@ -165,6 +165,13 @@ def test_a_mean_without_one_of_its_splits_is_left_out():
     assert len(with_means(columns([made_up("fedmr", 40.0)], PAPER), PAPER)) == 1
 
 
+def test_a_mean_over_splits_has_the_numbers_that_all_of_them_have():
+    results = [made_up("fedmr", 40.0), made_up("fedmr", 50.0, split="B")]
+    results[0]["metrics"]["pa_pct"] = 80.0
+    (row,) = with_means(columns(results, PAPER), PAPER)[-1].rows
+    assert (row.values("ga_pct"), row.values("pa_pct")) == ({0: 45.0}, {})
+
+
 # Claims
 
 

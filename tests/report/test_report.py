@@ -551,7 +551,7 @@ def test_the_band_is_as_wide_as_a_samples_deviation_and_drawn_in_percent(tmp_pat
 def test_the_band_is_the_deviation_at_the_rounds_that_all_seeds_have(tmp_path):
     runs = [read_record(write_run(tmp_path / "a", 0.3)), read_record(write_run(tmp_path / "b", 0.6, rounds=6))]
     rounds, mean, deviation = band(runs, "ga")
-    assert rounds.tolist() == [1, 2, 3]
+    assert rounds.tolist() == band(runs[::-1], "ga")[0].tolist() == [1, 2, 3]
     np.testing.assert_allclose(mean, [0.1, 0.2, 0.3])
     assert deviation is not None
     np.testing.assert_allclose(deviation, 0, atol=1e-12)
