@@ -12,6 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.api import sweep
@@ -21,10 +22,11 @@ from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Sweep
 from fedjax_pcdd.cli.sweep import launch, sweep_main
 from fedjax_pcdd.errors import UserError
-from fedjax_pcdd.training.config import dump
+from fedjax_pcdd.training.config import build, dump
 from fedjax_pcdd.training.folder import failure_file
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure
+from fedjax_pcdd.training.progress import SweepBar
 
 DRAWS_PICTURES = True
 SMALL = ["--rounds=1", "--local-epochs=1", "--fine-tune-epochs=0", "--lanes=1", "--clients=3", "--min-samples=1"]
@@ -256,6 +258,39 @@ def test_a_sweeps_folder_alone_tells_how_far_it_is(swept, tmp_path, capsys):
     assert "1 of 1" in shown
     assert sweep_main([f"--sweep-dir={tmp_path}", "--status"]) == 2
     assert "no experiments that have begun" in capsys.readouterr().err.replace("\n", " ")
+
+
+def of_one(folder):
+    """A sweep of one experiment of ten rounds, which is not run here."""
+    planned = {"one": Asked(*build({"rounds": 10}))}
+    return Sweep(planned, folder, lambda name, error: None)
+
+
+def run_quietly(part):
+    return part.run(SweepBar({"one": 10}, Console(quiet=True)))
+
+
+def test_the_time_to_go_is_that_of_the_rounds_that_are_left(tmp_path):
+    (tmp_path / "one").mkdir()
+    rows = [{"round": r, "ga": None, "pa": None, "seconds": s} for r, s in enumerate((9.0, 1.0, 2.0, 2.0), 1)]
+    (tmp_path / "one/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert of_one(tmp_path).standings() == [("one", "waiting", 4, 10, None, 12.0)]
+
+
+def test_what_failed_with_another_process_meanwhile_is_not_run_again_and_what_failed_before_once(tmp_path, monkeypatch):
+    ran = []
+
+    def diverges(config, *_, **__):
+        ran.append(config.run_dir.name)
+        raise UserError("it diverged.")
+
+    monkeypatch.setattr(sweep, "run", diverges)
+    parts = [of_one(tmp_path) for _ in range(2)]
+    assert [str(run_quietly(part)["one"]) for part in parts] == ["it diverged."] * 2
+    assert ran == ["one"]
+    parts = [of_one(tmp_path) for _ in range(2)]  # which know of the failure and try again
+    assert [str(run_quietly(part)["one"]).strip() for part in parts] == ["it diverged."] * 2
+    assert ran == ["one", "one"]
 
 
 @pytest.fixture(scope="module")
