@@ -267,3 +267,12 @@ def test_local_steps_stand_for_epochs_as_on_the_command_line(federation):
 def test_a_metric_is_not_named_as_an_accuracy(federation):
     with pytest.raises(fp.UserError, match="metrics names 'ga_mine', as accuracies of our own are"):
         fp.simulate(federation, metrics={"ga_mine": lambda run: 1.0}, **SMALL)
+
+
+@pytest.mark.thorough
+def test_what_a_round_costs_is_that_of_rounds_but_the_first(federation, tmp_path):
+    history = fp.simulate(federation, rounds=4, run_dir=tmp_path / "run", last_batch="keep", **SMALL)
+    summary, seconds = history.summary, [row["seconds"] for row in history.rows[1:]]
+    assert summary["seconds_per_round"] == pytest.approx(np.median(seconds))
+    assert summary["seconds_local"] == pytest.approx(np.mean(seconds))
+    assert summary["samples_per_second"] * np.median(seconds) == pytest.approx(federation.sizes.sum())

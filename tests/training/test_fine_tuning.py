@@ -48,6 +48,7 @@ def test_from_global_tests_every_clients_tuned_model():
         alone = accuracies(tuner, [tuned_alone(tuner, given, k) for k in range(5)])
         assert result[f"pa_{name}"] == pytest.approx(alone.mean())
         assert alone.mean() != pytest.approx(accuracies(tuner, [given] * 5).mean())  # tuning changes something
+    assert result["pa_std"] == pytest.approx(alone.std())  # of the last models, as that of other rows is
     np.testing.assert_allclose(result["pa_best_per_client"], accuracies(tuner, [
         tuned_alone(tuner, best, k) for k in range(5)
     ]))  # fmt: skip

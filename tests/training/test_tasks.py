@@ -13,6 +13,7 @@ from fedjax_pcdd.engine.groups import Groups
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import tasks
 from fedjax_pcdd.training.build import spoken_of
+from fedjax_pcdd.training.callbacks import as_callbacks
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.setup import Setup
 from fedjax_pcdd.training.tasks import ParticipantSetup, TaskSetup, intra_and_inter
@@ -50,6 +51,14 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
         assert row["pa"] == row["intra_top1"] == pytest.approx(np.mean(row["intra"]))
         assert row["ga"] == row["inter_top1"] == pytest.approx(np.mean(row["inter"]))
         assert row["intra_top5"] > row["intra_top1"]
+
+
+@pytest.mark.thorough
+def test_the_local_objective_is_the_plain_mean_over_participants(tmp_path):
+    argv, reports = [*TINY, "--method=fccl", "--models=mlp", f"--run-dir={tmp_path / 'run'}"], []
+    runs.run(*parse(argv), callbacks=as_callbacks([lambda run, report: reports.append(report)]))
+    means = [report.loss.mean() for report in reports]
+    assert [row["local_objective"] for row in rows_of(tmp_path / "run")] == pytest.approx(means)
 
 
 @pytest.mark.thorough
