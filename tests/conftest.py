@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import sys
 import threading
@@ -70,6 +71,12 @@ def _pieces_of_memory() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
+def _forget_all():
+    toy.forget()
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs(request):
     """Let simulations and programs go where they have become many; a file that patches shares none with others."""
@@ -79,11 +86,21 @@ def _forget_compiled_programs(request):
     yield
     _context_of.cache_clear()
     many = not 0 < _pieces_of_memory() < 5_000  # some 2 GB
-    if patches or many:
-        toy.forget()
     if many:
-        jax.clear_caches()
-        gc.collect()
+        _forget_all()
+    elif patches:
+        toy.forget()
+
+
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _room_for_programs():
+    """Within a long file, too: at the limit XLA ends the process, and twenty tests make some 15 000."""
+    yield
+    if next(_tests) % 20 == 0 and _pieces_of_memory() > 30_000:
+        _forget_all()
 
 
 @pytest.fixture(autouse=True, scope="module")
