@@ -6,17 +6,19 @@ import numpy as np
 import optax
 import pytest
 import toy
+from flax import struct
 
-from fedjax_pcdd.analysis.angles import class_angles, etf_angle
+from fedjax_pcdd.analysis.angles import Angles, class_angles, etf_angle
 from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
-from fedjax_pcdd.analysis.trained import Steps
+from fedjax_pcdd.analysis.trained import STEPS, Steps, Watched
 from fedjax_pcdd.analysis.views import View, class_means, random_probe
 from fedjax_pcdd.data.augment import prepare
 from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.models import forward
 from fedjax_pcdd.training.tracking import Tracker
 
@@ -251,6 +253,34 @@ def test_a_step_is_clipped_where_any_part_is():
     assert [float(one.clipped) for one in together] == [1, 1, 1]
     assert [float(one.clipped) for one in apart] == [0, 1, 1]
     assert all(float(one.norm) == pytest.approx(5) and one.count == 1 for one in (*together, *apart))
+
+
+def test_of_several_steps_the_norm_is_a_mean_and_the_clipped_ones_are_a_share():
+    program, variables = toy.simulation().program, {"params": {"backbone": {"w": jnp.ones(4)}, "head": jnp.ones(9)}}
+    steps = Steps(count=jnp.float32(4), norm=jnp.float32(10), clipped=jnp.float32(1))
+    view = View(program, (), variables, lambda images: images, (), 0, jnp.ones(4, bool), None, steps)
+    assert QUANTITIES["gradients"].of_client(view) == {"norm": 2.5, "clipped": 0.25, "weights": 2}
+
+
+def test_of_several_steps_that_a_method_asks_for_at_once_the_last_counts():
+    @struct.dataclass
+    class Twice(METHODS["fedavg"]):
+        def local_update(self, evaluate, step, variables, batch, context):
+            step({"w": jnp.float32(3)})
+            return jnp.float32(0), {}, step({"w": jnp.float32(5)})
+
+    variables = {"params": {"w": jnp.float32(1)}, STEPS: Steps.none()}
+    watched = Watched(Twice(), (), lambda *_: (), of_steps=True)
+    context = toy.context(start=variables, hyper=Local(clip=9.0))
+    _, state, _ = watched.local_update(None, lambda given: given, variables, (), context)
+    assert (state[STEPS].norm, state[STEPS].count) == (5, 1)
+
+
+@pytest.mark.parametrize("name", ["classes", "angles", "features"])
+def test_a_client_that_was_lost_is_in_no_mean_over_the_clients(name):
+    values, trained = np.array([0.25, 0.75, 0.5]), np.array([True, False, True])
+    shown = {"existing": values, "missing": values} if name == "classes" else Angles(*[values] * 4)
+    assert QUANTITIES[name].overall(shown, trained, np.zeros((1, 3), int), 4)["existing"] == 0.375
 
 
 @pytest.mark.thorough

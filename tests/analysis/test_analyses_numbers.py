@@ -6,6 +6,8 @@ import pytest
 from golden_vectors import cases
 
 from fedjax_pcdd.analysis.angles import class_angles, etf_angle, pairwise_angles
+from fedjax_pcdd.analysis.burden import Burden, pareto
+from fedjax_pcdd.analysis.domain_figures import balanced, fluctuation
 from fedjax_pcdd.analysis.pictures import draw_bilateral
 from fedjax_pcdd.analysis.spectrum import (
     class_eigenvalue_variance,
@@ -98,3 +100,21 @@ def test_bilateral_curves_are_drawn(tmp_path):
     curves = np.array([[1, 50, 0, 90, 0], [10, 25, 2, 75, 1]])
     draw_bilateral({"digits": curves}, {"digits": (40, 80)}, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_methods_that_take_equally_long_the_most_accurate_is_on_the_front():
+    assert [one.label for one in pareto([Burden("a", 1, 2, 0.4), Burden("b", 1, 2, 0.5)])] == ["b"]
+
+
+def test_fluctuation_is_over_the_last_twenty_changes():
+    assert fluctuation(np.array([9.0, 0.0, *[1.0] * 20])) == 1 / 20
+    assert fluctuation(np.array([0.0, 1.0, 3.0])) == 1.5
+    assert np.isnan(fluctuation(np.array([1.0])))
+
+
+def test_a_balanced_sample_has_so_many_of_each_class_and_all_of_a_smaller_one():
+    labels = np.repeat([0, 2, 1], [30, 4, 20])
+    rows = balanced(labels, 5)
+    assert labels[rows].tolist() == [0] * 5 + [1] * 5 + [2] * 4
+    assert len(np.unique(rows)) == len(rows)
+    assert rows[:5].tolist() != [0, 1, 2, 3, 4]
