@@ -10,6 +10,7 @@ import pytest
 from made_up_runs import write_run
 
 from fedjax_pcdd.api import runs
+from fedjax_pcdd.cli import run_analyses
 from fedjax_pcdd.cli.analyse import analyse_main, table
 from fedjax_pcdd.data.federation import read_counts
 from fedjax_pcdd.training.config import build
@@ -26,6 +27,13 @@ def refused(capsys, *arguments):
     """The sentence of a mistake."""
     assert analyse_main([str(x) for x in arguments]) == 2
     return capsys.readouterr().err.strip()
+
+
+def concluded(run, **own):
+    """A run of which some results are these."""
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | own))
+    return run
 
 
 def cells(text):
@@ -78,13 +86,23 @@ def test_traffic_of_a_run_is_the_model_each_way(run, capsys):
 
 
 def test_traffic_of_a_run_counts_its_own_public_images(tmp_path, capsys):
-    """A whole batch of the 1000 that digits have, not the 5000 of the tables."""
-    for name, options in {"default": {}, "fewer": {"public_samples": 250, "public_batch": 96}}.items():
+    """A whole batch of the 1000 that digits have, not the 5000 of the tables; in each pass over them."""
+    fewer = {"public_samples": 250, "public_batch": 96}
+    runs = {"default": {}, "fewer": fewer, "twice": fewer | {"public_epochs": 2}}
+    for name, options in runs.items():
         write_run(tmp_path / name, method="fedmd", clients=50, cohort=50, **options)
     lines = cells(said(capsys, "traffic", tmp_path))
-    assert {name: line[:2] for name, line in lines.items()} == {name: ["N C", "N C"] for name in ("default", "fewer")}
-    for name, number in (("default", 512), ("fewer", 192)):
+    assert {name: line[:2] for name, line in lines.items()} == {name: ["N C", "N C"] for name in runs}
+    for name, number in (("default", 512), ("fewer", 192), ("twice", 384)):
         assert lines[name][2] == f"{2 * 10 * number * 50 * 4e-6:.2f}"
+
+
+def test_traffic_in_all_is_that_of_the_rounds_that_were_trained(tmp_path, capsys):
+    run = write_run(tmp_path / "run", method="fedmd", clients=50, cohort=50, rounds=3)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    concluded(run, rounds=2)  # as of one that a callback stopped
+    assert cells(said(capsys, "traffic", run))["run"][2:] == ["2.05", "4.1"]
 
 
 @pytest.mark.thorough
@@ -120,6 +138,29 @@ def test_fedavg_of_another_data_set_is_no_reference(tmp_path, capsys):
     assert (rounds["other"][0], rounds["same"][0]) == ("-", "2")
 
 
+def test_fedavg_that_trained_otherwise_or_elsewhere_is_no_reference_of_time(tmp_path, capsys):
+    own = {"clients": 4, "cohort": 4, "model": "mlp"}
+    write_run(tmp_path / "fedavg", **own)
+    others = ({}, {"local_epochs": 3}, {"batch_size": 7}, {"cohort": 2}, {"lr": 0.5}, {})
+    runs = [write_run(tmp_path / str(i), method="fedprox", **own | other) for i, other in enumerate(others)]
+    concluded(runs[-1], device="another")
+    found = cells(said(capsys, "burden", tmp_path))
+    assert [found[str(i)][4] for i in range(len(runs))] == ["1", "-", "-", "-", "1", "-"]
+
+
+def test_the_picture_of_burdens_has_means_over_the_partitions_that_all_methods_have(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run_analyses, "draw_burdens", lambda burdens, path: drawn.extend(burdens))
+    for method, each in {"fedavg": [(0.2, 1), (0.4, 1), (0.9, 1)], "fedprox": [(0.4, 2), (0.8, 8)]}.items():
+        for i, (ga, seconds) in enumerate(each):
+            run = write_run(tmp_path / f"{method}{i}", ga, method=method, shift=i, model="mlp", cohort=2)
+            concluded(run, seconds_per_round=seconds)
+    said(capsys, "burden", tmp_path, f"--output={tmp_path / 'a.png'}")
+    assert [(one.label, one.seconds, one.ga) for one in drawn] == [
+        ("fedavg", 1, pytest.approx(0.3)), ("fedprox", pytest.approx(4), pytest.approx(0.6)),
+    ]  # fmt: skip
+
+
 def test_rounds_are_counted_to_the_fedavg_with_the_same_options(tmp_path, capsys):
     write_run(tmp_path / "a", ga=0.1, rounds=10, lr=0.01)
     write_run(tmp_path / "b", ga=0.5, rounds=10, lr=0.05)
@@ -142,8 +183,7 @@ def test_bilateral_curves_are_read_from_a_sweep(tmp_path, capsys):
 def test_bilateral_curves_are_means_over_seeds(tmp_path, capsys):
     for i, (ew, ga) in enumerate([(100.0, 0.5), (10.0, 0.25), (100.0, 0.75)]):
         folder = write_run(tmp_path / str(i), ga, method="fedgela", seed=i, origin={"hyperparameters": {"ew": ew}})
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps(summary | {"pa_best": 1 - ga}))
+        concluded(folder, pa_best=1 - ga)
     rows = [line.split("|")[2:6] for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
     assert [[x.strip() for x in row] for row in rows] == [
         ["10", "25.00", "75.00", "1"], ["100", "62.50 ± 17.68", "37.50 ± 17.68", "2"],
@@ -157,6 +197,23 @@ def test_bilateral_curves_of_other_settings_of_the_method_stay_apart_and_a_copie
     rows = [line.split("|") for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
     found = {row[1].partition("(")[2].strip(): (row[3].strip(), row[5].strip()) for row in rows}
     assert found == {"phi=identity)": ("50.00", "1"), "phi=none)": ("25.00", "1")}
+
+
+def test_bilateral_curves_of_the_linear_scale_stay_apart(tmp_path, capsys):
+    for i, scale in enumerate(("sqrt", "linear")):
+        origin = {"hyperparameters": {"ew": 1.0, "scale": scale}}
+        write_run(tmp_path / scale, 0.25 * (i + 1), method="fedgela", scale=scale, origin=origin)
+    rows = [line.split("|") for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
+    assert {row[1].strip().partition("(")[2]: row[3].strip() for row in rows} == {"": "25.00", "linear)": "50.00"}
+
+
+def test_runs_without_personal_accuracy_are_in_no_bilateral_curve(tmp_path, capsys):
+    for i, (ew, pa) in enumerate([(1.0, 0.5), (10.0, None)]):
+        run = write_run(tmp_path / str(i), method="fedgela", ew=ew, origin={"hyperparameters": {"ew": ew}})
+        concluded(run, pa_best=pa)
+    concluded(write_run(tmp_path / "fedavg"), pa_best=None)
+    rows = [line.split("|")[2].strip() for line in said(capsys, "bilateral", tmp_path).splitlines()[2:]]
+    assert rows == ["1"]
 
 
 def test_bilateral_curves_of_each_partition_stay_apart(tmp_path, capsys):
@@ -183,8 +240,7 @@ def test_bilateral_curves_and_fedavg_beside_them_say_when_pa_was_measured(tmp_pa
     for method, protocol in moments.items():
         origin = {"hyperparameters": {"ew": 1.0}} if method == "fedgela" else {}
         folder = write_run(tmp_path / method, method=method, origin=origin)
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps(summary | {"pa_protocol": protocol}))
+        concluded(folder, pa_protocol=protocol)
     heads, _, *rows = said(capsys, "bilateral", tmp_path).splitlines()
     assert "PA in training best on test (%)" in heads
     assert [row.split("|")[2].strip() for row in rows] == ["1", "FedAvg, PA after fine-tuning"]
@@ -270,6 +326,21 @@ def test_a_search_compares_runs_that_differ_in_the_searched_option_alone(tmp_pat
     assert [cell.strip() for cell in line.split("|")[3:7]] == ["mu", "0.1", "test", "90.00"]
 
 
+@pytest.mark.parametrize(
+    ("of_other", "shown"), [("validation", ["1", "validation", "60.00"]), ("test", ["0.1", "test", "90.00"])]
+)
+def test_a_search_is_chosen_on_validation_samples_where_all_runs_have_them(tmp_path, capsys, of_other, shown):
+    points = [
+        (0.1, 0.9, {"selected_on": "validation", "ga_validation_best": 0.5}),
+        (1.0, 0.6, {"selected_on": of_other}),
+    ]
+    for i, (mu, ga, own) in enumerate(points):
+        run = write_run(tmp_path / str(i), ga, method="fedprox", mu=mu, origin={"hyperparameters": {"mu": mu}})
+        concluded(run, **own | ({"ga_validation_best": 0.7} if i and of_other == "validation" else {}))
+    line = said(capsys, "grid", tmp_path).splitlines()[2]
+    assert [cell.strip() for cell in line.split("|")[4:7]] == shown
+
+
 def test_a_copied_run_counts_once_in_a_search(tmp_path, capsys):
     for name, mu, ga, seed in (("a", 0.1, 0.5, 0), ("b", 0.1, 0.9, 1), ("copy", 0.1, 0.9, 1), ("c", 1.0, 0.2, 0)):
         write_run(tmp_path / name, ga, method="fedprox", mu=mu, seed=seed, origin={"hyperparameters": {"mu": mu}})
@@ -297,8 +368,7 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
 @pytest.mark.parametrize("analysis", ["tasks", "ablation", "embedding"])
 def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analysis):
     task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
-    summary = json.loads((task / "summary.json").read_text())
-    (task / "summary.json").write_text(json.dumps(summary | {"domains": ["mnist", "usps"]}))
+    concluded(task, domains=["mnist", "usps"])
     assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, task, plain)
     assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, plain)
 
@@ -306,21 +376,35 @@ def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analy
 def of_task(folder, **options):
     hyper = {"hyperparameters": {"continual": True}}
     one = write_run(folder, **{"task": "digits_domains", "method": "fccl", "origin": hyper} | options)
-    summary = json.loads((one / "summary.json").read_text())
-    both = {"inter": [0.2, 0.4], "intra": [0.6, 0.8]}
-    (one / "summary.json").write_text(json.dumps(summary | {"domains": ["mnist", "usps"]} | both))
-    return one
+    return concluded(one, domains=["mnist", "usps"], inter=[0.2, 0.4], intra=[0.6, 0.8])
 
 
 def test_an_ablation_is_of_one_setting_and_of_each_seed_once(tmp_path, capsys):
     one = of_task(tmp_path / "a")
     assert "differ in method, too" in refused(capsys, "ablation", one, of_task(tmp_path / "b", method="fedmd"))
     assert "differ in rounds, too" in refused(capsys, "ablation", one, of_task(tmp_path / "c", rounds=7))
-    again = of_task(tmp_path / "d")
-    summary = json.loads((again / "summary.json").read_text())
-    (again / "summary.json").write_text(json.dumps(summary | {"inter": [0.5, 0.5]}))
+    again = concluded(of_task(tmp_path / "d"), inter=[0.5, 0.5])
     row = said(capsys, "ablation", one, again).splitlines()[-1]
     assert [cell.strip() for cell in row.split("|")[3:6]] == ["50.00", "50.00", "50.00"]
+
+
+def test_an_ablation_has_rows_with_and_without_continual_learning(tmp_path, capsys):
+    runs = [of_task(tmp_path / str(i), seed=i) for i in range(2)]
+    none = {"origin": {"hyperparameters": {"continual": False}}, "continual": False}
+    concluded(of_task(tmp_path / "without", **none), intra=[0.1, 0.3])
+    concluded(runs[1], intra=[0.2, 0.4])
+    rows = [
+        [cell.strip() for cell in row.split("|")[2:9]] for row in said(capsys, "ablation", tmp_path).splitlines()[2:]
+    ]
+    assert {row[0]: row[-1] for row in rows} == {"with": "50.00", "without": "20.00"}
+
+
+def test_the_accuracies_of_a_task_begin_with_those_of_the_pre_trained_models(tmp_path, capsys):
+    run = of_task(tmp_path / "a", rounds=3)
+    rows = [{"round": r, "intra_top1": 0.1 * 2**r, "local_objective": 1 / (r + 1)} for r in range(4)]
+    (run / "start.json").write_text(json.dumps(rows[0]))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert cells(said(capsys, "tasks", run))["a"] == ["10.00", "80.00", "23.33", "0.2500"]
 
 
 def test_tasks_that_count_differently_are_not_in_one_table(tmp_path, capsys):
