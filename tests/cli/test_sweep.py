@@ -10,6 +10,8 @@ import sys
 import threading
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -20,10 +22,12 @@ from fedjax_pcdd.api.grid import expand, stages, summarise, values_of
 from fedjax_pcdd.api.records import Asked
 from fedjax_pcdd.api.search import Search
 from fedjax_pcdd.api.sweep import Sweep
-from fedjax_pcdd.cli.sweep import launch, sweep_main
+from fedjax_pcdd.cli import sweep as cli_sweep
+from fedjax_pcdd.cli.sweep import launch, processes, sweep_main
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import build, dump
 from fedjax_pcdd.training.folder import failure_file
+from fedjax_pcdd.training.lock import Lock
 from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.progress import SweepBar
@@ -126,6 +130,23 @@ def test_a_hyper_parameter_that_is_given_is_not_searched(tmp_path):
     (tmp_path / "a.yaml").write_text(GRID)
     (stage,) = stages({"preset": str(tmp_path / "a.yaml"), "mu": "7", "method": "fedprox"}, {})
     assert [one.given for one in stage] == [{"method": "fedprox", "preset": str(tmp_path / "a.yaml"), "mu": "7"}]
+
+
+def test_an_option_of_one_method_goes_to_no_other_that_is_searched(tmp_path):
+    (tmp_path / "a.yaml").write_text(GRID)
+    stage = next(stages({"preset": str(tmp_path / "a.yaml"), "mu1": "7"}, {}))
+    given = [{name: x for name, x in one.given.items() if name != "preset"} for one in stage]
+    assert given[:2] == [{"method": "fedprox", "mu": "1"}, {"method": "fedprox", "mu": "2"}]
+    assert given[2:] == [{"method": "fedmr", "mu1": "7", "mu2": mu2} for mu2 in "34"]
+
+
+def test_a_method_of_which_nothing_is_searched_is_run_once(tmp_path):
+    (tmp_path / "a.yaml").write_text(GRID)
+    results, seen = {}, []
+    for stage in stages({"preset": str(tmp_path / "a.yaml"), "method": "fedavg,fedmr"}, results):
+        seen.append([one.given["method"] for one in stage])
+        results |= {one.name: dict.fromkeys(MEASURES, 0.1) for one in stage}
+    assert seen == [["fedavg", "fedmr", "fedmr"], ["fedmr", "fedmr"]]
 
 
 def test_means_and_deviations_are_over_seeds():
@@ -293,6 +314,57 @@ def test_what_failed_with_another_process_meanwhile_is_not_run_again_and_what_fa
     assert ran == ["one", "one"]
 
 
+def test_a_failure_is_forgotten_when_its_experiment_has_ended_well(tmp_path, monkeypatch):
+    results = [UserError("it diverged."), {"ga_best": 0.5}]
+
+    def ends(*_, **__):
+        if isinstance(result := results.pop(0), UserError):
+            raise result
+        return result
+
+    monkeypatch.setattr(sweep, "run", ends)
+    run_quietly(of_one(tmp_path))
+    assert of_one(tmp_path).standings()[0].state == "failed"
+    assert run_quietly(of_one(tmp_path)) == {"one": {"ga_best": 0.5}}
+    assert not failure_file(tmp_path / "one").exists()
+
+
+def test_what_failed_before_and_is_tried_again_is_running(tmp_path):
+    failure_file(tmp_path / "one").parent.mkdir(parents=True)
+    failure_file(tmp_path / "one").write_text("it diverged.")
+    (tmp_path / "claims").mkdir(exist_ok=True)
+    with Lock.take(tmp_path / "claims/one.lock", wait=0):
+        assert of_one(tmp_path).standings()[0].state == "running"
+    assert of_one(tmp_path).standings()[0].state == "failed"
+
+
+def test_experiments_with_validation_samples_are_not_trained_together(tmp_path, monkeypatch):
+    ran, planned = [], {str(seed): Asked(*build({"validation": 0.1, "seed": seed})) for seed in range(2)}
+    monkeypatch.setattr(sweep, "run", lambda config, *_, **__: ran.append(config.seed) or {})
+    monkeypatch.setattr(sweep, "run_together", lambda *_: pytest.fail("they are"))
+    part = Sweep(planned, tmp_path, lambda name, error: None)
+    part.run(SweepBar(dict.fromkeys(planned, 10), Console(quiet=True)), together=2)
+    assert ran == [0, 1]
+
+
+@pytest.mark.parametrize(("words", "together"), [(["--workers=2"], 3), (["--workers=2", "--together=4"], 4)])
+def test_workers_are_started_once_and_train_at_most_their_share_together(tmp_path, monkeypatch, words, together):
+    started = []
+
+    def train(steps, results, folder, most, before):
+        for name in ("first", "second"):  # stages of a search
+            assert before(SimpleNamespace(left=dict.fromkeys(range(5))), tmp_path)
+            results[name] = {}
+        return tmp_path, next(iter(steps))
+
+    monkeypatch.setattr(cli_sweep, "launch", lambda command, *_: started.append(command[-1]))
+    monkeypatch.setattr(cli_sweep, "train", train)
+    monkeypatch.setattr(cli_sweep, "summarise", lambda *_: [])
+    monkeypatch.setattr(cli_sweep, "conclude", lambda *_: 0)
+    assert sweep_main(["--method=fedavg", *words]) == 0
+    assert started == [f"--together={together}"]
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     """A sweep of one finished experiment."""
@@ -370,6 +442,55 @@ def test_workers_divide_a_sweep_and_give_its_table(tmp_path, launcher):
     if launcher == "processes":
         logs = [(tmp_path / f"two/claims/worker-{i}.log").read_text() for i in range(2)]
         assert all("FEDAVG" in log.upper() for log in logs)
+
+
+class Started:
+    """A worker that ends at once, and which GPU each one was given."""
+
+    gpus: ClassVar[list[str]] = []
+
+    def __init__(self, command, stdout, stderr, env):
+        self.gpus.append(env["CUDA_VISIBLE_DEVICES"])
+
+    def wait(self):
+        """At once."""
+
+    terminate = wait
+
+
+def test_workers_divide_the_cores_and_take_turns_on_the_gpus(tmp_path, monkeypatch):
+    cores = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3, 4})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, own: cores.append(list(own)))
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Started, "gpus", [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    processes(["train"], tmp_path, 3)
+    assert cores == [[0], [1, 2], [3, 4], [0, 1, 2, 3, 4]]  # in the end this process has all of them again
+    assert Started.gpus == ["3", "5", "3"]
+
+
+def test_a_scheduler_gets_its_own_parameters_by_its_name_and_common_ones_as_they_are(tmp_path, monkeypatch):
+    settings = {}
+
+    class Executor:
+        def __init__(self, folder, cluster):
+            settings["cluster"] = cluster
+
+        def update_parameters(self, **given):
+            settings.update(given)
+
+        def submit(self, function):
+            return SimpleNamespace(wait=lambda: settings.update(jobs=settings.get("jobs", 0) + 1))
+
+    helpers = SimpleNamespace(CommandFunction=lambda command, verbose: command)
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(AutoExecutor=Executor, helpers=helpers))
+    words = ["--slurm.partition=gpu", "--slurm.timeout-min=30", "--slurm.mem-per-cpu=2G"]
+    launch(["true"], tmp_path, {"launcher": "slurm", "workers": 2}, words)
+    assert settings == {
+        "cluster": "slurm", "name": "fedjax-pcdd", "slurm_partition": "gpu", "timeout_min": 30,
+        "slurm_mem_per_cpu": "2G", "jobs": 2,
+    }  # fmt: skip
 
 
 def test_a_launcher_that_is_missing_or_refuses_is_a_sentence(tmp_path, monkeypatch):
