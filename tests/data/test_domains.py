@@ -11,6 +11,8 @@ from fedjax_pcdd.data import augment, domain_shifts, sources
 from fedjax_pcdd.data.domain_shifts import resize
 from fedjax_pcdd.data.domains import TASKS, load_public, load_public_labels, load_task
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training.build import public_images
+from fedjax_pcdd.training.config import RunConfig
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 OFFICE = TASKS["office_caltech10"].domains
@@ -357,6 +359,14 @@ def test_the_built_in_public_digits_have_labels():
     one, other = (load_public_labels("digits_public", samples=10, seed=seed) for seed in (0, 1))
     np.testing.assert_array_equal(one, labels[:10])
     assert not np.array_equal(one, other)
+
+
+def test_public_images_for_grey_ones_have_the_mean_of_the_colours(tmp_path):
+    np.savez(tmp_path / "mine.npz", x_train=np.full((5, 8, 8, 3), [10, 20, 61], np.uint8))
+    config = RunConfig(public="mine", data_dir=tmp_path, public_samples=3)
+    grey, colour = (public_images(config, (8, 8, channels)) for channels in (1, 3))
+    assert (grey.shape, grey.dtype, np.unique(grey).tolist()) == ((3, 8, 8, 1), np.uint8, [30])
+    assert np.unique(colour).tolist() == [10, 20, 61]
 
 
 @pytest.mark.parametrize("labels", [{}, {"y": np.arange(39)}, {"y": np.ones(40)}], ids=["none", "fewer", "floats"])

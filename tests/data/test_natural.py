@@ -57,6 +57,13 @@ def test_clients_without_test_samples_come_back_too(tmp_path):
     assert [len(own) for own in parts.test] == [0, 0]
 
 
+@pytest.mark.parametrize("labels", [([4], [0], [1], [0]), ([0], [4], [1], [0]), ([0], [0], [1], [4])])
+def test_classes_are_counted_from_the_labels_of_all_clients_and_both_splits(tmp_path, labels):
+    x = np.zeros((1, 4, 4))
+    clients = [(x, train, x, test) for train, test in (labels[:2], labels[2:])]
+    assert fp.load_dataset(str(fp.write_federation(tmp_path / "own", clients))).num_classes == 5
+
+
 def test_validation_samples_are_not_lost_on_the_way_to_disk(tmp_path):
     federation = hold_out(fp.partition(fp.load_dataset("digits"), "iid", clients=3), 0.1, 0)
     with pytest.raises(fp.UserError, match="before they are held out"):

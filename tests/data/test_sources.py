@@ -226,6 +226,23 @@ def test_of_a_large_file_only_the_samples_that_are_wanted_are_in_memory(tmp_path
     assert peak < 10e6
 
 
+def test_samples_that_are_wanted_keep_their_groups(tmp_path):
+    x, y = np.arange(24, dtype=np.uint8).reshape(24, 1, 1), np.arange(24) % 3
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, writer=np.append(x.ravel(), x.ravel()))
+    part = sources.load("mine", tmp_path, sampler("mine", 6, 9, 0))
+    assert (len(part.x_train), len(part.x_test)) == (6, 9)
+    np.testing.assert_array_equal(part.groups_train, part.x_train.ravel())
+    np.testing.assert_array_equal(part.groups_test, part.x_test.ravel())
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 3, 9], [3, 4, 5], [2, 6], []])
+def test_the_rows_that_are_wanted_are_read_wherever_the_parts_of_an_array_end(tmp_path, monkeypatch, rows):
+    array = np.arange(60).reshape(10, 6)
+    np.savez(tmp_path / "a.npz", x=array)
+    monkeypatch.setattr(npz, "_CHUNK", 3 * array[0].nbytes)
+    np.testing.assert_array_equal(npz.Archive(tmp_path / "a.npz").read("x", np.array(rows, int)), array[rows])
+
+
 def test_arrays_larger_than_memory_are_refused_by_their_header(tmp_path):
     stored(tmp_path, made_up())
     header = io.BytesIO()
