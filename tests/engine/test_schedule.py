@@ -162,3 +162,9 @@ def test_packing_wastes_little_when_clients_outnumber_lanes(lanes):
     steps = np.random.default_rng(0).integers(1, 50, 100)
     plan = schedule.pack([np.zeros((n, 1), np.int32) for n in steps], lanes, steps=int(steps.sum()))
     assert plan.step_stop.max() * lanes <= 1.05 * steps.sum()
+
+
+def test_devices_have_about_equally_much_to_do():
+    batches = [np.zeros((steps, 1), np.int32) for steps in (8, 4, 2, 2)]
+    members = schedule.divide(batches, 1, 2, steps=16).members
+    assert [own[own >= 0].tolist() for own in members] == [[0], [1, 2, 3]]

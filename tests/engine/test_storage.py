@@ -1,6 +1,7 @@
 """Client state in host memory: what the device sees of it, and whole runs either way."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import toy
 
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.engine.storage import OnHost
+from fedjax_pcdd.engine.storage import OnDevice, OnDisk, OnHost
 from fedjax_pcdd.errors import UserError
 
 
@@ -29,6 +30,22 @@ def test_only_clients_that_trained_are_written():
     after = State((), {"w": np.array([10.0, 20.0])}, ())
     found = storage.store(state, after, np.array([2, 0]), np.array([True, False]))
     assert found.clients["w"].tolist() == [0.0, 1.0, 10.0, 3.0]
+
+
+def test_clients_that_trained_are_told_once_for_the_next_checkpoint():
+    storage, state = OnHost(4, chunk=2), State((), {"w": np.arange(4.0)}, ())
+    for rows in ([2, 0], [3, 1]):
+        storage.store(state, State((), {"w": np.ones(2)}, ()), np.array(rows), np.array([True, False]))
+    assert storage.changed().tolist() == [2, 3]
+    assert storage.changed().tolist() == []
+
+
+def test_portions_have_each_client_once_though_processes_with_fewer_fill_theirs_up(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    storage, state = OnDevice(5, 1, np.array([0, 0, 0, 1, 1])), State((), {"w": np.arange(5.0)}, ())
+    portions = list(storage.portions(state, 2))
+    assert [portion.rows.tolist() for portion in portions] == [[0, 3], [1, 4], [2, 4]]
+    assert [portion.first.tolist() for portion in portions] == [[True, True], [True, True], [True, False]]
 
 
 def test_chunks_are_equally_long_and_cover_all_rows():
@@ -66,6 +83,16 @@ def test_what_was_fetched_ahead_serves_no_other_rows_and_no_other_state():
     for asked, rows, expected in ((state, [1, 2], [1.0, 2.0]), (other, [0, 1], [5.0, 6.0])):
         storage.prefetch(state, np.array([0, 1]))
         assert np.array(storage.fetch(asked, np.array(rows)).clients["w"]).tolist() == expected
+
+
+def test_rows_on_disk_come_back_though_they_are_written_and_read_in_pieces(monkeypatch):
+    read, write = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:5]], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, content, at: write(file, content[:3], at))
+    storage, values = OnDisk(4, chunk=2), np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    array = storage.array((4, 3), np.dtype(np.float32))
+    storage.put(array, np.array([2, 0]), values)
+    np.testing.assert_array_equal(storage.get(array, np.array([0, 1, 2])), [values[1], [0, 0, 0], values[0]])
 
 
 def test_a_disk_without_room_for_clients_is_a_sentence(monkeypatch):

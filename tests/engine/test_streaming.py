@@ -11,8 +11,10 @@ import toy
 import fedjax_pcdd as fp
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
-from fedjax_pcdd.data.lists import Lists
+from fedjax_pcdd.data.lists import Lists, Partition
+from fedjax_pcdd.data.mapped import Rows
 from fedjax_pcdd.engine import tuning
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import start_of
@@ -80,6 +82,7 @@ def test_evaluation_in_chunks_has_the_batches_of_the_whole(tmp_path):
     numbers = [np.array(data.test.numbers) for data in small.streamed.whole_test(7)]
     assert len(numbers) == 2
     assert sorted(np.concatenate(numbers)) == list(range(len(parts.dataset.y_test)))
+    assert (np.concatenate(numbers[:1]) % -(-len(parts.dataset.y_test) // 7) < 2).all()
     assert_same(trained(small), trained(simulated("solo", cohort=1)))
 
 
@@ -114,17 +117,41 @@ def test_fine_tuning_goes_through_the_clients_in_portions():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "options"), [("scaffold", {"lanes": 2}), ("fedmr", {"client_state": "host"})])
-def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, options):
+@pytest.mark.parametrize(
+    ("name", "memory", "options"),
+    [
+        ("scaffold", 2600, {"lanes": 2}),
+        ("fedmr", 2600, {"client_state": "host"}),
+        ("fedavg", 1600, {"last_batch": "strict"}),
+    ],
+)
+def test_a_round_in_chunks_has_the_bits_of_one_on_the_device(name, memory, options):
     """Memory for the samples of little more than the clients in lanes."""
     options["cohort"] = 5
-    small = simulated(name, stream=2600, **options)
+    small = simulated(name, stream=memory, **options)
     plan, jobs = small.plan(0)
     sizes = [int((chunk.data.train.numbers > 0).sum()) for chunk in small.streamed.chunks(plan, jobs)]
     assert len(sizes) > 1
     with pytest.raises(UserError, match="looks at more samples than are on the device"):
         Tracker(("angles",), small, 0)
     assert_same(trained(small), trained(simulated(name, **options)))
+
+
+def test_the_tests_of_a_chunks_clients_fit_into_memory_too():
+    images, labels = np.zeros((18, 5, 5, 1), np.uint8), np.arange(18) % toy.CLASSES
+    train, test = np.split(np.arange(4), 4), np.split(np.arange(18), [8, 16, 17])
+    parts = Federation(Dataset("few", images[:4], labels[:4], images, labels, toy.CLASSES), Partition(train, test))
+    streamed = (small := simulated("fedavg", stream=340, parts=parts, cohort=4)).streamed
+    rows = [np.array(chunk.data.test.rows) for chunk in streamed.chunks(*small.plan(0))]
+    assert [own[own < 4].tolist() for own in rows] == [[0], [1, 2], [3]]
+
+
+def test_tests_of_clients_that_are_looked_at_together_fit_into_a_quarter_of_the_memory():
+    streamed = simulated("fedavg", stream=MEGABYTE, cohort=1).streamed
+    sizes = np.sort(streamed.test.lists.sizes)[::-1]
+    for count in (1, 2, 4):
+        streamed.memory = 4 * streamed.test.images.width * int(sizes[:count].sum())
+        assert streamed.tested_rows(1) == count
 
 
 def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted():
@@ -154,6 +181,18 @@ def test_lanes_are_chosen_of_those_whose_clients_fit_into_data_memory(monkeypatc
 def test_memory_for_less_than_the_clients_in_lanes_is_refused():
     with pytest.raises(UserError, match="data_memory"):
         simulated("fedavg", stream=100)
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2], [1, 3, 4, 7], [5, 2, 2, 3], []])
+def test_rows_of_a_mapped_file_are_those_of_the_array_though_they_are_read_in_pieces(tmp_path, monkeypatch, numbers):
+    array, read = np.arange(60, dtype=np.int16).reshape(10, 2, 3), os.preadv
+    np.save(tmp_path / "x.npy", array)
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:5]], at))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    for whole, part in ((array, mapped), (array[2:], mapped[2:])):
+        into = np.zeros((5, 2, 3), np.int16)
+        Rows(part).read(np.array(numbers, int), into)
+        np.testing.assert_array_equal(into[: len(numbers)], whole[numbers])
 
 
 @pytest.mark.parametrize("cut", [True, False])
