@@ -78,6 +78,14 @@ def test_each_distinct_convolution_of_a_training_step_is_listed_once():
     assert len(operations) == 3 * len(layers) - 1
 
 
+def test_the_convolutions_with_most_arithmetic_come_first():
+    work = [
+        one.batch * np.prod([*one.window.out, *one.window.kernel, one.inputs, one.outputs])
+        for one in listed(small_resnet())
+    ]
+    assert work == sorted(work, reverse=True) != work[::-1]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_short_measurement_gives_a_rule_to_every_operation(lanes):
@@ -175,6 +183,27 @@ def test_what_is_timed_once_is_kept_for_the_next_run(unmeasured, timed):
     timed.clear()
     assert chosen() == first
     assert not timed
+
+
+@pytest.mark.thorough
+def test_what_another_run_has_timed_meanwhile_stays(unmeasured, timed, monkeypatch):
+    kept = device_choices.Kept(jax.local_devices()[0].device_kind, pytest.fail)
+    other, time_forms = listed(small_resnet())[0], device_choices.time_forms
+
+    def meanwhile(operations, deadline):
+        kept.write({other: RULE})
+        return time_forms(operations, deadline)
+
+    monkeypatch.setattr(device_choices, "time_forms", meanwhile)
+    chosen()
+    assert kept.read().keys() == {other, *timed}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("lanes", "expected"), [("auto", 3), (2, 2), (9, 3)])
+def test_convolutions_are_timed_with_no_more_lanes_than_jobs(unmeasured, timed, lanes, expected):
+    chosen(lanes=lanes)
+    assert {operation.lanes for operation in timed} == {expected}
 
 
 @pytest.mark.thorough

@@ -191,6 +191,24 @@ def test_lanes_are_the_fastest_whose_compiled_round_fits_into_memory(monkeypatch
     assert lanes_chosen(monkeypatch, 0) == 1
 
 
+@pytest.mark.parametrize(("seconds", "lanes"), [((1.0, 0.97), 1), ((1.0, 0.9), 2), ((1.0, 0.9, 0.88), 2)])
+def test_more_lanes_are_taken_for_more_than_the_noise_of_a_measurement(monkeypatch, seconds, lanes):
+    times = iter(seconds)
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: list(range(1, len(seconds) + 1)))
+    monkeypatch.setattr(tuning, "_probe", lambda simulation, state: (0.0, next(times)))
+    chosen = tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6)
+    assert chosen.program.lanes == lanes
+
+
+@pytest.mark.parametrize(("compiling", "tried"), [(10.0, 3), (10**9, 1)])
+def test_lanes_are_tried_until_that_costs_a_share_of_the_run(monkeypatch, compiling, tried):
+    probed = []
+    monkeypatch.setattr(tuning, "candidates", lambda jobs, devices: [1, 2, 3])
+    monkeypatch.setattr(tuning, "_probe", lambda *_: probed.append(1) or (compiling, 1.0))
+    tuning.choose_lanes(lambda lanes: toy.simulation(lanes=lanes), toy.simulation().start(), 3, 10**6)
+    assert len(probed) == tried
+
+
 def test_a_probe_out_of_memory_ends_the_search_for_lanes(monkeypatch):
     def exhausted(simulation, state):
         if simulation.program.lanes > 1:
