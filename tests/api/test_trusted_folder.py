@@ -6,23 +6,31 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 import yaml
 from commands import results
 from flax import struct
 
 from fedjax_pcdd.api import records
+from fedjax_pcdd.api.data import from_arrays
 from fedjax_pcdd.api.runs import load_run, resume, run
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fedavg import FedAvg
 from fedjax_pcdd.methods.fedmd import FedMD
 from fedjax_pcdd.methods.fedrep import FedRep
 from fedjax_pcdd.training import inputs
 from fedjax_pcdd.training.config import build
+from fedjax_pcdd.training.finite import not_finite
 from fedjax_pcdd.training.loop import Callback
 from fedjax_pcdd.training.presets import read_run
 
@@ -115,6 +123,28 @@ def test_another_data_set_of_the_same_shape_is_refused(tmp_path):
     edit(tmp_path / "run" / "config.yaml", from_outside=None)
     with pytest.raises(UserError, match=r"the data set of the run in .* is not the one that it began with"):
         resume(tmp_path / "run")
+
+
+def test_whose_samples_they_are_is_part_of_a_data_set():
+    given, groups = ([[0.0], [1.0]], [0, 1], [[0.5]], [1]), [None, ([0, 1], [0]), ([1, 0], [0]), ([0, 1], [1])]
+    assert len({inputs.digest_of(from_arrays(*given, groups=one)) for one in groups}) == len(groups)
+
+
+def test_who_is_tested_on_what_is_part_of_a_partition():
+    data, lists = from_arrays([[0.0], [1.0]], [0, 1], [[0.5], [0.7]], [0, 1]), [np.array([0]), np.array([1])]
+    parts = [
+        Federation(data, Partition(*both)) for both in ((lists, lists), (lists, lists[::-1]), (lists[::-1], lists))
+    ]
+    assert len({inputs.inputs_of(*build({}), one, "", ())["partition"] for one in parts}) == len(parts)
+
+
+def test_labels_of_public_images_are_part_of_what_a_run_began_with():
+    data, lists = from_arrays([[0.0]], [0], [[0.5]], [0]), [np.array([0])]
+    given = (*build({}), Federation(data, Partition(lists, lists)), "", ())
+    one, other = (inputs.inputs_of(*given, labels=np.array(labels)) for labels in ([0, 1], [1, 0]))
+    inputs.check_inputs(one, one, Path("run"), pytest.fail)
+    with pytest.raises(UserError, match="the public labels of the run in run are not those that it began with"):
+        inputs.check_inputs(one, other, Path("run"), pytest.fail)
 
 
 @pytest.mark.thorough
@@ -260,6 +290,30 @@ def test_whatever_is_not_finite_after_a_round_is_named_and_never_saved(tmp_path,
     with pytest.raises(UserError, match=sentence):
         run(config, method or chosen)
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == ("round 1 is good" in sentence)
+
+
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray])
+def test_of_several_experiments_it_is_said_whose_server_and_which_of_the_trained_clients_is_not_finite(place):
+    servers, clients = {"w": place(np.zeros((3, 2)))}, {"v": place(np.zeros((9, 2)))}
+    simulation = SimpleNamespace(federations=[SimpleNamespace(num_clients=3)] * 3)
+
+    def seen(server, client):
+        one = {"v": place(np.where((np.arange(9) == client)[:, None], np.nan, clients["v"]))}
+        spoilt = {"w": place(np.where((np.arange(3) == server)[:, None], np.nan, servers["w"]))}
+        return not_finite(simulation, State(spoilt, one, ()), np.array([1, 2, 3, 5, 6, 7]))
+
+    assert seen(None, 5) == [None, "client 2's v", None]
+    assert seen(2, 3) == [None, "client 0's v", "the server's w"]
+    assert seen(None, 8) == [None] * 3  # who did not train is as before
+
+
+@pytest.mark.thorough
+def test_a_participant_that_is_not_finite_has_its_own_number():
+    simulation = toy.groups("fedmd")
+    state = simulation.start()
+    spoilt = jax.tree.map(lambda x: x.at[1].set(jnp.nan), state.clients[1])  # of clients 1 and 3
+    (said,) = not_finite(simulation, state._replace(clients=(state.clients[0], spoilt)), np.arange(5))
+    assert said.startswith("client 3's ")
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ from made_up_runs import write_run
 
 from fedjax_pcdd.cli.analyse import analyse_main
 from fedjax_pcdd.cli.report import compare_main, report_main
+from fedjax_pcdd.training.written import is_summary
 
 COMMANDS = {
     "report": lambda folder: report_main([str(folder), f"--output={folder.parent / 'report'}"]),
@@ -108,3 +109,14 @@ def test_files_of_others_and_of_a_killed_start_are_passed_over(folder, capsys, c
     (folder / "begun" / ".config.yaml.tmp").write_text("meth")
     assert COMMANDS[command](folder) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"rounds": 0}, {"rounds": True}, {"ga_best": True}, {"pa_last": "0.5"}, {"selected_on": 1},
+     {"pa_best_per_client": [0.5, True]}, {"device_peak_memory_mb": [1]}],
+)  # fmt: skip
+def test_a_summary_with_other_values_than_a_run_writes_is_none(damage):
+    known = {"method": "fedavg", "rounds": 2, "ga_best": 0.5, "pa_last": None, "pa_best_per_client": [0.5, None]}
+    assert is_summary(known)
+    assert not is_summary(known | damage)
