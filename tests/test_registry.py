@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import sys
 from importlib.metadata import EntryPoint
 
 import jax
@@ -203,6 +204,42 @@ def test_a_decorator_adds_a_name_and_the_same_definition_again():
     refused("there is a method 'mine' already", own.register("mine"), EntryPoint)
     refused("cannot be the name of a method", own.register, "a:b")
     assert (own.find("mine"), list(own)) == (Registry, ["fedavg", "mine"])
+
+
+def cell():
+    """What a cell of a notebook defines, anew each time that it is run."""
+
+    class Mine:
+        pass
+
+    return Mine
+
+
+def test_what_a_cell_defines_anew_takes_the_place_of_what_it_defined_before():
+    own, parts = Registry("method", "methods"), [cell(), cell()]
+    assert [own.register("mine")(part) for part in parts] == parts
+    assert own.find("mine") is parts[1]
+
+
+def test_a_file_is_imported_once_for_each_content_and_leaves_the_path_as_it_was(tmp_path):
+    file, path = tmp_path / "mine.py", list(sys.path)
+    file.write_text("class Mine:\n    number = 1\n")
+    first = load_object(f"{file}:Mine")
+    assert load_object(f"{file}:Mine") is first
+    file.write_text("class Mine:\n    number = 2\n")
+    assert (first.number, load_object(f"{file}:Mine").number) == (1, 2)
+    file.write_text("1 / 0")
+    refused("ZeroDivisionError", load_object, f"{file}:Mine")
+    assert sys.path == path
+
+
+def test_a_name_that_means_nothing_by_now_is_what_it_was_in_the_run_that_was_read(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("class Mine:\n    number = 1\n")
+    monkeypatch.setattr(registry, "_recorded", {})
+    own = Registry("method", "methods", {"fedavg": cell()})
+    registry.recall({name: registry.Origin(str(tmp_path / "mine.py"), "Mine", "") for name in ("mine", "fedavg")})
+    assert own.find("mine").number == 1
+    assert own.find("fedavg") is own["fedavg"]
 
 
 def installs(folder, package, points):

@@ -18,6 +18,7 @@ from flax import struct
 
 import fedjax_pcdd as fp
 import stub
+from fedjax_pcdd.api.data import options_that_load
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.training.config import RUN, RunConfig
 
@@ -292,6 +293,26 @@ def test_natural_partition_keeps_the_largest_groups():
     data = fp.from_arrays(np.zeros((6, 4)), np.arange(6) % 2, np.zeros((3, 4)), [0, 1, 0], groups=(groups, [0, 1, 2]))
     assert fp.partition(data, "natural").sizes.tolist() == [3, 2, 1]
     assert fp.partition(data, "natural", clients=2).sizes.tolist() == [3, 2]
+
+
+def test_a_data_set_that_was_loaded_is_found_again_by_its_options(tmp_path):
+    x, y = np.zeros((4, 5, 5), np.uint8), np.array([0, 1, 0, 1])
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    assert options_that_load(fp.load_dataset("mine", tmp_path)) == {"dataset": "mine", "data_dir": tmp_path}
+    assert options_that_load(fp.from_arrays(x, y, x, y)) is None
+
+
+def test_classes_of_arrays_are_those_of_both_splits():
+    for train, test in (([0, 4], [1]), ([0, 1], [4])):
+        assert fp.from_arrays([[0.0], [1.0]], train, [[0.5]], test).num_classes == 5
+
+
+def test_a_model_has_the_norms_that_are_asked_for():
+    data = fp.from_arrays(np.zeros((1, 8, 8, 3), np.uint8), [0], np.zeros((1, 8, 8, 3), np.uint8), [0])
+    built = {norm: fp.build_model("resnet18", data, norm=norm) for norm in ("batch", "group")}
+    assert {norm: fp.models.uses_batch_norm(one, (8, 8, 3)) for norm, one in built.items()} == {
+        "batch": True, "group": False,
+    }  # fmt: skip
 
 
 def test_float_images_are_kept_as_float32():
