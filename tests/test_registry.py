@@ -233,6 +233,14 @@ def test_a_file_is_imported_once_for_each_content_and_leaves_the_path_as_it_was(
     assert sys.path == path
 
 
+def test_what_is_imported_is_the_content_of_a_file_whatever_bytecode_there_is_of_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for number in (1, 2):
+        (tmp_path / "mine.py").write_text(f"class Mine:\n    number = {number}\n")
+        os.utime(tmp_path / "mine.py", (0, 0))  # as of a copy that keeps times, or of two edits within a second
+        assert load_object(f"{tmp_path / 'mine.py'}:Mine").number == number
+
+
 def test_a_name_that_means_nothing_by_now_is_what_it_was_in_the_run_that_was_read(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("class Mine:\n    number = 1\n")
     monkeypatch.setattr(registry, "_recorded", {})
