@@ -133,6 +133,16 @@ def test_weights_are_saved_as_safetensors(whole, tmp_path):
         whole.save(tmp_path / "w.npz")
 
 
+@pytest.mark.thorough
+def test_weights_that_are_saved_of_a_client_are_its_own(federation, tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    history = fp.simulate(federation, fp.FedRep(), rounds=1, **SMALL)
+    for client in (0, 1):
+        arrays = numpy.load_file(history.save(tmp_path / f"{client}.safetensors", client))
+        own = history.client_variables(client)["params"]["head"]["kernel"]
+        np.testing.assert_array_equal(arrays["params.head.kernel"], own)
+
+
 def test_mlflow_gets_the_options_and_the_scalars_over_rounds(tmp_path, monkeypatch):
     told = []
     info = types.SimpleNamespace(info=types.SimpleNamespace(run_id="7"))

@@ -413,3 +413,11 @@ def test_mistakes_and_help_do_not_import_the_runner():
         "sys.exit('fedjax_pcdd.api.runs' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_names_of_options_may_be_written_in_capitals():
+    assert cli.scan(["--LR=0.1", "--BATCH-SIZE", "7", "--NO-RETRY"]) == {
+        "lr": "0.1",
+        "batch_size": "7",
+        "retry": "false",
+    }

@@ -20,7 +20,8 @@ from fedjax_pcdd.methods.fedgela import FedGELA
 from fedjax_pcdd.methods.fedmr import FedMR
 from fedjax_pcdd.models import MODELS
 from fedjax_pcdd.training import fields as options
-from fedjax_pcdd.training.config import TASK_DEFAULTS, build, partition_tag, values
+from fedjax_pcdd.training.config import TASK_DEFAULTS, build, dump, partition_tag, values
+from fedjax_pcdd.training.options import configure
 from fedjax_pcdd.training.presets import PAPERS, PRESETS, Preset, preset_method, preset_values, read_preset
 
 ROOT = Path(__file__).parents[2]
@@ -377,3 +378,9 @@ def test_a_variant_of_the_methods_own_name_need_not_be_named():
     assert changed == {"collaborate": False, "continual": False}
     assert fedavg["average"] == plain["average"] == "exchanged"
     assert "average" not in preset_values(preset, "fedavg", "office-home")
+
+
+def test_a_recorded_configuration_is_a_preset_but_for_its_folder(tmp_path):
+    (tmp_path / "config.yaml").write_text(dump(*build({"method": "fedprox", "mu": 0.5, "lr": 0.3, "run_dir": "a/b"})))
+    config, method = configure({"preset": str(tmp_path / "config.yaml"), "lr": "0.2"})
+    assert (config.method, method.mu, config.lr, config.run_dir) == ("fedprox", 0.5, 0.2, None)
