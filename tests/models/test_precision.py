@@ -106,8 +106,11 @@ def _type_and_precision(line: str) -> tuple[str, str]:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Trace as on a GPU; nothing runs there."""
+    """Trace as on a GPU, and not what was traced for the CPU; nothing runs there."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.thorough
