@@ -41,8 +41,8 @@ class FCCL(Exchanging):
         0.0051, symbol="lambda_Col", help="weight of pairs of different classes", low=0.0
     )
     lambda_loc: float = hyperparameter(1.0, symbol="lambda_Loc", help="weight of both distillations", low=0.0)
-    collaborate: bool = hyperparameter(True, help="the exchange; no is the ablation without COL", static=True)
-    continual: bool = hyperparameter(True, help="the distillations; no is the ablation without CON", static=True)
+    collaborate: bool = hyperparameter(True, help="the exchange; false is the ablation without COL", static=True)
+    continual: bool = hyperparameter(True, help="the distillations; false is the ablation without CON", static=True)
     own: Literal["current", "previous"] = hyperparameter(
         "current", help="one's own part of the mean logits: the current model's, or the previous one's", static=True
     )

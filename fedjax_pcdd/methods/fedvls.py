@@ -34,7 +34,7 @@ class FedVLS(Taught):
     form: Literal["code", "paper"] = hyperparameter(
         "code", help="calibration and suppression of the published code, or as printed", static=True
     )
-    calibrated: bool = hyperparameter(True, help="no is the plain cross-entropy in place of L_cal", static=True)
+    calibrated: bool = hyperparameter(True, help="false is the plain cross-entropy in place of L_cal", static=True)
 
     def traits(self):
         """As FedAvg."""
