@@ -23,6 +23,7 @@ from benchmarks.table import hardware, run, save
 from benchmarks.workloads import LR, MOMENTUM, WEIGHT_DECAY, WORKLOADS
 from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.engine.devices import select_device
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
@@ -60,7 +61,7 @@ def measure(name: str, devices: int, rounds: int) -> dict:
     for label, number, lanes in (("one", 1, 1), ("lanes", 1, devices), ("all", devices, 1)):
         simulated = Simulation(
             method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-            cohort=workload.clients, lanes=lanes, devices=number,
+            cohort=workload.clients, execution=Execution(lanes=lanes, devices=number),
         )  # fmt: skip
         ways[label] = [simulated, simulated.start()]
         found[label] = []

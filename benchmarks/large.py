@@ -30,6 +30,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists, Partition
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
@@ -82,8 +83,8 @@ def measure(method: str, clients: int, rounds: int, where: Any, data: str, folde
     chosen = METHODS[method]()
     experiment = Experiment(federation(workload, folder), chosen, local, 0)
     simulated = Simulation(
-        chosen.build(model), [experiment], pipeline=Pipeline(), cohort=COHORT, rounds=rounds + 1, client_state=where,
-        stream=CACHE if data == "stream" else None,
+        chosen.build(model), [experiment], pipeline=Pipeline(), cohort=COHORT, rounds=rounds + 1,
+        execution=Execution(client_state=where, stream=CACHE if data == "stream" else None),
     )  # fmt: skip
     seconds: list[float] = []
     ages: list[float] = []

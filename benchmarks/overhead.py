@@ -83,7 +83,7 @@ def simulate(name: str, workload: Workload, parts: Any) -> Simulation:
     method, local = METHODS[name](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     return Simulation(
         method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, lanes=1, rounds=1000,  # CCVR's last round is another
+        cohort=workload.clients, rounds=1000,  # CCVR's last round is another
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
@@ -131,7 +132,7 @@ def _simulation(case: Case) -> Simulation:
     public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(round_time.build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, lanes=case.lanes, public=public,
+        cohort=workload.clients, execution=Execution(lanes=case.lanes), public=public,
     )  # fmt: skip
 
 
@@ -153,7 +154,8 @@ def _groups(case: Case) -> Groups:
     parts = Federation(Dataset("random", images, labels, images, labels, CLASSES), Partition(lists, lists))
     return Groups(
         [models.build(name, num_classes=CLASSES, image_shape=shape) for name in names], parts, get(case.method)(),
-        Local(1, case.batch, "drop", "adam", 1e-3, MOMENTUM, 0.0), seed=0, pipeline=Pipeline(), lanes=case.lanes,
+        Local(1, case.batch, "drop", "adam", 1e-3, MOMENTUM, 0.0), seed=0, pipeline=Pipeline(),
+        execution=Execution(lanes=case.lanes),
         public=Public(_images(PUBLIC_IMAGES, shape), Pipeline(), PUBLIC_BATCH),
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.data.partition import dirichlet
 from fedjax_pcdd.engine.devices import TYPES, products, select_device
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.tuning import choose_lanes
@@ -84,7 +85,8 @@ def simulation(
     chosen = METHODS[method]()
     return Simulation(
         chosen.build(build(workload, precision)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
-        cohort=workload.participants, lanes=lanes, devices=devices, dtype=TYPES[precision], block=block,
+        cohort=workload.participants,
+        execution=Execution(lanes=lanes, devices=devices, dtype=TYPES[precision], block=block),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.data.partition import dirichlet
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
@@ -53,7 +54,7 @@ def _time(workload: Workload, parts: Federation, *, cohort: int, lanes: int, rou
     method, local = METHODS["fedavg"](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     simulated = Simulation(
         method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort,
-        lanes=lanes,
+        execution=Execution(lanes=lanes),
     )  # fmt: skip
     state, marks = simulated.start(), [time.perf_counter()]
     for r in range(rounds + 1):

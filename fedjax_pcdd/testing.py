@@ -20,6 +20,7 @@ from fedjax_pcdd.data.federation import Federation, hold_out
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
@@ -103,8 +104,8 @@ def simulation(
     local = Local(epochs=2, batch_size=8, lr=0.05)
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
-        method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3, lanes=lanes,
-        rounds=len(ROUNDS), block=block, client_state=client_state, public=public,
+        method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3,
+        rounds=len(ROUNDS), public=public, execution=Execution(lanes=lanes, block=block, client_state=client_state),
     )  # fmt: skip
 
 

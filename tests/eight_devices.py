@@ -65,8 +65,8 @@ def simulate(name, devices, lanes, *, hyper=({},), **options):
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4)
     return Simulation(
         methods[0].build(plain), [Experiment(parts, method, local, e) for e, method in enumerate(methods)],
-        pipeline=toy.PLAIN, cohort=4, lanes=lanes, devices=devices, rounds=3, dtype=jnp.float64,
-        param_dtype=jnp.float64, **options,
+        pipeline=toy.PLAIN, cohort=4, rounds=3,
+        **toy.options(lanes=lanes, devices=devices, dtype=jnp.float64, param_dtype=jnp.float64, **options),
     )  # fmt: skip
 
 

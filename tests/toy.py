@@ -1,5 +1,6 @@
 """Simulations on the made-up federation of `fedjax_pcdd.testing`; equal ones are shared, with what they compiled."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from fedjax_pcdd import models
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.groups import Groups, Public
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
@@ -31,9 +33,10 @@ def shared(simulated: Simulation) -> Simulation:
     """The simulation, with the compiled programs of an earlier one that differs from it in numbers alone."""
     numbers = (simulated.methods, simulated.hyper, simulated.data, simulated.keys)
     types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, numbers))
-    size = (simulated.cohort_size, simulated.capacity, simulated.client_state)
+    size = (simulated.cohort_size, simulated.capacity, simulated.execution.client_state)
     first = _first.setdefault((simulated.program, structure, tuple(types), size), simulated)
-    vars(simulated).update({name: held for name, held in vars(first).items() if hasattr(held, "lower")})
+    for own, compiled in ((simulated, first), (simulated.evaluator, first.evaluator)):
+        vars(own).update({name: held for name, held in vars(compiled).items() if hasattr(held, "lower")})
     return simulated
 
 
@@ -41,6 +44,12 @@ def forget():
     """Let go of all simulations."""
     for kept in (simulation.cache_clear, groups.cache_clear, _first.clear):
         kept()
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """What `Simulation` takes, those among the given that are fields of its `Execution` as one."""
+    own = {field.name: given.pop(field.name) for field in dataclasses.fields(Execution) if field.name in given}
+    return given | {"execution": Execution(**own)}
 
 
 @functools.cache
@@ -57,9 +66,11 @@ def simulation(
         model = models.build(model, num_classes=CLASSES, image_shape=parts.image_shape, norm=norm)
     local = Local(epochs, batch_size, last_batch, optimizer, lr, momentum, 1e-4, clip)
     simulated = Simulation(
-        method.build(model), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort, lanes=lanes,
-        rounds=3, weights=weights, local_statistics=local_statistics, client_state=client_state,
-        eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype,
+        method.build(model), [Experiment(parts, method, local, seed)], pipeline=pipeline, cohort=cohort,
+        rounds=3, weights=weights, local_statistics=local_statistics,
+        execution=Execution(
+            lanes=lanes, client_state=client_state, eval_batch=eval_batch, block=block, dtype=dtype, param_dtype=dtype
+        ),
     )  # fmt: skip
     return shared(simulated)
 
@@ -88,8 +99,8 @@ def groups(
     table = Groups(
         architectures(*necks), parts or federation(), method, local, seed=seed, epochs=own_epochs,
         public=Public(public_images(images), public, batch), pipeline=PLAIN,
-        public_labels=None if labels is None else np.array(labels), lanes=lanes, rounds=3,
-        block=block, dtype=dtype, param_dtype=dtype,
+        public_labels=None if labels is None else np.array(labels), rounds=3,
+        execution=Execution(lanes=lanes, block=block, dtype=dtype, param_dtype=dtype),
     )  # fmt: skip
     for group in table.groups:
         shared(group)

@@ -14,6 +14,7 @@ from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
@@ -106,8 +107,8 @@ class Problem:
         local = Local(self.epochs, self.batch, "keep", "sgd", lr, momentum, decay, clip)
         experiment = Experiment(self.federation, method, local, seed=0)
         simulation = Simulation(
-            model, [experiment], pipeline=Pipeline(), cohort=self.clients, lanes=lanes, dtype=jnp.float64,
-            param_dtype=jnp.float64, weights=weights,
+            model, [experiment], pipeline=Pipeline(), cohort=self.clients,
+            execution=Execution(lanes=lanes, dtype=jnp.float64, param_dtype=jnp.float64), weights=weights,
         )  # fmt: skip
         images = jnp.asarray(self.x[:, None, None, :])  # float images are not scaled
         simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))

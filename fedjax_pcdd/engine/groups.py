@@ -243,7 +243,7 @@ class Groups:
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
         first = fresh_variables(model or group.program.model, keys, shape)
-        return jax.tree.map(lambda x: x.astype(group.param_dtype), first)
+        return jax.tree.map(lambda x: x.astype(group.execution.param_dtype), first)
 
     def _clients(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,12 +15,13 @@ from fedjax_pcdd.data.availability import Availability
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Lists
 from fedjax_pcdd.engine import schedule
-from fedjax_pcdd.engine.mesh import SPLIT, distribute, owners_of
+from fedjax_pcdd.engine.mesh import SPLIT, distribute, own_copy, owners_of
 from fedjax_pcdd.engine.parcels import Parcel, packed
-from fedjax_pcdd.engine.program import Data, Program
+from fedjax_pcdd.engine.program import Data, Program, facts_of
 from fedjax_pcdd.engine.storage import OnDevice
 from fedjax_pcdd.engine.streaming import Streamed, renumbered
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.checks import scalar
 from fedjax_pcdd.methods.method import Local, Method
 
 Planned = tuple[schedule.Plan | schedule.Shares, schedule.Jobs]
@@ -89,6 +91,50 @@ class Planner:
     def federations(self) -> list[Federation]:
         """Of each experiment."""
         return [one.federation for one in self.experiments]
+
+    def raw_weights(self, rule: str, methods: Any, data: Data) -> np.ndarray:
+        """Aggregation weights [E, K] before normalisation.
+
+        Args:
+          rule: `method`, `uniform` or `batches`.
+          methods: [E, ...] as they were configured.
+
+        Raises:
+          UserError: an experiment has none, or the method's are no weights.
+        """
+        if rule == "uniform":
+            return np.ones(self.sizes.shape)
+        if rule == "batches":
+            full = self.sizes // self.local.batch_size
+            if not full.any(axis=1).all():
+                raise UserError("no client has a full batch for `weights=batches` to count: lower `batch_size`.")
+            return full.astype(float)
+
+        methods, data = own_copy((methods, data))
+
+        def weight(row):
+            method = jax.tree.map(lambda x: x[row // self.program.setting.num_clients], methods)
+            return scalar(method, "weight", method.weight(facts_of(self.program, data, row)))
+
+        rows = np.arange(self.sizes.size, dtype=np.int32)
+        given = np.asarray(jax.jit(jax.vmap(weight))(rows), float).reshape(self.sizes.shape)
+        for one, row in zip(self.experiments, given, strict=True):
+            wrong = np.flatnonzero(~(np.isfinite(row) & (row >= 0)))
+            if len(wrong):
+                name, value = type(one.method).__name__, row[wrong[0]]
+                raise UserError(f"{name}.weight must be finite and at least 0, not {value} as for client {wrong[0]}.")
+        return given
+
+    @property
+    def round_steps(self) -> np.ndarray:
+        """Steps of each client in a round [E, K]."""
+        return self.steps * self.epochs
+
+    @property
+    def everyone_trains(self) -> bool:
+        """Whether all clients with steps are in every cohort."""
+        always = all(e.availability is None for e in self.experiments)
+        return always and bool(self.cohort_size >= (self.steps > 0).sum(1).max())
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """The cohort of each experiment: of the clients that are there, but for those that are lost in mid-round.

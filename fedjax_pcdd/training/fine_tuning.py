@@ -38,7 +38,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[s
     """
     federations = [experiment.federation for experiment in tuner.experiments]
     classes = federations[0].dataset.num_classes
-    received = tuner.personal(state)[:, :classes].sum(1)
+    received = tuner.evaluator.personal(state)[:, :classes].sum(1)
     correct = None
     servers = state.servers
     for cohorts in _cohorts(tuner):
@@ -59,7 +59,7 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[s
     if tuner.methods.traits().global_model:
         return pa, None
     state = state._replace(servers=servers)  # not that of the last portion
-    local = tuner.personal(state, own=False)[:, :classes].sum(1)
+    local = tuner.evaluator.personal(state, own=False)[:, :classes].sum(1)
     ga = accuracy(local, np.full(local.shape, len(federations[0].dataset.y_test)))
     return pa, ga.reshape(len(federations), -1)
 

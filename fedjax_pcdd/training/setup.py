@@ -4,6 +4,7 @@ Letters: E experiments, K clients.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from fedjax_pcdd.data import augment
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import TYPES, CompileClock, available_memory, count_devices, products, select_device
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.engine.round import Simulation
@@ -147,8 +149,11 @@ class Setup:
         return Simulation(
             built(method, self.in_form(build_model(config, model, federation.dataset))), experiments,
             public=(public_images(config, federation.image_shape), plain) if method.traits().public else None,
-            pipeline=private, cohort=config.cohort or federation.num_clients, devices=count_devices(config.devices),
-            client_state=config.client_state, stream=self._stream, **self._settings(lanes),
+            pipeline=private, cohort=config.cohort or federation.num_clients, **self._settings(),
+            execution=replace(
+                self._execution(lanes), devices=count_devices(config.devices), client_state=config.client_state,
+                stream=self._stream,
+            ),
         )  # fmt: skip
 
     @cached_property
@@ -176,15 +181,17 @@ class Setup:
         precision = model.precision or products(self.config.precision)
         return model.clone(precision=precision, convolutions=self.convolutions)
 
-    def _settings(self, lanes: int) -> dict[str, Any]:
+    def _execution(self, lanes: int) -> Execution:
+        """What a `Simulation` and `Groups` have in common of how they are computed."""
+        return Execution(lanes=lanes, eval_batch=self.config.eval_batch, dtype=TYPES[self.config.precision])
+
+    def _settings(self) -> dict[str, Any]:
         """What a `Simulation` and `Groups` take of the options alike."""
         config = self.config
         return {
-            "lanes": lanes, "rounds": config.rounds, "weights": config.weights,
+            "rounds": config.rounds, "weights": config.weights, "tests_epochs": self.tests_epochs,
             "local_statistics": config.bn == "local", "local_layers": config.bn == "local-layers",
             "keeps_optimiser": config.optimizer_state == "kept",
-            "eval_batch": config.eval_batch, "dtype": TYPES[config.precision],
-            "tests_epochs": self.tests_epochs,
         }  # fmt: skip
 
     def _check(self, e: int) -> None:

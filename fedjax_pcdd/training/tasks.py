@@ -74,7 +74,8 @@ class ParticipantSetup(Setup):
             public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
         return Groups(
             models, federation, method, build.local_training(config, method), seed=config.seed, epochs=self.epochs,
-            public=public, public_labels=labels, pipeline=private, **self._settings(lanes),
+            public=public, public_labels=labels, pipeline=private, execution=self._execution(lanes),
+            **self._settings(),
         )  # fmt: skip
 
     def models(self) -> list[Any]:

@@ -98,7 +98,7 @@ def shares_by_hand(correct, federation):
 def test_accuracy_by_classes_of_the_clients_models_is_that_of_their_answers_to_all_tests(lanes):
     simulated = toy.simulation("solo", cohort=5, lanes=lanes)
     entry, _, state = tracked(simulated, ("classes",), rounds=1)
-    by_hand = shares_by_hand(simulated.personal(state, own=False), simulated.experiments[0].federation)
+    by_hand = shares_by_hand(simulated.evaluator.personal(state, own=False), simulated.experiments[0].federation)
     assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
     assert entry["classes"]["global"] is None
 
@@ -121,7 +121,7 @@ def test_validation_samples_are_no_tests_of_classes():
         one.program.model, [whole._replace(federation=held)], pipeline=one.program.pipeline, cohort=5, rounds=3
     )
     entry, _, state = tracked(simulated, ("classes",), rounds=1)
-    by_hand = shares_by_hand(simulated.personal(state, own=False)[:, :4], held)
+    by_hand = shares_by_hand(simulated.evaluator.personal(state, own=False)[:, :4], held)
     assert entry["classes"]["local"] == pytest.approx(by_hand, rel=1e-6)
 
 

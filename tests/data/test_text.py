@@ -17,6 +17,7 @@ from fedjax_pcdd.data import augment, sources
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.partition import natural
 from fedjax_pcdd.data.text import read_text, split
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
@@ -231,7 +232,9 @@ def simulation(method, lanes=1):
     parts, hyper = federation(), METHODS[method]()
     pipeline = augment.pipeline("play", True, parts.image_shape, text=True)
     experiment = Experiment(parts, hyper, Local(1, 4, "drop", "sgd", 0.1), 0)
-    return Simulation(hyper.build(narrow(7)), [experiment], pipeline=pipeline, cohort=3, lanes=lanes, rounds=2)
+    return Simulation(
+        hyper.build(narrow(7)), [experiment], pipeline=pipeline, cohort=3, execution=Execution(lanes=lanes), rounds=2
+    )
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.blocks import PADDING, WAITING, Blocks, Pass, block_size, choose_blocks, choose_quantum
 from fedjax_pcdd.engine.blocks import client_pass as pass_of
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import layout
@@ -55,7 +56,7 @@ def simulated(sizes, lanes, *, name="fedavg", cohort=None, tests=None):
     local = Local(1, 20, "drop", "sgd", 0.01, 0.9, 0.0)
     return Simulation(
         method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort or len(sizes),
-        lanes=lanes,
+        execution=Execution(lanes=lanes),
     )  # fmt: skip
 
 

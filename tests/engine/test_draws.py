@@ -10,6 +10,7 @@ import toy
 from flax import struct
 
 from fedjax_pcdd.data.augment import Pipeline
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import Message, Method
 from fedjax_pcdd.methods.method import Keys
@@ -67,7 +68,9 @@ def different(*arrays):
 def test_no_two_draws_of_steps_clients_rounds_experiments_and_servers_are_the_same():
     one = toy.simulation(method=Drawing(), cohort=5, epochs=2)
     experiments = [one.experiments[0]._replace(seed=seed) for seed in (0, 1)]
-    simulated = Simulation(one.program.model, experiments, pipeline=toy.PLAIN, cohort=5, lanes=2, rounds=2)
+    simulated = Simulation(
+        one.program.model, experiments, pipeline=toy.PLAIN, cohort=5, execution=Execution(lanes=2), rounds=2
+    )
     state, drawn = simulated.start(), []
     for round in range(2):
         state, _ = simulated.step(state, round)

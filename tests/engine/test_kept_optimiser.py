@@ -26,8 +26,9 @@ def solo(epochs, *, optimizer="sgd", lanes=1, **options):
     local = Local(epochs, 8, "keep", optimizer, 0.01, 0.9, 1e-4, None, **ORDERED)
     model = method.build(models.build("mlp", num_classes=toy.CLASSES, image_shape=(5, 5, 1)))
     return Simulation(
-        model, [Experiment(parts, method, local, 0)], pipeline=toy.PLAIN, cohort=5, lanes=lanes, rounds=3, **options
-    )
+        model, [Experiment(parts, method, local, 0)], pipeline=toy.PLAIN, cohort=5, rounds=3,
+        **toy.options(lanes=lanes, **options),
+    )  # fmt: skip
 
 
 def arrays(tree):

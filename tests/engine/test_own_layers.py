@@ -17,6 +17,7 @@ from trajectories import Problem
 
 from fedjax_pcdd import methods, models
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.program import LAYERS
 from fedjax_pcdd.engine.round import Simulation
@@ -54,7 +55,7 @@ class NormedProblem(Problem):
         types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
         simulation = Simulation(
             model, [Experiment(self.federation, METHODS["fedavg"](), local, seed=0)], pipeline=toy.PLAIN,
-            cohort=self.clients, lanes=lanes, local_layers=True, **types,
+            cohort=self.clients, local_layers=True, execution=Execution(lanes=lanes, **types),
         )  # fmt: skip
         images = jnp.asarray(self.x[:, None, None, :])
         simulation.data = simulation.data._replace(train=simulation.data.train._replace(images=images))
@@ -110,9 +111,9 @@ class Grouped(nn.Module):
 def simulated(name="fedavg", *, model=None, method=None, lanes=1, cohort=3, local_layers=True, last="drop", **options):
     method = method or METHODS[name]()
     experiment = Experiment(toy.federation(), method, Local(1, 8, last, "sgd", 0.05), 0)
-    own = {"lanes": lanes, "cohort": cohort, "local_layers": local_layers, "rounds": 3}
+    own = toy.options(lanes=lanes, cohort=cohort, local_layers=local_layers, rounds=3, **options)
     model = method.build(perceptron() if model is None else model)
-    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **own, **options))
+    return toy.shared(Simulation(model, [experiment], pipeline=toy.PLAIN, **own))
 
 
 def arrays(tree):
@@ -246,7 +247,7 @@ def test_layers_of_a_client_without_steps_are_not_in_the_mean(where):
     simulation = simulated(last="strict", weights="uniform", client_state=where)  # client 0 has one sample, a batch 8
     state, _ = toy.train(simulation, (0,))
     expected = jax.tree.map(lambda x: np.array(x)[1:].mean(0, keepdims=True), dict(state.statistics))
-    assert_close(simulation._mean_layers(state), expected)
+    assert_close(simulation.evaluator.mean_layers(state), expected)
 
 
 @struct.dataclass

@@ -17,6 +17,7 @@ from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine import schedule, tuning
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.lanes import training_round
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
@@ -42,9 +43,10 @@ def simulate(model, *, methods=None, seeds=(0,), lanes=2, cohort=5, **options):
     ]
     return toy.shared(
         Simulation(
-            methods[0].build(model), experiments, pipeline=Pipeline(), cohort=cohort, lanes=lanes, rounds=3, **options
+            methods[0].build(model), experiments, pipeline=Pipeline(), cohort=cohort, rounds=3,
+            **toy.options(lanes=lanes, **options),
         )
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -249,7 +251,7 @@ def test_a_sweep_tells_each_experiment_of_its_own_clients():
         Experiment(parts, method, base.local, seed)
         for seed, (parts, method) in enumerate(zip((whole, other), methods, strict=True))
     ]
-    together = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3, lanes=2)
+    together = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3, execution=Execution(lanes=2))
     np.testing.assert_array_equal(together.weights, [whole.sizes, np.ones(5)])
     state, _ = together.step(together.start(), 0)
     for e, parts in enumerate((whole, other)):

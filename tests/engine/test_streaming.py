@@ -37,7 +37,9 @@ def simulated(name, *, stream=None, cohort=3, seeds=(0,), parts=None, **options)
     local = Local(1, 8, options.pop("last_batch", "drop"), lr=0.05)
     experiments = [Experiment(parts, method, local, seed) for seed in seeds]
     options = {"pipeline": Pipeline(flip=True), "eval_batch": 7, "lanes": 1} | options
-    return Simulation(method.build(plain), experiments, cohort=cohort, rounds=3, stream=stream, **options)
+    return Simulation(
+        method.build(plain), experiments, cohort=cohort, rounds=3, **toy.options(stream=stream, **options)
+    )
 
 
 def trained(simulation, rounds=3):

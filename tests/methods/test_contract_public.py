@@ -11,6 +11,7 @@ from chex import assert_trees_all_close
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.methods.feddf import FedDF
@@ -54,8 +55,8 @@ def at_server(lanes=2, **options):
     base = toy.simulation(cohort=5, optimizer="adam", lr=1e-3)
     method = FedDF(**SERVER | options)
     simulated = Simulation(
-        base.program.model, [base.experiments[0]._replace(method=method)], pipeline=toy.PLAIN, cohort=3, lanes=lanes,
-        rounds=3, public=(toy.public_images(), toy.PLAIN),
+        base.program.model, [base.experiments[0]._replace(method=method)], pipeline=toy.PLAIN, cohort=3,
+        execution=Execution(lanes=lanes), rounds=3, public=(toy.public_images(), toy.PLAIN),
     )  # fmt: skip
     return toy.shared(simulated)
 

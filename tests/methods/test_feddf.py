@@ -101,9 +101,7 @@ def simulated(method, cohort=3):
     base = toy.simulation(cohort=5)
     experiment = base.experiments[0]._replace(method=method)
     public = (toy.public_images(), toy.PLAIN) if method.traits().public else None
-    return Simulation(
-        base.program.model, [experiment], pipeline=toy.PLAIN, cohort=cohort, lanes=1, rounds=3, public=public
-    )
+    return Simulation(base.program.model, [experiment], pipeline=toy.PLAIN, cohort=cohort, rounds=3, public=public)
 
 
 @pytest.mark.thorough

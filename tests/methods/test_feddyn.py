@@ -263,7 +263,7 @@ def test_models_that_are_not_chosen_are_counted_beside_the_one_that_is(choice, o
     for name in others:
         np.testing.assert_array_equal(counts.further[name][0], correct(simulated, models[name]))
     simulated.evaluate(state)
-    assert (simulated.compilations, simulated._generic_correct._cache_size()) == (1, 1)
+    assert (simulated.compilations, simulated.evaluator.generic_correct._cache_size()) == (1, 1)
 
 
 @pytest.fixture(scope="module")

@@ -96,8 +96,9 @@ def validated(method, share=0.3, lanes=1, **options):
     local = Local(1, 64, "keep", "sgd", 0.1, 0.0, 0.0, None)
     model = method.build(models.build("mlp", num_classes=toy.CLASSES, image_shape=parts.image_shape))
     return Simulation(
-        model, [Experiment(parts, method, local, 0)], pipeline=toy.PLAIN, cohort=5, lanes=lanes, rounds=3, **options
-    )
+        model, [Experiment(parts, method, local, 0)], pipeline=toy.PLAIN, cohort=5, rounds=3,
+        **toy.options(lanes=lanes, **options),
+    )  # fmt: skip
 
 
 def apart(simulated):

@@ -15,6 +15,7 @@ from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.devices import TYPES, products
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods import METHODS
@@ -49,7 +50,8 @@ def simulation(name: str, precision: str, method="fedmr", lanes=1) -> Simulation
     local = Local(2, 8, "drop", "sgd", 0.05, 0.9, 1e-4, None)
     return Simulation(
         chosen.build(network(name, precision)), [Experiment(federation(), chosen, local, 0)],
-        pipeline=Pipeline((0.5,), (0.25,)), cohort=CLIENTS, lanes=lanes, rounds=3, dtype=TYPES[precision],
+        pipeline=Pipeline((0.5,), (0.25,)), cohort=CLIENTS, rounds=3,
+        execution=Execution(lanes=lanes, dtype=TYPES[precision]),
     )  # fmt: skip
 
 

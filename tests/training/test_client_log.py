@@ -296,6 +296,7 @@ from fedjax_pcdd.data.augment import Pipeline
 from fedjax_pcdd.data.dataset import Dataset
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.methods.method import Local
@@ -316,7 +317,7 @@ model, method = models.build("mlp", num_classes=10, image_shape=(8, 8, 1)), METH
 def made(clients, where):
     local = Local(1, 1, "keep")
     return Simulation(method.build(model), [Experiment(clients, method, local, 0)], pipeline=Pipeline(), cohort=50,
-                      rounds=3, client_state=where)
+                      rounds=3, execution=Execution(client_state=where))
 few = Federation(parts.dataset, Partition(parts.partition.train[:100], parts.partition.test[:100]))
 warm = made(few, "host")
 loop(warm, warm.start(), 2, [Checkpoint(Checkpoints(folder / "warm" / "checkpoints"))])

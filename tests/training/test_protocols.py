@@ -9,6 +9,7 @@ from in_memory import trained
 
 import fedjax_pcdd as fp
 from fedjax_pcdd.data.federation import hold_out
+from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
@@ -100,7 +101,7 @@ def test_clients_that_do_not_learn_have_one_number(method):
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
     known = toy.simulation("fedgela", epochs=(3, 1, 2, 3, 2), cohort=5)
-    given = {"pipeline": toy.PLAIN, "cohort": 5, "lanes": lanes, "rounds": 3}
+    given = {"pipeline": toy.PLAIN, "cohort": 5, "execution": Execution(lanes=lanes), "rounds": 3}
     simulated = Simulation(known.program.model, known.experiments, **given, tests_epochs=True)
     _, report = simulated.step(simulated.start(), 0)
     jobs = simulated.plan(0)[1]
@@ -118,8 +119,7 @@ def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
 def test_epochs_are_measured_on_tests_without_validation_samples():
     known = toy.simulation(cohort=5)
     held = known.experiments[0]._replace(federation=hold_out(toy.federation(), 0.3, 0))
-    given = {"pipeline": toy.PLAIN, "cohort": 5, "lanes": 1, "rounds": 3}
-    simulated = Simulation(known.program.model, [held], **given, tests_epochs=True)
+    simulated = Simulation(known.program.model, [held], pipeline=toy.PLAIN, cohort=5, rounds=3, tests_epochs=True)
     received = np.array(simulated.evaluate(simulated.start(), personal=True).personal)
     assert received[:, toy.CLASSES :].any()
     _, report = simulated.step(simulated.start(), 0)

@@ -1,0 +1,104 @@
+"""Tests of a state between rounds: of what an experiment has one of, and of every client's personal model.
+
+Letters: E experiments, K clients, R = E * K rows, C classes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedjax_pcdd.engine.ensemble import ensemble_correct, mean_kept, softmax_sums
+from fedjax_pcdd.engine.evaluation import generic_correct, personal_correct
+from fedjax_pcdd.engine.executables import compiled
+from fedjax_pcdd.engine.mesh import distribute
+from fedjax_pcdd.engine.program import Data, Evaluation, Program, State, Tree
+from fedjax_pcdd.engine.storage import OnDevice, Portion
+from fedjax_pcdd.engine.streaming import Streamed
+from fedjax_pcdd.methods.method import Traits
+from fedjax_pcdd.trees import total
+
+
+@dataclass
+class Evaluator:
+    """Counts correct predictions, with four compiled functions.
+
+    Attributes:
+      methods: [E, ...] as they were configured.
+      weights: [E, K] of clients in means over all of them, 0 for those that never train.
+      cohort: S, which bounds how many clients' states are looked at together where these are fetched.
+      fetched: clients' states do not live on the device.
+    """
+
+    program: Program
+    traits: Traits
+    methods: Tree
+    data: Data
+    storage: OnDevice
+    streamed: Streamed | None
+    weights: np.ndarray
+    cohort: int
+    fetched: bool
+
+    def __post_init__(self):
+        self.generic_correct = compiled(generic_correct, self.program)
+        self.softmax_sums = compiled(softmax_sums, self.program)
+        self.ensemble_correct = compiled(ensemble_correct, self.program)
+        self.personal_correct = compiled(personal_correct, self.program, static_argnums=0)
+
+    def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
+        """All counts of a state.
+
+        Args:
+          personal: also test every client's personal model on its own data.
+        """
+        generic, further = self.general(state)
+        local = () if self.traits.global_model else self.personal(state, own=False)
+        return Evaluation(generic, self.personal(state) if personal else (), local, further)
+
+    def general(self, state: State) -> tuple[Any, dict[str, Any]]:
+        """Correct predictions of what an experiment has one of: `generic` and `further` of an `Evaluation`."""
+        batch, layers = self.program.eval_batch_of(self.program.experiments), self.mean_layers(state)
+        counts = (self.generic_correct(self.methods, state.servers, layers, data) for data in self._whole_test(batch))
+        generic, further = total(counts)
+        if self.traits.ensemble:
+            further = {**further, "ensemble": self._ensemble(state)}
+        return generic, further
+
+    def personal(self, state: State, *, own: bool = True) -> np.ndarray:
+        """Correct predictions [R, C] of all personal models, each on its client's own tests or on all test samples."""
+        counted = np.zeros((self.storage.rows, self.program.counts), np.int32)
+        for held, rows, slots, _ in self._portions(state):
+            batch = self.program.eval_batch_of(self.program.blocks.size)
+            tests = [self.streamed.of_tests(rows)] if self.streamed and own else self._whole_test(batch)
+            counts = (self.personal_correct(own, self.methods, held, data, rows, slots) for data in tests)
+            counted[rows] = np.asarray(total(counts))
+        return counted
+
+    def mean_layers(self, state: State) -> Tree:
+        """The mean over all clients of what they keep of their models, [E, ...]; () where that is nothing."""
+        if not self.program.setting.own_layers:
+            return ()
+        return distribute(mean_kept(self._portions(state), self.weights), self.program.devices)
+
+    def _ensemble(self, state: State) -> jax.Array:
+        """Correct predictions [E, C] of the mean of all clients' softmax outputs."""
+        batch = self.program.eval_batch_of(self.program.blocks.size)
+        sums = (
+            [self.softmax_sums(self.methods, held, data, rows, slots, first) for data in self._whole_test(batch)]
+            for held, rows, slots, first in self._portions(state)
+        )
+        chunks = zip(total(sums), self._whole_test(batch), strict=True)
+        return total(self.ensemble_correct(*chunk) for chunk in chunks)
+
+    def _whole_test(self, batch: int) -> Iterable[Data]:
+        return self.streamed.whole_test(batch) if self.streamed else [self.data]
+
+    def _portions(self, state: State) -> Iterator[Portion]:
+        """All clients, as many at a time as fit the device."""
+        if self.streamed is None or self.fetched:
+            return self.storage.portions(state)
+        kept = jax.tree.leaves((state.clients, state.statistics))
+        return self.storage.portions(state, self.cohort if kept else self.streamed.tested_rows(self.cohort))

@@ -1,0 +1,87 @@
+"""What an experiment starts from: the server's state, a client's, and what the engine keeps of a client beside it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from fedjax_pcdd.engine.optimiser import make_optimiser
+from fedjax_pcdd.engine.program import (
+    CLIENT,
+    LAYERS,
+    OPTIMISER,
+    SERVER,
+    Data,
+    Program,
+    Tree,
+    facts_of,
+    layers_of,
+    stream_of,
+)
+from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.checks import numbers
+from fedjax_pcdd.methods.method import Local, Method, Server
+from fedjax_pcdd.models.classifier import initialise
+from fedjax_pcdd.trees import zeros_like
+
+
+def _check_server(method: Method, server: Tree) -> None:
+    """UserError for a server state that is none, or lacks what hooks read that the method does not have itself."""
+    numbers(method, "init_server", server)
+    reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
+    if reads and not hasattr(server, "variables"):
+        name = type(method).__name__
+        raise UserError(f"{name}.init_server must return something with a field variables, which {reads[0]} returns.")
+
+
+def server_and_clients(
+    program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int
+) -> tuple[Tree, Callable[[Any], Tree]]:
+    """An experiment's first server, and the function of a row that makes a client's first state.
+
+    Args:
+      method: as it was configured.
+      variables: of the model.
+
+    Raises:
+      UserError: the method's hooks return what is no state.
+    """
+    setting = program.setting
+    server_key, client_key = (stream_of(seed, which) for which in (SERVER, CLIENT))
+    first = experiment * setting.num_clients
+    server = method.init_server(setting, variables, data.class_counts[first : first + setting.num_clients], server_key)
+    _check_server(method, server)
+    known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
+
+    def init_client(row):
+        facts = facts_of(program, data, row)
+        own = method.init_client(setting, known, facts, jax.random.fold_in(client_key, facts.client))
+        return numbers(method, "init_client", own)
+
+    return server, init_client
+
+
+def keeps(program: Program) -> bool:
+    """Whether the engine keeps anything of each client beside its method."""
+    return bool(program.local_statistics or program.setting.own_layers or program.keeps_optimiser)
+
+
+def kept_of_client(
+    program: Program, method: Method, hyper: Local, image_shape: tuple[int, ...], server: Tree, client: Tree
+) -> dict[str, Tree]:
+    """What the engine keeps of a client beside its method, before the first round.
+
+    Args:
+      hyper: local training, its floats as hooks see them.
+    """
+    kept, received = {}, method.download(server, client)
+    if program.local_statistics:
+        collections = jax.eval_shape(partial(initialise, program.model, jax.random.key(0), image_shape))
+        kept |= {name: received[name] for name in collections if name != "params"}
+    if program.setting.own_layers:
+        kept[LAYERS] = layers_of(program, received["params"])
+    if program.keeps_optimiser:
+        optimiser = make_optimiser(hyper, clip=program.clip, apart=method.traits().apart)
+        kept[OPTIMISER] = optimiser.init(zeros_like(received["params"]))
+    return kept
