@@ -47,13 +47,9 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.checks import built
 from fedjax_pcdd.methods.method import Local, Message, Method, Server
-from fedjax_pcdd.methods.participant import Participant, model_of, with_model
-from fedjax_pcdd.methods.parts import joined
+from fedjax_pcdd.methods.participant import model_of, with_model
 from fedjax_pcdd.models.classifier import Classifier
 from fedjax_pcdd.trees import select
-
-PRETRAINING = np.iinfo(np.int32).max  # the round whose draws pre-training takes
-TRANSFER = PRETRAINING - 1  # and that on public images
 
 
 class Public(NamedTuple):
@@ -229,14 +225,14 @@ class Groups:
         states = [group.start() for group in self.groups]
         clients = tuple(s.clients for s in states)
         if self.traits.own_models:
-            clients = tuple(self._clients(g, self._initial(g)) for g in range(len(self.groups)))
+            clients = tuple(self.states_of(g, self.initial(g)) for g in range(len(self.groups)))
         public = ()
         if self.public is not None and self.traits.exchange != "never":
             public = self.method.init_public(self.program.setting, len(self.public.images))  # pyright: ignore[reportAttributeAccessIssue]
         servers = {"groups": tuple(s.servers for s in states), "public": public}
         return State(servers, clients, tuple(s.statistics for s in states))
 
-    def _initial(self, g: int, model: Classifier | None = None) -> Tree:
+    def initial(self, g: int, model: Classifier | None = None) -> Tree:
         """Fresh variables of a group's participants [K_g, ...], of their model or of another one."""
         shape, key = self.federation.image_shape, stream_of(self.seed, MODEL)
         group, numbers = self.groups[g], jnp.array(self.members[g])
@@ -245,7 +241,7 @@ class Groups:
         first = fresh_variables(model or group.program.model, keys, shape)
         return jax.tree.map(lambda x: x.astype(group.execution.param_dtype), first)
 
-    def _clients(self, g: int, variables: Tree) -> Tree:
+    def states_of(self, g: int, variables: Tree) -> Tree:
         """States of a group's participants from their models [K_g, ...]."""
         program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, CLIENT)
         rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
@@ -255,50 +251,6 @@ class Groups:
             return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), own)
 
         return jax.jit(jax.vmap(one))(rows, numbers, variables)
-
-    def pretrain(self, state: State, epochs: int, batch_size: int, *, transfer: int = 0) -> State:
-        """Every participant trains its model on its own data, with plain cross-entropy.
-
-        Args:
-          transfer: epochs before these on the labelled public images.
-        """
-        if not self.traits.own_models:
-            raise UserError(
-                "only methods whose participants keep their models are pre-trained: use `pretrain_epochs=0`."
-            )
-        clients = []
-        for g, group in enumerate(self.groups):
-            own, local = group.experiments[0].federation, replace(self.local, batch_size=batch_size)
-            variables = self._transferred(g, transfer, local) if transfer else self._initial(g)
-            if epochs:
-                variables = self._alone(g, variables, PRETRAINING, own, replace(local, epochs=epochs))
-            clients.append(self._clients(g, variables))
-        return state._replace(clients=tuple(clients))
-
-    def _transferred(self, g: int, epochs: int, local: Local) -> Tree:
-        """A group's models [K_g, ...] after epochs of naming the public images; their own heads are as at first.
-
-        Public images have classes of their own, so they have a head of their own, which is dropped.
-        """
-        public, labels, members = self.public, self.public_labels, len(self.members[g])
-        assert public is not None  # `_check` has seen to both
-        assert labels is not None
-        images = public.images
-        data = Dataset("public", images, labels, images[:1], labels[:1], int(labels.max()) + 1)
-        lists = ((np.arange(len(labels)),) * members, (np.arange(1),) * members)
-        model = self.groups[g].program.model.clone(num_classes=data.num_classes)
-        more = {"model": model, "pipeline": public.pipeline}
-        federation, local = Federation(data, Partition(*lists)), replace(local, epochs=epochs)
-        trained = self._alone(g, self._initial(g, model), TRANSFER, federation, local, **more)
-        return joined(trained, "head", self._initial(g)["params"]["head"])
-
-    def _alone(self, g: int, variables: Tree, round: int, federation: Federation, local: Local, **more: Any) -> Tree:
-        """A group's models [K_g, ...] after each was trained by itself on its part of the federation's data."""
-        group = self.groups[g]
-        local = fitting(replace(local, local_steps=None, lr_steps=()), federation.sizes)
-        experiment = group.experiments[0]._replace(federation=federation, method=Participant(), local=local)
-        alone = group.alike([experiment], len(self.members[g]), **more)
-        return alone.step(alone.start()._replace(clients=variables), round)[0].clients
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """All participants."""

@@ -19,6 +19,7 @@ from fedjax_pcdd.data.domains import Task, load_task
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.groups import Groups, Public
+from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.engine.program import State
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import Method
@@ -120,7 +121,7 @@ class ParticipantSetup(Setup):
         epochs, transfer = self.config.pretrain_epochs or 0, simulation.traits.transfer_epochs
         if not (epochs or transfer):
             return state
-        return simulation.pretrain(state, epochs, self.config.pretrain_batch_size, transfer=transfer)
+        return pretrained(simulation, state, epochs, self.config.pretrain_batch_size, transfer=transfer)
 
 
 class TaskSetup(ParticipantSetup):

@@ -13,6 +13,7 @@ from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, ex
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.engine.groups import Groups, Public, of_group
+from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.losses.distillation import absolute_error
@@ -125,7 +126,7 @@ def test_pretraining_is_training_of_each_alone():
     table = toy.groups("fccl", necks=ONE, epochs=2, **SGD)
     start = table.start()
     before = arrays(start.clients[0].variables)
-    after = table.pretrain(start, epochs=2, batch_size=8)
+    after = pretrained(table, start, epochs=2, batch_size=8)
     assert not same(before, after.clients[0].variables)
     lonely = toy.groups("solo", necks=(0,), parts=ALONE, **SGD)
     own = jax.tree.map(lambda x: jnp.asarray(x[4:]), before)
@@ -142,7 +143,7 @@ def test_pretraining_has_the_first_learning_rate():
     table = toy.groups("fccl", necks=ONE, epochs=2, **SGD)
     falling = copy.copy(table)
     falling.local = dataclasses.replace(table.local, lr_steps=(1,))
-    first, other = (arrays(one.pretrain(one.start(), 1, 8).clients) for one in (table, falling))
+    first, other = (arrays(pretrained(one, one.start(), 1, 8).clients) for one in (table, falling))
     assert_equal(first, other)
 
 
@@ -154,7 +155,7 @@ def test_transfer_is_a_step_on_public_labels_for_the_body_alone():
     options = {"necks": ONE, "labels": LABELS, "transfer_epochs": 1, **SGD}
     table = toy.groups("fedmd", **options)
     before = arrays(table.start().clients[0])
-    after = arrays(table.pretrain(table.start(), 0, batch_size=21, transfer=1).clients[0])
+    after = arrays(pretrained(table, table.start(), 0, batch_size=21, transfer=1).clients[0])
     model = table.groups[0].program.model.clone(num_classes=7)
     x = prepare(toy.PLAIN, jnp.asarray(toy.public_images()), None, train=False)
     for k in range(5):
@@ -176,9 +177,9 @@ def test_transfer_is_a_step_on_public_labels_for_the_body_alone():
 @pytest.mark.thorough
 def test_private_images_come_after_public_ones():
     table = toy.groups("fedmd", labels=LABELS, transfer_epochs=1, **SGD)
-    both = arrays(table.pretrain(table.start(), 1, 8, transfer=1).clients)
-    private = arrays(table.pretrain(table.start(), 1, 8).clients)
-    public = arrays(table.pretrain(table.start(), 0, 8, transfer=1).clients)
+    both = arrays(pretrained(table, table.start(), 1, 8, transfer=1).clients)
+    private = arrays(pretrained(table, table.start(), 1, 8).clients)
+    public = arrays(pretrained(table, table.start(), 0, 8, transfer=1).clients)
     assert not same(both, private)
     assert not same(both, public)
     for one, other in zip(both, public, strict=True):
@@ -193,7 +194,7 @@ def test_transfer_asks_for_labels():
 def test_models_that_are_averaged_cannot_be_pretrained():
     table = toy.groups("fedavg", necks=ONE)
     with pytest.raises(UserError, match="pre-trained"):
-        table.pretrain(table.start(), 1, 8)
+        pretrained(table, table.start(), 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from participants import (
     variables,
 )
 
+from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.methods.fccl import FCCL, Learner, Spoken
 from fedjax_pcdd.methods.method import Batch
 from fedjax_pcdd.models.classifier import forward
@@ -134,15 +135,15 @@ def test_the_previous_models_logits_are_asked_for_only_if_they_count():
 @pytest.mark.thorough
 def test_a_round_makes_the_model_the_previous_one_and_leaves_the_pretrained_one():
     table = toy.groups("fccl", necks=ONE, **SGD)
-    start = table.pretrain(table.start(), 1, 8)
-    pretrained = arrays(start.clients[0].variables)
-    assert_equal(pretrained, arrays(start.clients[0].pretrained))
-    assert_equal(pretrained, arrays(start.clients[0].previous))
+    start = pretrained(table, table.start(), 1, 8)
+    known = arrays(start.clients[0].variables)
+    assert_equal(known, arrays(start.clients[0].pretrained))
+    assert_equal(known, arrays(start.clients[0].previous))
     clients = arrays(toy.train(table, (0,))[0].clients[0])
     assert_equal(clients.previous, clients.variables)
     after = arrays(table.step(start, 0)[0].clients[0])
-    assert_equal(after.pretrained, pretrained)
-    assert not same(after.variables, pretrained)
+    assert_equal(after.pretrained, known)
+    assert not same(after.variables, known)
 
 
 @pytest.mark.thorough

@@ -8,6 +8,7 @@ import toy
 from participants import MODEL, ONE, SGD, arrays, assert_close, assert_equal, context, images, logits, row, same
 
 from fedjax_pcdd import models
+from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.fml import FML
 from fedjax_pcdd.methods.method import Batch, Message, Method
@@ -144,7 +145,7 @@ def test_pretraining_leaves_the_shared_meme_alone():
     table = toy.groups("fml", necks=ONE, meme="mlp", weight_decay=0.1, **SGD)
     start = table.start()
     before = arrays(start.servers), arrays(start.clients)
-    after = table.pretrain(start, 1, 8)
+    after = pretrained(table, start, 1, 8)
     assert_equal(before[0], arrays(after.servers))
     assert not same(row(before[1][0], 1), row(after.clients[0], 1))
 
