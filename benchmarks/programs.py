@@ -62,10 +62,9 @@ def trace(case: Case) -> Traced:
         state = simulation.start()
         longest = int((simulation.steps * simulation.epochs).max())
         return _captured(simulation, lambda: simulation.launch(state, 0))._replace(longest=longest)
-    if case.program == "generic":
-        return _captured(simulation, lambda: simulation.general(simulation.start()))
-    simulation.general = lambda state: ((), {})
-    return _captured(simulation, lambda: simulation.evaluate(simulation.start(), personal=True))
+    evaluator, state = simulation.evaluator, simulation.start()
+    count = evaluator.general if case.program == "generic" else evaluator.personal
+    return _captured(evaluator, lambda: count(state))
 
 
 def lower(program: Traced, target: str) -> Lowered:
