@@ -9,12 +9,9 @@ none of the best round, which each client has by its own tests.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 
 from fedjax_pcdd import __version__, methods
@@ -24,8 +21,7 @@ from fedjax_pcdd.api.sweep import run_stages
 from fedjax_pcdd.engine.executables import compiled_once
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import short_name
-from fedjax_pcdd.report.tables import Cell as Entry
-from fedjax_pcdd.report.tables import Column, Row, Table, over_seeds, ranked
+from fedjax_pcdd.report.standings import MEASURES, SECONDS
 from fedjax_pcdd.training.build import build_model, load, spoken_of
 from fedjax_pcdd.training.fields import load_mapping, read_text, write_text
 from fedjax_pcdd.training.options import configure
@@ -34,17 +30,12 @@ from fedjax_pcdd.training.presets import PAPERS
 from fedjax_pcdd.training.progress import pa_name
 
 PLAN = PAPERS / "leaderboard.yaml"
-GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10"}
-PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
-MEASURES = (*GA, *PA)
-SECONDS = "seconds_per_round"
 KEYS = {  # of every result
     **dict.fromkeys(("network", "split", "method"), str), **dict.fromkeys(("trials", "seeds"), list),
     "chosen": dict | None, "floats": int | float,
 }  # fmt: skip
 OWN = ("run", "splits", "networks")  # sections that every plan has; the others are the packaged plan's if not given
 SECTIONS = (*OWN, "seeds", "trials", "scores", "public")
-LOCAL = "*"  # behind the name of a method without a global model
 NETWORK = "{network}"  # in a trial: the cell's, for a method that needs another model beside
 
 
@@ -254,90 +245,6 @@ def _is_result(result: Mapping[str, Any]) -> bool:
     if not all(isinstance(one, dict) for one in (*result["trials"], *seeds)):
         return False
     return all(isinstance(one.get(name), int | float | None) for one in seeds for name in (*MEASURES, SECONDS))
-
-
-def brief(whole: Table) -> Table:
-    """The columns that fit on a console: best rounds, the last ten, what was chosen, failures where there are any."""
-    kept = ("best", GA["ga_mean_last10"], "chosen")
-    wanted = [column.heading.endswith(kept) for column in whole.columns]
-    wanted[-1] = any(row.cells[-1].text for row in whole.rows)
-    rows = tuple(row._replace(cells=tuple(compress(row.cells, wanted))) for row in whole.rows)
-    return replace(whole, columns=tuple(compress(whole.columns, wanted)), rows=rows)
-
-
-def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:
-    """All methods of a network and a split, by the mean GA of the last ten rounds; last those of which seeds failed."""
-    own = [one for one in results if (one["network"], one["split"]) == (network, split)]
-    moments = [pa for pa in dict.fromkeys(one.get("pa", "PA") for one in own) if pa]
-    measures = {("", name): heading for name, heading in GA.items()}
-    measures |= {(pa, name): heading.replace("PA", pa) for pa in moments for name, heading in PA.items()}
-    rows: dict[tuple[bool, float, str], Row] = {}
-    for one in own:
-        cells = [_accuracy(one, *measure) for measure in measures]
-        if not one.get("global_model", True):
-            cells[0] = Entry()
-        seconds = over_seeds(seed.get(SECONDS) for seed in one["seeds"])
-        chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
-        failed = any("failed" in seed for seed in one["seeds"]) or not one["seeds"]
-        rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(label(one), (
-            *cells, seconds, Entry(one["floats"]), Entry(text=chosen), Entry(text=_failures(one)),
-        ))  # fmt: skip
-    columns = (
-        *(Column(text, digits=1, best=0 if name == "pa_std" else 1) for (_, name), text in measures.items()),
-        Column("seconds a round"), Column("floats sent", digits=0), Column("chosen", left=True), Column("", left=True),
-    )  # fmt: skip
-    whole = ranked(Table(f"{split}, {network}", columns, tuple(rows[key] for key in sorted(rows) if not key[0])))
-    return replace(whole, rows=(*whole.rows, *(rows[key] for key in sorted(rows) if key[0])))
-
-
-def label(result: Mapping[str, Any]) -> str:
-    """The name of a method, with a mark where it has no global model."""
-    return short_name(result["method"]) + (LOCAL if not result.get("global_model", True) else "")
-
-
-def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Entry:
-    """A measure over seeds in percent; nothing of a PA that was measured at another moment."""
-    seeds = result["seeds"] if moment in ("", result.get("pa", "PA")) else ()
-    return over_seeds((seed.get(name) for seed in seeds), factor=100.0)
-
-
-def _failures(result: Mapping[str, Any]) -> str:
-    trials = sum("failed" in one for one in result["trials"])
-    seeds = sum("failed" in one for one in result["seeds"])
-    words = [f"{n} of {len(of)} {what} failed" for n, of, what in (
-        (trials, result["trials"], "trials"), (seeds, result["seeds"], "seeds"),
-    ) if n]  # fmt: skip
-    return "; ".join(words)
-
-
-def over_splits(results: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> tuple[list[str], list[str], np.ndarray]:
-    """Mean GA of the last ten rounds of the methods that have a result of all seeds on every split, for `ranks`.
-
-    Args:
-      results: as `read_results` gives them.
-      cells: of one network of the plan; splits on which none of its methods has a result are left out.
-
-    Returns:
-      M methods, B splits, and accuracies [M, B, seeds], -inf for a run that failed.
-    """
-    known = {(one["network"], one["split"], one["method"]): one for one in results}
-    pairs = list(dict.fromkeys((cell.network, cell.split) for cell in cells if tuple(cell) in known))
-    own = [one for one in results if (one["network"], one["split"]) in pairs]
-    every = dict.fromkeys(one["method"] for one in own)
-    most = max((len(one["seeds"]) for one in own), default=1)
-    names = [
-        name for name in every
-        if all((one := known.get((*pair, name))) and len(one["seeds"]) in (0, most) for pair in pairs)
-    ]  # fmt: skip
-    scores = [[_scores(known[*pair, name], most) for pair in pairs] for name in names]
-    whole = np.reshape(np.array(scores), (len(names), len(pairs), most))
-    return [label(known[*pairs[0], name]) for name in names], [split for _, split in pairs], whole
-
-
-def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
-    """GA of the last ten rounds of each seed, -inf for one that failed, and for all where every trial did."""
-    values = [-np.inf if one.get("ga_mean_last10") is None else one["ga_mean_last10"] for one in result["seeds"]]
-    return values or [-np.inf] * seeds
 
 
 def has_result(plan: Plan, cell: Cell, results: Path) -> bool:

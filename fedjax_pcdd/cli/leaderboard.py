@@ -17,6 +17,7 @@ from fedjax_pcdd.cli.messages import flag, invocation
 from fedjax_pcdd.cli.options import command, scan
 from fedjax_pcdd.cli.sweep import processes
 from fedjax_pcdd.errors import UserError, is_there, nearest, writing
+from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 
@@ -74,18 +75,18 @@ def _act(options: Options, argv: Sequence[str]) -> None:
             leaderboard.check_plan(plan, one, leaderboard.cell_of(one).path(options.results))
     done = sum(leaderboard.has_result(plan, cell, options.results) for cell in cells)
     if not options.status:
-        tables = [leaderboard.table(network, split, known) for network in networks for split in splits]
+        tables = [standings.table(network, split, known) for network in networks for split in splits]
         tables = [table for table in tables if table.rows]
         if options.page:
             with writing(options.page, "another `page`"):
                 rankings = [
-                    part for network in networks for part in _ranking(options.page, network, *leaderboard.over_splits(
+                    part for network in networks for part in _ranking(options.page, network, *standings.over_splits(
                         known, [cell for cell in cells if cell.network == network]))
                 ]  # fmt: skip
             _write(options.page, [*rankings, *map(_text, tables)])
         else:
             for table in tables:
-                console.print(terminal(leaderboard.brief(table)))
+                console.print(terminal(standings.brief(table)))
     print(f"{done} of {len(cells)} cells have a result.")
 
 
@@ -121,7 +122,6 @@ def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
     """A network's ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
-    from fedjax_pcdd.api import leaderboard
 
     if len(names) < 2 or not splits:
         return []
@@ -131,7 +131,7 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
     told = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
-    told += f" {leaderboard.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+    told += f" {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     if len(splits) > 1:
         told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     else:
