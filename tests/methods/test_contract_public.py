@@ -206,7 +206,7 @@ def numbered(table, order):
     """Let participants draw and start as if they had their numbers in another order."""
     for members, group in zip(table.members, table.groups, strict=True):
         group.numbers = np.array([order[list(members)]], np.int32)
-    own = table._initial
+    own = table.initial
 
     def initial(g):
         members, table.members = table.members, tuple(tuple(int(order[k]) for k in m) for m in table.members)
@@ -214,7 +214,7 @@ def numbered(table, order):
         table.members = members
         return found
 
-    table._initial = initial
+    table.initial = initial
 
 
 @pytest.mark.thorough
