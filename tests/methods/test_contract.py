@@ -73,6 +73,8 @@ def simulation(name, **options):
     return toy.simulation(name, **BUILT.get(name, {}), **options)
 
 
+ROUNDED = (testing.lanes_do_not_change_results, testing.blocks_do_not_change_results)
+SENSITIVE = ("feddecorr",)  # features of tiny spread, standardised, magnify float32's rounding: compared in float64
 FURTHER = (testing.blocks_do_not_change_results, testing.client_state_on_the_host_does_not_change_results)
 
 
@@ -84,8 +86,12 @@ def every(claims, methods):
 
 
 @pytest.mark.parametrize(("claim", "name"), [*every(testing.CLAIMS, NAMES)])
-def test_every_method(claim, name):
-    claim(partial(simulation, name))
+def test_every_method(claim, name, request):
+    if claim in ROUNDED and name in SENSITIVE:
+        request.getfixturevalue("x64")
+        claim(partial(simulation, name, dtype=jnp.float64))
+    else:
+        claim(partial(simulation, name))
 
 
 @pytest.mark.thorough
