@@ -49,3 +49,42 @@ def test_ranks_do_not_ask_for_the_seeds_of_another_plans_results():
     other = made("a", [0.9] * 5) | {"split": "another"}
     names, _, _ = standings.over_splits([made("a", [0.9] * 3), made("b", [0.5] * 3), other], cells)
     assert names == ["a", "b"]
+
+
+def test_methods_are_ordered_and_ranked_by_the_last_ten_rounds_not_by_the_best_one():
+    risen, fallen = made("risen", [0.6] * 3), made("fallen", [0.5] * 3)
+    for seed in fallen["seeds"]:
+        seed["ga_best"] = 0.9
+    assert [row.label for row in standings.table("mlp", "dir", [fallen, risen]).rows] == ["risen", "fallen"]
+    names, _, scores = standings.over_splits([fallen, risen], [("mlp", "dir", name) for name in ("risen", "fallen")])
+    assert dict(zip(names, scores[:, 0, 0], strict=True)) == {"risen": 0.6, "fallen": 0.5}
+
+
+def test_a_table_has_its_network_and_its_split_alone():
+    other = [made("b", [0.5]) | {"network": "cnn"}, made("c", [0.5]) | {"split": "iid"}]
+    assert [row.label for row in standings.table("mlp", "dir", [made("a", [0.5]), *other]).rows] == ["a"]
+
+
+def test_splits_keep_the_order_of_the_plan_in_names_and_scores():
+    results = [made("a", [score]) | {"split": split} for split, score in (("first", 0.1), ("another", 0.2))]
+    _, splits, scores = standings.over_splits(results, [("mlp", "first", "a"), ("mlp", "another", "a")])
+    assert (splits, scores[0, :, 0].tolist()) == (["first", "another"], [0.1, 0.2])
+
+
+def test_trials_and_seeds_that_failed_are_counted_of_their_own_number():
+    one = made("a", [0.5], failed=2) | {"trials": [{"failed": "not finite"}, *[{"score": 0.5}] * 3]}
+    *_, failures = standings.table("mlp", "dir", [one]).rows[0].cells
+    assert failures.text == "1 of 4 trials failed; 2 of 3 seeds failed"
+
+
+def test_seconds_are_those_of_a_round():
+    one = made("a", [0.5])
+    one["seeds"][0] |= {"seconds_per_round": 2.0, "wall_seconds": 50.0}
+    table = standings.table("mlp", "dir", [one])
+    assert table.rows[0].cells[table.headings.index("seconds a round") - 1].mean == 2.0
+
+
+def test_a_split_without_any_result_yet_keeps_no_method_out():
+    cells = [("mlp", split, name) for split in ("dir", "later") for name in "ab"]
+    names, splits, _ = standings.over_splits([made("a", [0.5]), made("b", [0.4])], cells)
+    assert (names, splits) == (["a", "b"], ["dir"])
