@@ -162,6 +162,7 @@ def test_a_file_may_have_the_head_too_so_that_lg_fedavg_starts_from_a_whole_mode
     (lambda w, name: w.pop(name), "lacks .*, of shape .*: add it"),
     (lambda w, name: w.update({name: np.zeros((1, 1))}), "has the shape"),
     (lambda w, name: w.update({name: w[name] * np.nan}), r"params/.* in .*a\.npz holds what is no finite number"),
+    (lambda w, name: w.update({name: w[name].astype(str)}), "holds what is no finite number"),
     (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is no part of the model"),
     (lambda w, name: w.update({"head:params/bias": np.zeros(4)}), "lacks head:params/kernel, of shape"),
 ])  # fmt: skip
@@ -172,6 +173,34 @@ def test_a_file_that_does_not_suit_is_refused(tmp_path, change, sentence):
     np.savez(tmp_path / "a.npz", **weights)
     with pytest.raises(UserError, match=sentence):
         started_from(simulated, tmp_path / "a.npz")
+
+
+def test_a_file_without_running_statistics_is_refused(tmp_path):
+    simulated = toy.simulation(model=toy.narrow_resnet())
+    np.savez(tmp_path / "a.npz", **{n: a for n, a in names_of(simulated).items() if n.startswith("params")})
+    with pytest.raises(UserError, match="lacks batch_stats/"):
+        started_from(simulated, tmp_path / "a.npz")
+
+
+def test_weights_of_another_type_become_the_models(tmp_path):
+    simulated = toy.simulation()
+    known = {name: np.arange(leaf.size).reshape(leaf.shape) % 9 for name, leaf in names_of(simulated).items()}
+    np.savez(tmp_path / "a.npz", **known)
+    backbone = started_from(simulated, tmp_path / "a.npz").servers.variables["params"]["backbone"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(backbone)} == {np.dtype(np.float32)}
+    assert {float(np.max(leaf)) for leaf in jax.tree.leaves(backbone)} == {8}
+
+
+def test_experiments_that_start_from_one_file_have_heads_of_their_own(tmp_path):
+    base = toy.simulation()
+    both = Simulation(
+        base.program.model, [base.experiments[0]._replace(seed=seed) for seed in (0, 1)], pipeline=toy.PLAIN, cohort=2
+    )
+    np.savez(tmp_path / "a.npz", **names_of(base))
+    heads = started_from(both, tmp_path / "a.npz").servers.variables["params"]["head"]["kernel"]
+    for e in range(2):
+        np.testing.assert_array_equal(heads[e], both.initial(e)["params"]["head"]["kernel"])
+    assert np.any(heads[0] != heads[1])
 
 
 def test_an_option_starts_the_run_so(tmp_path):
