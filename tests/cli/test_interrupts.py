@@ -94,6 +94,7 @@ def test_signals_do_afterwards_what_they_did_before():
     with interrupts.watch(60):
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert signal.set_wakeup_fd(-1) == -1  # a signal is written nowhere
 
 
 LONG = """

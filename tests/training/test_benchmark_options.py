@@ -203,6 +203,12 @@ def test_experiments_that_start_from_one_file_have_heads_of_their_own(tmp_path):
     assert np.any(heads[0] != heads[1])
 
 
+@pytest.mark.parametrize("simulated", [lambda: toy.simulation("solo"), lambda: toy.groups("solo")])
+def test_models_of_the_clients_own_start_from_no_file(tmp_path, simulated):
+    with pytest.raises(UserError, match="drop it where clients have models of their own"):
+        started_from(simulated(), tmp_path / "a.npz")
+
+
 def test_an_option_starts_the_run_so(tmp_path):
     config, method = build({"method": "fedavg", "initial_weights": tmp_path / "a.npz", **SMALL})
     with pytest.raises(UserError, match=r"there is no file .*a\.npz: check the path"):
