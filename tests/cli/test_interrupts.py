@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -95,6 +96,27 @@ def test_signals_do_afterwards_what_they_did_before():
         pass
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert signal.set_wakeup_fd(-1) == -1  # a signal is written nowhere
+
+
+def test_outside_of_the_main_thread_nothing_is_watched():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def work():
+        with interrupts.watch(60):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_second_sigterm_waits_for_the_end_of_the_round_too():
+    with interrupts.watch(60), interrupts.rounds():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(interrupts.Interrupted, match="round 3 is saved"):
+            interrupts.end_after(3 if interrupts.pending() else 0)
 
 
 LONG = """
