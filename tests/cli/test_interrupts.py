@@ -1,5 +1,6 @@
 """A run that is told to end ends its round, saves it, and says how to go on."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -117,6 +118,15 @@ def test_a_second_sigterm_waits_for_the_end_of_the_round_too():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(interrupts.Interrupted, match="round 3 is saved"):
             interrupts.end_after(3 if interrupts.pending() else 0)
+
+
+def test_who_ended_in_time_is_not_ended_later(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with interrupts.watch(0.1), interrupts.rounds():
+        signal.raise_signal(signal.SIGTERM)
+    time.sleep(0.4)
+    assert ended == []
 
 
 LONG = """
