@@ -1,5 +1,7 @@
 """The command line: what it accepts, how it refuses, presets, and continued runs."""
 
+import io
+import os
 import subprocess
 import sys
 import warnings
@@ -70,6 +72,30 @@ def test_what_the_package_warns_of_is_a_line_and_others_name_their_place():
     assert messages.guarded(work, ["--lanes=2"]) == 0
     assert lines == ["--lanes are few.\n", "/elsewhere.py:7: UserWarning: `lanes` are few.\n"]
     assert warnings.formatwarning is before
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert messages.guarded(lambda _: print("the first of many lines"), []) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_the_name_of_a_folder_that_is_no_text_is_printed_as_it_is(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert messages.guarded(lambda _: print(os.fsdecode(b"runs/\xff")), []) == 0
+    assert out.buffer.getvalue() == b"runs/\xff\n"
+
+
+def test_an_error_of_the_system_that_names_no_file_is_no_sentence_about_one():
+    def work(argv):
+        raise OSError(12, "Cannot allocate memory")
+
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        messages.guarded(work, [])
 
 
 def test_run_options_and_hyperparameters_stand_side_by_side():
