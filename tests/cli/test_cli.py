@@ -90,6 +90,28 @@ def test_the_name_of_a_folder_that_is_no_text_is_printed_as_it_is(monkeypatch):
     assert out.buffer.getvalue() == b"runs/\xff\n"
 
 
+@pytest.mark.parametrize(
+    ("script", "written"),
+    [
+        ("/checkout/experiments/sweep.py", "python experiments/run.py"),
+        ("/mine/train.py", "fedjax-pcdd run"),
+        ("/venv/bin/fedjax-pcdd", "fedjax-pcdd run"),
+        ("/experiments/fedjax-pcdd", "fedjax-pcdd run"),
+    ],
+)
+def test_a_command_is_written_as_it_was_called(monkeypatch, script, written):
+    monkeypatch.setattr(sys, "argv", [script])
+    assert messages.invocation("run") == written
+
+
+def test_an_interrupt_without_words_says_that_the_command_continues(capsys):
+    def work(argv):
+        raise KeyboardInterrupt
+
+    assert messages.guarded(work, []) == 130
+    assert capsys.readouterr().err == "stopped; the same command continues.\n"
+
+
 def test_an_error_of_the_system_that_names_no_file_is_no_sentence_about_one():
     def work(argv):
         raise OSError(12, "Cannot allocate memory")
