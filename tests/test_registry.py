@@ -161,6 +161,11 @@ def test_options_of_a_method_from_outside_are_known(folder, capsys):
     assert "rate of the server" in capsys.readouterr().out
 
 
+def test_a_switch_of_the_method_from_outside_that_is_named_last_takes_no_value(folder):
+    assert parse(["--method=fedavg", "--method=own.py:FedStep", "--loud"])[1].loud
+    assert parse(["--method", "own.py:FedStep", "--loud", "--eta=0.25"])[1].loud
+
+
 def test_wrappers_go_around_a_method_from_outside(folder):
     _, method = build({"method": "own.py:FedStep+prototypes", "prototype_mu": 0.1})
     assert method.traits().summary is not None

@@ -219,6 +219,7 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ("--lr", "--lr needs a value: write --lr=VALUE."),
         ("--lr --quiet", "--lr needs a value: write --lr=VALUE."),
         ("fedavg", "unexpected 'fedavg': options are written --name=value."),
+        ("--", "unexpected '--': options are written --name=value."),
         ("-x", "unexpected '-x': options are written --name=value."),
         ("--lr=nan", "--lr must be a finite number, not nan."),
         ("--lr=1e999", "--lr must be a finite number, not inf."),
@@ -235,6 +236,7 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ("--resume=nowhere", "there is no folder nowhere: name the folder of a run."),
         ("--resume=.", ". holds no config.yaml, so it is no run: name the folder of one."),
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
+        ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
         ("--resume=. --server-optimizer=adam", "--resume continues a run as it was started: drop --server-optimizer."),
         ("--server-optimizer=admm", "--server-optimizer there is no 'admm': did you mean 'adam'?"),
         ("--server-optimizer=adam,none", "there is no method 'fedavg+adam,fedavg': several are for a sweep."),
@@ -282,6 +284,22 @@ def test_the_help_shows_symbol_bounds_and_default(capsys):
     main(["--method=fedmr", "--help"])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "mu_2: weight of the inter-class loss [at least 0] (default: 0.0001)" in words
+
+
+def test_the_help_shows_a_default_of_zero_and_lists_without_their_opposite(capsys):
+    assert main(["-h"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert words.startswith("usage: ")
+    assert "--seed INT" in words
+    assert "(default: 0) --" in words
+    assert "--list-methods list the methods and exit --" in words
+    assert "--no-list-methods" not in words
+
+
+@pytest.mark.parametrize(("columns", "width"), [("20", 60), ("90", 90), ("400", 120)])
+def test_the_help_is_as_wide_as_the_terminal_within_bounds(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.width() == width
 
 
 def test_the_help_shows_no_option_of_another_method(capsys):
@@ -404,6 +422,12 @@ def test_a_run_is_repeated_with_another_method(recorded):
 def test_a_run_is_continued_in_its_folder_with_its_options(recorded):
     config, method = parse(f"--resume={recorded}")
     assert (config.resume, config.run_dir, config.lr, method) == (recorded, recorded, 0.05, FedMR(mu1=0.2))
+
+
+def test_a_run_whose_folder_was_moved_is_continued_where_it_is_now(recorded, tmp_path):
+    recorded.rename(tmp_path / "new")
+    config, _ = parse(f"--resume={tmp_path / 'new'}")
+    assert (config.resume, config.run_dir) == (tmp_path / "new",) * 2
 
 
 def test_what_only_concerns_output_may_change_in_a_continued_run(recorded):
