@@ -12,8 +12,9 @@ import pytest
 
 from fedjax_pcdd import methods
 from fedjax_pcdd.api import runs as api_runs
-from fedjax_pcdd.cli import messages
+from fedjax_pcdd.cli import help, messages
 from fedjax_pcdd.cli import options as cli
+from fedjax_pcdd.cli.report import ReportOptions
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
@@ -276,6 +277,7 @@ def test_an_interrupt_says_how_to_continue(runs, capsys, monkeypatch):
 def test_the_help_shows_every_option_of_the_method(capsys, method):
     assert main([f"--method={method}", "--help"]) == 0
     shown = capsys.readouterr().out.replace(",", " ")
+    assert "`" not in shown  # fields stand as options
     options = [*RUN.values(), *options_of(METHODS[method]).values()]
     assert [option.name for option in options if f"{cli.flag(option.name)} " not in shown] == []
 
@@ -302,6 +304,16 @@ def test_the_help_is_as_wide_as_the_terminal_within_bounds(monkeypatch, columns,
     assert cli.width() == width
 
 
+def test_the_help_says_which_method_it_is_of_and_names_the_others():
+    plain, other = (" ".join(help.help_text(name).split()) for name in ("fedavg", "fedmr"))
+    assert "The method is fedavg (the default), which has no options of its own;" in plain
+    assert "The method is fedmr, whose options are in the last group;" in other
+    for own, text in (("fedavg", plain), ("fedmr", other)):
+        named = text.partition("those of another: ")[2].partition(". ")[0].split(", ")
+        assert named == [name for name in METHODS if name != own]
+    assert plain.count("--batch-size INT") == 1
+
+
 def test_the_help_shows_no_option_of_another_method(capsys):
     main(["--help", "--method", "fedgela"])
     shown = capsys.readouterr().out
@@ -326,6 +338,23 @@ def test_the_method_list_has_a_line_each_with_what_is_sent_and_the_paper(capsys,
     line = next(line for line in lines if line.startswith("fedmr"))
     assert "TMLR 2023" in line
     assert "P + C D + C" in line
+
+
+def test_a_list_that_is_not_asked_for_is_not_shown(runs, capsys):
+    assert main(["--no-list-methods", "--list-models=false", "--quiet"]) == 0
+    assert len(runs) == 1
+
+
+def test_a_paper_is_cut_where_the_line_has_no_room_for_it():
+    assert help._cut("abcd efgh", 9) == "abcd efgh"
+    assert help._cut("abcd efgh", 8) == "abcd ef…"
+    assert help._cut("abcd efgh", 6) == "abcd…"
+
+
+def test_a_command_gets_all_words_beside_its_options():
+    noted = []
+    assert cli.command(ReportOptions, noted.append, ["a", "--output=c", "b"], "fedjax-pcdd report") == 0
+    assert noted == [ReportOptions(runs=(Path("a"), Path("b")), output=Path("c"))]
 
 
 @pytest.mark.parametrize("split", ["P5C2", "P10C2", "P10C3", "P10C5"])
