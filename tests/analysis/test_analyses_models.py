@@ -1,5 +1,7 @@
 """What is tracked of the models of a simulation: the global one, and the clients' right after local training."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from fedjax_pcdd.analysis.quantities import QUANTITIES
 from fedjax_pcdd.analysis.spectrum import eigenvalue_variance
 from fedjax_pcdd.analysis.trained import STEPS, Steps, Watched
 from fedjax_pcdd.analysis.views import View, class_means, random_probe
-from fedjax_pcdd.data.augment import prepare
+from fedjax_pcdd.data.augment import Pipeline, prepare
 from fedjax_pcdd.data.federation import hold_out
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.decorrelation import intra_class
@@ -139,6 +141,46 @@ def test_the_only_client_of_a_round_has_the_model_that_becomes_the_global_one():
     known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
     assert known
     assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("later", ["learning rate", "images"])
+def test_a_later_round_is_looked_at_with_its_own_learning_rate_and_images(later):
+    one = toy.simulation(cohort=1, lanes=1)
+    experiment, pipeline = one.experiments[0], one.program.pipeline
+    if later == "learning rate":
+        experiment = experiment._replace(local=dataclasses.replace(one.local, lr_steps=(1,), lr_decay=0.1))
+    else:
+        pipeline = Pipeline(flip=True)
+    simulated = Simulation(one.program.model, [experiment], pipeline=pipeline, cohort=1, rounds=3)
+    entry, *_ = tracked(simulated, ("angles",), rounds=2)
+    known = {name: value for name, value in entry["angles"]["global"].items() if value is not None}
+    assert {name: entry["angles"]["local"][name] for name in known} == pytest.approx(known, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_client_without_a_step_is_not_looked_at():
+    simulated = toy.simulation("solo", cohort=5, lanes=1, last_batch="strict")  # client 0 has one sample, a batch 8
+    assert seen_first(simulated, ("intra",))["intra"].shape == (4,)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{"cohort": 2}, {"cohort": 5, "last_batch": "strict"}])
+def test_the_global_model_is_looked_at_with_the_classes_of_those_who_trained(options):
+    simulated = toy.simulation(**options)
+    entry, _, state = tracked(simulated, ("angles",), rounds=1, local=False)
+    jobs = simulated.plan(0)[1]
+    present = simulated.experiments[0].federation.class_counts[jobs.row[jobs.steps > 0]] > 0
+    kernel = np.asarray(state.servers.variables["params"]["head"]["kernel"][0])
+    angles = np.array([class_angles(kernel.T, own).existing for own in present])
+    assert entry["angles"]["global"]["existing"] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
+
+
+def test_the_test_samples_that_are_looked_at_are_those_of_the_seed():
+    simulated = toy.simulation()
+    labels = simulated.experiments[0].federation.dataset.y_test
+    for seed in (0, 3):
+        np.testing.assert_array_equal(Tracker(("intra",), simulated, seed).probe, random_probe(len(labels), seed))
 
 
 @pytest.mark.thorough

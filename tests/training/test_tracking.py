@@ -11,6 +11,7 @@ from fedjax_pcdd.analysis.trained import Watched
 from fedjax_pcdd.api import runs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
+from fedjax_pcdd.training import tracking
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.folder import TRACK
 from fedjax_pcdd.training.tracking import names_of
@@ -48,6 +49,20 @@ def test_a_quantity_named_twice_is_tracked_once():
 def test_training_that_is_repeated_for_tracking_knows_the_traits_of_the_method(method):
     own = METHODS[method]().traits()
     assert Watched(METHODS[method](), (), print).traits() == own._replace(summary=None)
+
+
+def test_a_run_is_looked_at_with_its_seed_and_its_options(tmp_path, monkeypatch):
+    told = []
+
+    def made(names, simulation, seed, *, local):
+        told.append((names, seed, local))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tracking, "Tracker", made)
+    for local in (True, False):
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / str(local), track="intra,angles", track_local=local, seed=3)
+    assert told == [(("intra", "angles"), 3, True), (("intra", "angles"), 3, False)]
 
 
 def lines_of(folder):
