@@ -172,8 +172,9 @@ def test_the_global_model_is_looked_at_with_the_classes_of_those_who_trained(opt
     jobs = simulated.plan(0)[1]
     present = simulated.experiments[0].federation.class_counts[jobs.row[jobs.steps > 0]] > 0
     kernel = np.asarray(state.servers.variables["params"]["head"]["kernel"][0])
-    angles = np.array([class_angles(kernel.T, own).existing for own in present])
-    assert entry["angles"]["global"]["existing"] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
+    for field in ("existing", "missing"):
+        angles = np.array([getattr(class_angles(kernel.T, own), field) for own in present])
+        assert entry["angles"]["global"][field] == pytest.approx(angles[angles >= 0].mean(), rel=1e-5)
 
 
 def test_the_test_samples_that_are_looked_at_are_those_of_the_seed():

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pcdd.engine import program
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.checkpoint import Checkpoints
-from fedjax_pcdd.training.saving import check_space, required_bytes
+from fedjax_pcdd.training.metrics import History
+from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
 
 
 class State(NamedTuple):
@@ -380,6 +383,25 @@ def test_too_little_space_is_a_user_error_before_the_start(tmp_path, monkeypatch
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match="free some space"):
         check_space(tmp_path / "not" / "yet", required)
+
+
+def ran(state, best, stopped):
+    """A run after its last round, as far as a checkpoint looks at it."""
+    known = {"round": 2, "is_over": True, "history": History([{"round": 1}, {"round": 2}]), "stopped": stopped}
+    return SimpleNamespace(state=state, best=best, simulation=None, runs=[], **known)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_begins_with_the_whole_state_the_best_model_and_the_history_that_were_saved(opened, stopped):
+    new = program.State(server(0), clients(0), {"mean": jnp.zeros(3)})
+    state = program.State(server(2), clients(2), {"mean": jnp.arange(3.0)})
+    callback, run = Checkpoint(opened(every=5)), ran(state, server(1), stopped)
+    callback.on_round(run, None)
+    callback.on_end(run)
+    begun, progress = Checkpoint(opened()).begin(new, server(0))
+    assert same(begun, state)
+    assert same(progress.best, server(1))
+    assert (progress.round, progress.history.rows, progress.stopped) == (2, [{"round": 1}, {"round": 2}], stopped)
 
 
 def test_orbax_says_nothing_and_other_users_of_its_logger_still_do(opened, caplog):

@@ -117,6 +117,35 @@ def test_a_run_in_memory_starts_anew_with_fewer_lanes(failing):
     assert len(history.ga) == 1
 
 
+class Seen(fp.Callback):
+    """Keeps the rounds that it was told of in a list that grows."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def on_round(self, run, report):
+        self.rounds.append(run.round)
+
+    def state(self):
+        return self.rounds
+
+    def restore(self, state):
+        self.rounds = state
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("folder", [False, True])
+def test_callbacks_forget_the_rounds_that_are_trained_again(failing, tmp_path, folder):
+    failing.when = lambda simulation, round: round == 1 and simulation.program.lanes > 1
+    federation, seen = fp.partition(fp.load_dataset("digits"), "iid", clients=4), Seen()
+    place = {"run_dir": tmp_path / "run"} if folder else {}
+    with pytest.warns(UserWarning, match="with 1 of 2 lanes"):
+        fp.simulate(
+            federation, rounds=2, local_epochs=1, lanes=2, fine_tune_epochs=0, callbacks=[seen], **place
+        )  # fmt: skip
+    assert seen.rounds == [1, 2]
+
+
 @pytest.mark.thorough
 def test_one_lane_out_of_memory_is_a_sentence_and_the_folder_is_resumable(failing, tmp_path, monkeypatch):
     failing.when = lambda simulation, round: round == 1
