@@ -1,5 +1,6 @@
 """Client state in host memory: what the device sees of it, and whole runs either way."""
 
+import gc
 import json
 import os
 
@@ -93,6 +94,36 @@ def test_rows_on_disk_come_back_though_they_are_written_and_read_in_pieces(monke
     array = storage.array((4, 3), np.dtype(np.float32))
     storage.put(array, np.array([2, 0]), values)
     np.testing.assert_array_equal(storage.get(array, np.array([0, 1, 2])), [values[1], [0, 0, 0], values[0]])
+
+
+def test_a_copy_of_clients_on_disk_has_all_rows_and_shares_none():
+    storage, every = OnDisk(5, chunk=2), np.arange(5)
+    array, values = storage.array((5, 3), np.dtype(np.float32)), np.arange(15, dtype=np.float32).reshape(5, 3)
+    storage.put(array, every, values)
+    copy = storage.copied(State((), {"w": array}, ())).clients["w"]
+    np.testing.assert_array_equal(storage.get(copy, every), values)
+    storage.put(copy, every, -values)
+    np.testing.assert_array_equal(storage.get(array, every), values)
+
+
+def test_the_file_of_states_that_nobody_needs_is_closed():
+    storage = OnDisk(4, chunk=2)
+    array = storage.array((4, 3), np.dtype(np.float32))
+    file = storage._file(array)
+    os.fstat(file)
+    del array
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+
+
+@pytest.mark.parametrize("where", [OnDevice(3, 1, None), OnHost(3, chunk=2)])
+def test_a_copy_of_a_state_is_in_memory_of_its_own(where):
+    state = State({"v": np.zeros(2)}, {"w": np.arange(3.0)}, {"s": np.zeros(3)})
+    copy = where.copied(state)
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(copy), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert not np.shares_memory(one, other)
 
 
 def test_a_disk_without_room_for_clients_is_a_sentence(monkeypatch):
