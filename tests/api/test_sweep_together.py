@@ -19,6 +19,8 @@ from rich.console import Console
 from fedjax_pcdd.api import runs, sweep
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
+from fedjax_pcdd.data.sources import load
+from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training import loop
 from fedjax_pcdd.training.config import RunConfig, build
@@ -144,12 +146,14 @@ def test_folders_hold_what_run_py_writes(shared):
 @pytest.mark.thorough
 def test_seconds_are_a_share_of_the_common_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "perf_counter", itertools.count().__next__)  # a second between any two looks
+    monkeypatch.setattr(CompileClock, "seconds", 8.0)
     begun = time.perf_counter()
-    results = train(pairs(tmp_path, "fedavg", [{"seed": 0}, {"seed": 1}], rounds=2))
+    results = train(pairs(tmp_path, "fedavg", [{"seed": 0}, {"seed": 1}], rounds=2, last_batch="keep"))
     assert sum(one["wall_seconds"] for one in results) <= time.perf_counter() - begun
-    assert results[0]["compile_seconds"] == results[1]["compile_seconds"]
+    assert [one["compile_seconds"] for one in results] == [4.0] * 2
     rows = [row for i in range(2) for row in lines(tmp_path / str(i) / "metrics.jsonl")]
     assert [(row["seconds"], row["eval_seconds"]) for row in rows] == [(0.5, 0.5)] * 4
+    assert [one["samples_per_second"] for one in results] == [len(load("digits").y_train) / 0.5] * 2
 
 
 KILLED = """

@@ -182,6 +182,14 @@ def test_a_run_that_was_ended_stays_ended(stopped):
 
 
 @pytest.mark.thorough
+def test_checkpoints_are_of_the_rounds_and_have_the_clients_that_the_options_say(tmp_path):
+    often = {"rounds": 5, "checkpoint_every": 2, "checkpoint_clients_every": 2, "keep": 9}
+    runs.run(*build(RUN | often | {"method": "solo", "run_dir": tmp_path / "run"}))
+    found = {path.name: (path / "clients").is_dir() for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert found == {"2": False, "4": True, "5": True}  # the last one in any case
+
+
+@pytest.mark.thorough
 def test_a_run_in_a_folder_is_loaded_as_simulate_would_return_it(tmp_path):
     runs.run(*build(RUN | {"run_dir": tmp_path / "run", "beta": 0.3, "seed": 3}))
     federation = fp.partition(fp.load_dataset("digits"), "dirichlet", clients=4, beta=0.3, seed=3)
