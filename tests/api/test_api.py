@@ -20,7 +20,12 @@ import fedjax_pcdd as fp
 import stub
 from fedjax_pcdd.api.data import options_that_load
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.data.federation import Federation
+from fedjax_pcdd.data.lists import Partition
+from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.training.config import RUN, RunConfig
+from fedjax_pcdd.training.loop import own_state
+from fedjax_pcdd.training.trained_models import TrainedModels
 
 mpl.use("agg")
 DRAWS_PICTURES = True
@@ -183,6 +188,36 @@ def test_clients_of_different_architectures_are_found():
     assert history.outputs(groups.federation.dataset.x_test[:3], client=3).logits.shape == (3, 4)
     with pytest.raises(fp.UserError, match=r"choose one in \[0, 5\)"):
         history.client_variables(5)
+
+
+@struct.dataclass
+class Counting(fp.Method):
+    """Says of a client how many samples of each class it has."""
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        return jnp.broadcast_to(facts.class_counts, (len(images), toy.CLASSES))
+
+
+class Second(TrainedModels):
+    """The second of two experiments."""
+
+    label, method, index = "second", Counting(), 1
+
+    def __init__(self, simulation):
+        self.simulation, self.federation = simulation, simulation.federations[1]
+        self.state = own_state(simulation.start(), 1, 5)
+
+
+@pytest.mark.thorough
+def test_what_is_known_of_a_client_is_that_of_its_own_experiment():
+    base = toy.simulation()
+    whole = base.experiments[0].federation
+    other = Federation(whole.dataset, Partition(*([lists[k] for k in (3, 0, 4, 2, 1)] for lists in whole.partition)))
+    experiments = [base.experiments[0]._replace(federation=one, method=Counting()) for one in (whole, other)]
+    models = Second(Simulation(base.program.model, experiments, pipeline=toy.PLAIN, cohort=3))
+    for k in np.arange(5):
+        logits = models.outputs(whole.dataset.x_test[:2], client=k).logits
+        np.testing.assert_array_equal(logits, [other.class_counts[k]] * 2)
 
 
 @pytest.mark.slow
