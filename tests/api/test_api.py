@@ -220,6 +220,17 @@ def test_what_is_known_of_a_client_is_that_of_its_own_experiment():
         np.testing.assert_array_equal(logits, [other.class_counts[k]] * 2)
 
 
+def test_variables_of_a_client_have_the_statistics_that_it_keeps():
+    simulated = toy.simulation("fedgela", normalise="batch", local_statistics=True)
+    own = jax.tree.map(lambda x: x + jnp.arange(5.0).reshape(-1, *[1] * (x.ndim - 1)), simulated.start().statistics)
+    state = simulated.start()._replace(statistics=own)
+    one = simulated.experiments[0]
+    history = fp.History("toy", one.method, one.federation, RunConfig(), [], state, {}, simulated)
+    for k in (0, 3):
+        kept = jax.tree.map(lambda x, k=k: x[k], own["batch_stats"])
+        jax.tree.map(np.testing.assert_array_equal, history.client_variables(k)["batch_stats"], kept)
+
+
 @pytest.mark.slow
 def test_participants_may_differ_in_architecture(federation):
     history = fp.simulate(federation, fp.FedMD(), models="mlp,mcmahan_cnn", public_samples=64, **small(rounds=1))

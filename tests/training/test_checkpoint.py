@@ -20,6 +20,7 @@ import pytest
 
 from fedjax_pcdd.engine import program
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import named_arrays
 from fedjax_pcdd.training.checkpoint import Checkpoints
 from fedjax_pcdd.training.metrics import History
 from fedjax_pcdd.training.saving import Checkpoint, check_space, required_bytes
@@ -295,6 +296,12 @@ def test_a_snapshot_does_not_block_donation(opened):
     address = state.unsafe_buffer_pointer()
     opened().save(1, state, (), "{}")
     assert jax.jit(lambda a: a + 1, donate_argnums=0)(state).unsafe_buffer_pointer() == address
+
+
+def test_what_is_taken_from_host_memory_is_a_copy():
+    held = np.zeros(3)
+    (taken,) = named_arrays.snapshot("clients", held).values()
+    assert not np.shares_memory(taken, held)
 
 
 def test_a_restored_tree_meets_the_same_executable(opened):
