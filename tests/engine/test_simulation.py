@@ -20,6 +20,7 @@ from fedjax_pcdd.engine import schedule, tuning
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.lanes import training_round
 from fedjax_pcdd.engine.planning import Experiment
+from fedjax_pcdd.engine.program import CLIENT, SERVER, stream_of
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods import METHODS
@@ -262,6 +263,35 @@ def test_a_sweep_tells_each_experiment_of_its_own_clients():
         np.testing.assert_array_equal(facts.federation_counts, [parts.class_counts] * 5)
         np.testing.assert_array_equal(state.servers.counts[e], parts.class_counts)
         np.testing.assert_array_equal(state.servers.cohort[e], together.clients_of(0)[e])
+
+
+class Drawn(NamedTuple):
+    """The model, and what the server has drawn."""
+
+    variables: Any
+    numbers: jax.Array
+
+
+@struct.dataclass
+class Drawing(Method):
+    """FedAvg in which server and clients begin with random numbers."""
+
+    def init_server(self, setting, variables, class_counts, key):
+        return Drawn(variables, jax.random.uniform(key, (2,)))
+
+    def init_client(self, setting, server, facts, key):
+        return jax.random.uniform(key, (2,))
+
+
+def test_server_and_clients_draw_from_streams_of_the_seed_of_their_own():
+    base = toy.simulation()
+    experiments = [base.experiments[0]._replace(method=Drawing(), seed=seed) for seed in (0, 0, 1)]
+    state = Simulation(base.program.model, experiments, pipeline=Pipeline(), cohort=3).start()
+    for e, seed in enumerate((0, 0, 1)):
+        server, clients = (stream_of(seed, which) for which in (SERVER, CLIENT))
+        own = [jax.random.uniform(jax.random.fold_in(clients, k), (2,)) for k in range(5)]
+        np.testing.assert_array_equal(state.servers.numbers[e], jax.random.uniform(server, (2,)))
+        np.testing.assert_array_equal(state.clients[5 * e : 5 * e + 5], own)
 
 
 @pytest.mark.thorough

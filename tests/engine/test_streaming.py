@@ -156,6 +156,14 @@ def test_tests_of_clients_that_are_looked_at_together_fit_into_a_quarter_of_the_
         assert streamed.tested_rows(1) == count
 
 
+def test_an_evaluation_looks_at_no_more_clients_together_than_whose_tests_fit():
+    simulation = simulated("fedavg", stream=MEGABYTE)
+    simulation.streamed.tested_rows = lambda cohort: cohort - 1
+    portions = list(simulation.evaluator._portions(simulation.start()))
+    assert [len(portion.rows) for portion in portions] == [2, 2, 2]
+    assert sorted(np.concatenate([portion.rows[portion.first] for portion in portions])) == [0, 1, 2, 3, 4]
+
+
 def test_a_round_in_chunks_is_compiled_before_it_runs_and_counted():
     small = simulated("scaffold", stream=2600, cohort=5)
     assert small.chunked
