@@ -12,6 +12,7 @@ import toy
 from participants import ALONE, ONE, SGD, arrays, assert_close, assert_equal, exchanged, row, same
 
 from fedjax_pcdd.data.augment import Pipeline, prepare
+from fedjax_pcdd.engine import pretraining
 from fedjax_pcdd.engine.groups import Groups, Public, of_group
 from fedjax_pcdd.engine.pretraining import pretrained
 from fedjax_pcdd.errors import UserError
@@ -139,12 +140,28 @@ def test_pretraining_is_training_of_each_alone():
 
 
 @pytest.mark.thorough
-def test_pretraining_has_the_first_learning_rate():
+@pytest.mark.parametrize("rounds", [{"lr_steps": (1,)}, {"local_steps": 1}])
+def test_pretraining_has_the_first_learning_rate_and_counts_epochs(rounds):
     table = toy.groups("fccl", necks=ONE, epochs=2, **SGD)
-    falling = copy.copy(table)
-    falling.local = dataclasses.replace(table.local, lr_steps=(1,))
-    first, other = (arrays(pretrained(one, one.start(), 1, 8).clients) for one in (table, falling))
+    changed = copy.copy(table)
+    changed.local = dataclasses.replace(table.local, **rounds)
+    first, other = (arrays(pretrained(one, one.start(), 1, 8).clients) for one in (table, changed))
     assert_equal(first, other)
+
+
+def test_public_and_private_images_are_learnt_in_draws_epochs_and_a_pipeline_of_their_own(monkeypatch):
+    told, flipped = [], Pipeline(flip=True)
+
+    def alone(groups, g, variables, round, federation, local, *, pipeline=None, **more):
+        told.append((round, local.epochs, local.batch_size, pipeline))
+        return variables
+
+    monkeypatch.setattr(pretraining, "_trained_alone", alone)
+    table = toy.groups("fedmd", necks=ONE, labels=LABELS, transfer_epochs=3, public=flipped, **SGD)
+    pretrained(table, table.start(), 5, 7, transfer=3)
+    (public, *first), (private, *then) = told
+    assert public != private
+    assert (first, then) == ([3, 7, flipped], [5, 7, None])
 
 
 LABELS = tuple(i % 7 for i in range(21))  # more classes than the private images have

@@ -55,6 +55,10 @@ def test_chunks_are_equally_long_and_cover_all_rows():
     assert np.concatenate(chunks)[:5].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_fewer_clients_than_may_be_looked_at_together_are_looked_at_once():
+    assert [rows.tolist() for rows in OnDevice(3, 1, None).chunks(9)] == [[0, 1, 2]]
+
+
 @pytest.mark.thorough
 def test_local_statistics_live_on_the_host_too():
     kept = {}

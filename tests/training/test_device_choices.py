@@ -280,6 +280,17 @@ def test_damaged_notes_are_refused_in_a_sentence():
         chosen({"lanes": 1, "convolutions": [{"name": "forward"}]})
 
 
+def test_a_run_that_noted_nothing_times_nothing_when_it_is_continued(unmeasured, timed):
+    assert chosen({}) is None
+    assert not timed
+
+
+def test_a_cache_folder_of_no_name_is_the_users(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert device_choices.cache_folder() == tmp_path / ".cache" / "fedjax_pcdd"
+
+
 def test_models_without_notes_take_the_packaged_table():
     assert chosen({"lanes": 1}) is None
     assert choices.in_use() == Choices()

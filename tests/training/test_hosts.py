@@ -8,14 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from commands import parse
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.training import hosts, interrupts
+from fedjax_pcdd.training.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, str(ROOT / "experiments" / "run.py"), "--device=cpu"]
@@ -108,6 +112,80 @@ BAD = {
 def test_half_of_the_options_of_processes_is_a_sentence(case):
     with pytest.raises(UserError, match="process"):
         parse(BAD[case])
+
+
+LOGS = {"tensorboard": True, "wandb": True, "mlflow": True}
+RUN_OF_TWO = RunConfig(coordinator="host:1", processes=2, process=1, patience=9, run_dir=Path("r"), **LOGS)
+GO_ON = "continue with `resume=r`, in any number of processes."
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (UserError("no."), 2, "no."),
+        (interrupts.Interrupted("round 3 is saved", signal.SIGTERM), 143, f"stopped; round 3 is saved: {GO_ON}"),
+        (KeyboardInterrupt(), 130, f"stopped; {GO_ON}"),
+        (RuntimeError("Gloo closed\nmore"), 1, f"process 0 of 1 lost another one (Gloo closed): {GO_ON}"),
+        (RuntimeError("UNAVAILABLE: gone"), 1, f"process 0 of 1 lost another one (UNAVAILABLE: gone): {GO_ON}"),
+    ],
+)
+def test_the_end_of_a_process_is_a_code_and_a_sentence(error, code, sentence):
+    assert hosts._ending(error, RUN_OF_TWO) == (code, sentence)
+    there = replace(RUN_OF_TWO, run_dir=None, resume=Path("r"))
+    assert hosts._ending(error, there) == (code, sentence)
+
+
+def test_a_mistake_in_the_program_ends_a_process_with_its_traceback():
+    code, text = hosts._ending(ZeroDivisionError("of nothing"), RUN_OF_TWO)
+    assert (code, text.splitlines()[-1]) == (1, "ZeroDivisionError: of nothing")
+
+
+@pytest.mark.parametrize("own", ["ab", "a text that is longer than the first one's"])
+def test_what_the_first_process_says_is_heard_whatever_others_would_say(monkeypatch, own):
+    first = np.frombuffer("grün, of 1".encode(), np.uint8)
+
+    def told(mine):
+        theirs = first if mine.shape else np.int32(first.size)
+        assert np.shape(theirs) == mine.shape
+        return theirs
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts.multihost_utils, "broadcast_one_to_all", told)
+    assert hosts.told_by_first(own) == "grün, of 1"
+
+
+@pytest.mark.parametrize(("process", "order"), [(0, ["work", "meet"]), (1, ["meet", "work"])])
+def test_the_first_process_works_before_the_others(monkeypatch, process, order):
+    done = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(hosts.multihost_utils, "sync_global_devices", lambda _: done.append("meet"))
+
+    @hosts.in_turn()
+    def work():
+        done.append("work")
+        raise KeyboardInterrupt  # after which nobody is waited for
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == order
+
+
+def test_all_but_the_first_process_write_elsewhere_and_log_nothing(monkeypatch, tmp_path):
+    own = hosts._own_options(RUN_OF_TWO, tmp_path)
+    assert own == RunConfig(run_dir=Path("r"), **LOGS)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert hosts._own_options(RUN_OF_TWO, tmp_path) == RunConfig(run_dir=tmp_path / "run", quiet=True)
+    run = tmp_path / "old"
+    for name in ("checkpoints", "clients"):
+        (run / name).mkdir(parents=True)
+        (run / name / "1").touch()
+    (run / "config.yaml").write_text("method: fedavg")
+    again = hosts._own_options(replace(RUN_OF_TWO, resume=run), tmp_path)
+    assert (again.resume, again.run_dir) == (tmp_path / "run",) * 2
+    for name in ("config.yaml", "checkpoints/1", "clients/1"):
+        assert (tmp_path / "run" / name).exists()
+    assert not (tmp_path / "run" / "config.yaml").is_symlink()
 
 
 def wait_for_rounds(folder, number, processes):
