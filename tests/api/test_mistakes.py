@@ -171,6 +171,7 @@ def history():
         (X[:3, :4], None, "images takes at least one image as those of the data set, [n, 6, 6, 1], not uint8 [3, 4,"),
         (X[:0], None, "images takes at least one image"),
         (X + 2.0, None, "images takes the data set's integers from 0 to 255, or these scaled to [0, 1]"),
+        (-1 - X.astype(int), None, "images takes integers from 0 to 255, as in the data set, or scaled numbers"),
         (X - 0.5, None, "images takes the data set's integers from 0 to 255, or these scaled to [0, 1]"),
         (NAN, None, "images takes the data set's integers from 0 to 255, or these scaled to [0, 1]"),
         ("x", None, "images takes at least one image"),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedjax_pcdd.cli.run import main
-from fedjax_pcdd.engine import devices, schedule, tuning
+from fedjax_pcdd.engine import devices, mesh, schedule, tuning
 from fedjax_pcdd.errors import UserError
 
 HERE = Path(__file__).parents[1]
@@ -127,6 +127,12 @@ def test_more_devices_than_there_are_is_a_sentence():
     there = len(jax.devices())
     with pytest.raises(UserError, match=f"devices={there + 1} is more than the {there} cpu devices"):
         devices.count_devices(there + 1)
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_a_sentence():
+    there = len(jax.devices())
+    with pytest.raises(UserError, match=rf"there are no {there + 1} devices: use at most {there}\."):
+        mesh.mesh_of(there + 1)
 
 
 def test_auto_is_one_device_on_a_cpu():
