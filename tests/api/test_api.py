@@ -23,6 +23,7 @@ from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.data.lists import Partition
 from fedjax_pcdd.engine.round import Simulation
+from fedjax_pcdd.models import forward
 from fedjax_pcdd.training.config import RUN, RunConfig
 from fedjax_pcdd.training.loop import own_state
 from fedjax_pcdd.training.trained_models import TrainedModels
@@ -229,6 +230,32 @@ def test_variables_of_a_client_have_the_statistics_that_it_keeps():
     for k in (0, 3):
         kept = jax.tree.map(lambda x, k=k: x[k], own["batch_stats"])
         jax.tree.map(np.testing.assert_array_equal, history.client_variables(k)["batch_stats"], kept)
+
+
+@struct.dataclass
+class Twice(fp.Method):
+    """Adds what its model says of the negative."""
+
+    def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
+        return sum(forward(model, variables, x, train=False)[0].logits for x in (images, 1 - images))
+
+
+def test_of_several_answers_the_features_are_the_first_ones():
+    simulated = toy.simulation()
+    images = simulated.federations[0].dataset.x_test[:3]
+    given = (simulated.federations[0], RunConfig(), [], simulated.start(), {}, simulated)
+    twice, plain = (fp.History("toy", method, *given).outputs(images) for method in (Twice(), fp.FedAvg()))
+    np.testing.assert_array_equal(twice.features, plain.features)
+    assert np.any(twice.logits != plain.logits)
+
+
+def test_numbers_of_a_table_may_be_any():
+    data, lists = fp.from_arrays([[5.5], [-7.0]], [0, 1], [[0.5]], [1]), [np.array([0])]
+
+    class Table(TrainedModels):
+        federation = Federation(data, Partition(lists, lists))
+
+    np.testing.assert_array_equal(Table()._images(data.x_train), data.x_train)
 
 
 @pytest.mark.slow
