@@ -1,5 +1,6 @@
 """Experiments trained together: what shares a program, the numbers and folders of single runs, failures, resuming."""
 
+import contextlib
 import functools
 import io
 import itertools
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedjax_pcdd.api import runs, sweep
+from fedjax_pcdd.api import records, runs, sweep
 from fedjax_pcdd.cli.run import main
 from fedjax_pcdd.cli.sweep import sweep_main
 from fedjax_pcdd.data.sources import load
 from fedjax_pcdd.engine.devices import CompileClock
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Method as FedAvg
 from fedjax_pcdd.training import loop
 from fedjax_pcdd.training.config import RunConfig, build
@@ -261,6 +263,21 @@ def test_no_more_experiments_than_fit_into_memory(monkeypatch, states, most):
     state = Setup([(config, method)]).simulation.start()
     monkeypatch.setattr(sweep, "available_memory", lambda: states * bytes_of(state))
     assert sweep.affordable(config, method) == most
+
+
+def test_the_disk_has_room_for_all_checkpoints_of_all_and_one_more_of_each(tmp_path, monkeypatch):
+    wanted = {}
+
+    def refuse(folder, size):
+        wanted[folder.parent.name] = size
+        raise UserError("full.")
+
+    monkeypatch.setattr(records, "check_space", refuse)
+    for name, seeds, keep in (("alone", 1, 3), ("two", 2, 3), ("more", 1, 8)):
+        with contextlib.suppress(UserError):
+            train(pairs(tmp_path / name, "fedavg", [{"seed": seed} for seed in range(seeds)], keep=keep))
+    one = wanted["alone"] / 4
+    assert wanted == {"alone": 4 * one, "two": 2 * 4 * one, "more": 9 * one}
 
 
 def test_one_bar_counts_the_rounds_of_all():
