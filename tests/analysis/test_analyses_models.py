@@ -228,8 +228,8 @@ def test_clients_on_the_host_are_seen_as_those_on_the_device():
 
 @pytest.mark.thorough
 def test_an_etf_has_its_angle_everywhere():
-    entry, *_ = tracked(toy.simulation("fedgela", cohort=5), ("angles",))
-    assert entry["angles"]["etf"] == etf_angle(4)
+    entry, *_ = tracked(toy.simulation("fedgela", cohort=5), ("angles", "features", "intra"))
+    assert {name: one.get("etf") for name, one in entry.items()} == dict.fromkeys(entry, etf_angle(4)) | {"intra": None}
     for model in ("global", "local"):
         assert entry["angles"][model]["all"] == pytest.approx(etf_angle(4), rel=1e-4)
 
