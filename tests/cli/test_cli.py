@@ -16,6 +16,7 @@ from fedjax_pcdd.cli import help, messages
 from fedjax_pcdd.cli import options as cli
 from fedjax_pcdd.cli.report import ReportOptions
 from fedjax_pcdd.cli.run import main
+from fedjax_pcdd.data.domains import TASKS
 from fedjax_pcdd.data.sources import DATASETS
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
@@ -338,6 +339,12 @@ def test_the_method_list_has_a_line_each_with_what_is_sent_and_the_paper(capsys,
     line = next(line for line in lines if line.startswith("fedmr"))
     assert "TMLR 2023" in line
     assert "P + C D + C" in line
+
+
+def test_the_list_of_tasks_names_the_participants(capsys):
+    assert main(["--list-tasks"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert [name for name, task in TASKS.items() if ", ".join(task.domains) not in words] == []
 
 
 def test_a_list_that_is_not_asked_for_is_not_shown(runs, capsys):
