@@ -84,7 +84,8 @@ def _verdicts(facts: Facts) -> str:
         f"After Holm's correction over the page {adjusted.count('held')} of {len(several)} comparisons with more than "
         f"one seed held, {adjusted.count('did not hold')} did not hold, and {adjusted.count('not distinguishable')} "
         f"cannot be distinguished from no difference; without any correction {alone.count('held')} would have held and "
-        f"{alone.count('did not hold')} not; {single} more comparisons have a single seed, which decides nothing."
+        f"{alone.count('did not hold')} not; {single} more {'comparison has' if single == 1 else 'comparisons have'} a single "
+        "seed, which decides nothing."
     )
 
 
