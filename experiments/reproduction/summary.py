@@ -80,12 +80,12 @@ def _verdicts(facts: Facts) -> str:
     adjusted = [one.verdict for one in several]
     alone = [one.uncorrected for one in several]
     single = len(facts.tried()) - len(several)
+    have = "comparison has" if single == 1 else "comparisons have"
     return (
         f"After Holm's correction over the page {adjusted.count('held')} of {len(several)} comparisons with more than "
         f"one seed held, {adjusted.count('did not hold')} did not hold, and {adjusted.count('not distinguishable')} "
         f"cannot be distinguished from no difference; without any correction {alone.count('held')} would have held and "
-        f"{alone.count('did not hold')} not; {single} more {'comparison has' if single == 1 else 'comparisons have'} a single "
-        "seed, which decides nothing."
+        f"{alone.count('did not hold')} not; {single} more {have} a single seed, which decides nothing."
     )
 
 
