@@ -28,7 +28,7 @@ class Evaluator:
     Attributes:
       methods: [E, ...] as they were configured.
       weights: [E, K] of clients in means over all of them, 0 for those that never train.
-      cohort: S, which bounds how many clients' states are looked at together where these are fetched.
+      cohort: S, at most as many clients are looked at together where samples are streamed and states are on the device.
       fetched: clients' states do not live on the device.
     """
 

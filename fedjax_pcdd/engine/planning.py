@@ -134,7 +134,7 @@ class Planner:
     def everyone_trains(self) -> bool:
         """Whether all clients with steps are in every cohort."""
         always = all(e.availability is None for e in self.experiments)
-        return always and bool(self.cohort_size >= (self.steps > 0).sum(1).max())
+        return always and bool(self.cohort_size >= (self.round_steps > 0).sum(1).max())
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """The cohort of each experiment: of the clients that are there, but for those that are lost in mid-round.

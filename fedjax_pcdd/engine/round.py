@@ -146,7 +146,10 @@ class Simulation(Planner):
             experiments = [e._replace(method=with_own_layers(e.method)) for e in experiments]
         _check_samples(experiments[0], public, execution.stream)
         super().__init__(experiments, cohort)
-        self.execution, blocks = self._fitted(execution)
+        self.owners = jax.process_count() if execution.client_state != "device" or execution.stream is not None else 1
+        each = execution.devices // self.owners  # devices of which one process's jobs are
+        self.execution, blocks = self._fitted(execution, schedule.most_jobs(len(experiments) * cohort, each))
+        self.capacity = schedule.most_steps(list(self.round_steps), cohort, self.execution.lanes, each, blocks.quantum)
         self.storage, devices = self._storage(), execution.devices
         self.program = Program(
             model=model,
@@ -175,16 +178,15 @@ class Simulation(Planner):
         self.weights = self.raw_weights(weights, self.methods, self.data)
         self._make_programs()
 
-    def _fitted(self, execution: Execution) -> tuple[Execution, Blocks]:
-        """The execution with lanes that all have jobs and a size of batches in tests, and the blocks of jobs."""
-        asked, jobs = execution, len(self.experiments) * self.cohort_size
-        self.owners = jax.process_count() if asked.client_state != "device" or asked.stream is not None else 1
-        each = asked.devices // self.owners  # devices of which one process's jobs are
-        most = schedule.most_jobs(jobs, each)
+    def _fitted(self, asked: Execution, most: int) -> tuple[Execution, Blocks]:
+        """The execution with lanes that all have jobs and a size of batches in tests, and the blocks of jobs.
+
+        Args:
+          most: jobs of one device in a round.
+        """
         lanes = max(1, min(asked.lanes, most))
         everyone = asked.devices == 1 and self.everyone_trains
         blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=asked.block)
-        self.capacity = schedule.most_steps(list(self.round_steps), self.cohort_size, lanes, each, blocks.quantum)
         tested = asked.eval_batch or evaluation_batch(lanes * self.local.batch_size)
         return replace(asked, lanes=lanes, eval_batch=tested), blocks
 
