@@ -6,6 +6,7 @@ method's `Simulation` there; `CLAIMS` lists them. A claim that does not hold is 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,10 +64,22 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
         try:
             claim(make)
         except AssertionError as error:
+            if claim in ROUNDED and _holds_in_float64(claim, tested):
+                continue
             raise AssertionError(f"{type(tested).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
     if as_fedavg is not None:
         off = simulation(tested.replace(**as_fedavg))  # pyright: ignore
         reduces_to_fedavg(off, simulation(Method(), held=tested.traits().validation))
+
+
+def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:
+    """Whether no more than float32's rounding is against it: FedDecorr magnifies that a thousand times, say."""
+    with jax.enable_x64(True):
+        try:
+            claim(partial(simulation, method, dtype=jnp.float64))
+        except AssertionError:
+            return False
+    return True
 
 
 def federation(seed: int = 0, noise: float = 40) -> Federation:
@@ -92,8 +105,9 @@ def public_images(count: int = 21, seed: int = 5) -> np.ndarray:
 
 
 def simulation(
-    method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device", held: bool = False
-) -> Simulation:
+    method: Method, *, lanes: int = 2, block: int | None = None, client_state: Any = "device", held: bool = False,
+    dtype: Any = jnp.float32,
+) -> Simulation:  # fmt: skip
     """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum.
 
     Args:
@@ -105,7 +119,8 @@ def simulation(
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
         method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3,
-        rounds=len(ROUNDS), public=public, execution=Execution(lanes=lanes, block=block, client_state=client_state),
+        rounds=len(ROUNDS), public=public,
+        execution=Execution(lanes=lanes, block=block, client_state=client_state, dtype=dtype, param_dtype=dtype),
     )  # fmt: skip
 
 
@@ -216,6 +231,8 @@ CLAIMS: tuple[Callable[[Make], None], ...] = (
     a_ragged_federation_gives_no_nan,
     a_round_without_clients_changes_nothing,
 )
+
+ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results)  # which float32 may round otherwise
 
 
 def reduces_to_fedavg(simulated: Simulation, plain: Simulation) -> None:

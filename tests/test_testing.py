@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import struct
 
+from fedjax_pcdd import testing
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS, Message, Method
 from fedjax_pcdd.testing import check_method
@@ -39,6 +40,19 @@ def test_a_method_that_fulfils_the_contract_passes():
 @pytest.mark.thorough
 def test_a_method_that_reduces_to_fedavg_passes():
     check_method(METHODS["fedprox"], as_fedavg={"mu": 0.0}, mu=0.1)
+
+
+def test_rounding_alone_is_not_held_against_a_method(monkeypatch):
+    def claim(make):
+        bias = testing.train(make(), (0,))[0].servers.variables["params"]["head"]["bias"]
+        lost = abs((bias + 1e3) - 1e3 - bias).max()
+        assert lost < 1e-9, "rounding"
+
+    monkeypatch.setattr(testing, "CLAIMS", (claim,))
+    with pytest.raises(AssertionError, match="Method: claim: rounding"):
+        check_method(Method)
+    monkeypatch.setattr(testing, "ROUNDED", (claim,))
+    check_method(Method)
 
 
 @pytest.mark.thorough

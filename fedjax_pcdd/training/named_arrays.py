@@ -58,7 +58,7 @@ def _like(value: np.ndarray, leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
     if sharding is not None and not sharding.is_fully_addressable:
         return distribute(value, len(sharding.device_set))
-    return jax.device_put(value, sharding, may_alias=False)
+    return jax.device_put(value, sharding)
 
 
 def bytes_of(tree: Any) -> int:
