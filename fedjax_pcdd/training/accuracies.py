@@ -123,7 +123,7 @@ class Accuracies(Callback):
             clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
             raise self._not_finite(run, f"the loss of client {clients}")
         if wrong := run.not_finite():  # after aggregation, distillation or exchange, though losses may be
-            raise self._not_finite(run, wrong)
+            raise self._not_finite(run, f"a value in {wrong}")
         return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None
 
     def _not_finite(self, run: Run, what: str) -> UserError:
