@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -168,8 +169,14 @@ def short_name(name: str) -> str:
 
     >>> [short_name(name) for name in ("moon+prototypes", "a/keep.py:FedKeep+prototypes", "runs/x/lists.npz")]
     ['moon+prototypes', 'FedKeep+prototypes', 'lists']
+    >>> [short_name(name) for name in ("fedprox+a/lion.py:Lion", "c++/keep.py:FedKeep+sam+lion.py:Lion")]
+    ['fedprox+Lion', 'FedKeep+sam+Lion']
     """
-    return Path(name).stem if name.endswith(".npz") else name.rpartition(":")[2]
+    if name.endswith(".npz"):
+        return Path(name).stem
+    *before, last = name.split(":")
+    leading = (re.fullmatch(r"((?:[\w.-]+\+)*)[^+]*", part) for part in before)  # names, and then a file's path
+    return "".join(found[1] for found in leading if found) + last
 
 
 def _import_path(origin: Origin) -> str:

@@ -345,6 +345,8 @@ def test_the_partition_of_any_run_is_a_partition(folder):
             "must give a list of samples",
         ),
         ({"train_0": np.arange(3), "train_1": np.arange(3), "test_0": np.arange(3)}, "as many test lists or none"),
+        ({"train_0": np.arange(3), "test_1": np.arange(3)}, "test_1 belongs to no client: number the lists"),
+        ({"train_0": np.arange(3), "test0": np.arange(3)}, "test0 belongs to no client: number the lists"),
     ],
 )
 def test_lists_that_do_not_fit_are_refused(arrays, sentence, tmp_path):
@@ -384,6 +386,32 @@ def test_a_partition_function_that_is_told_how_many_clients_makes_as_many(monkey
     refused(
         "three gives 3 lists where `?clients`? is 4", lambda: partition.partition("three", LABELS, LABELS, clients=4)
     )
+
+
+def test_a_partition_function_that_does_not_ask_has_its_own_number_of_clients(tmp_path):
+    (tmp_path / "split.py").write_text(
+        "import numpy as np\n\ndef three(y_train):\n    return np.array_split(np.arange(len(y_train)), 3)\n"
+    )
+    split = [f"--partition={tmp_path}/split.py:three", "--rounds=1", "--local-epochs=1", "--quiet"]
+    assert main([*split, f"--run-dir={tmp_path}/run"]) == 0
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["clients"] is None
+    digits = fp.load_dataset("digits")
+    refused(
+        "three gives 3 lists where `?clients`? is 7: drop it",
+        lambda: fp.partition(digits, f"{tmp_path}/split.py:three", clients=7),
+    )
+
+
+def test_what_a_partition_function_asks_for_has_an_effect(monkeypatch, recwarn):
+    def own(y_train, clients, beta):
+        return np.array_split(np.arange(len(y_train)), clients)
+
+    monkeypatch.setitem(partition.PARTITIONS.data, "own", own)
+    digits = fp.load_dataset("digits")
+    assert fp.partition(digits, "own", beta=0.7).num_clients == 10
+    assert not [w for w in recwarn if "no effect" in str(w.message)]
+    with pytest.warns(match="classes_per_client=3 has no effect with kind=own"):
+        fp.partition(digits, "own", classes_per_client=3)
 
 
 def test_a_hyperparameter_may_not_be_called_as_an_option(tmp_path):

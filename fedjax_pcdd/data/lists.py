@@ -129,7 +129,7 @@ def load_partition(path: str | Path) -> Partition:
     """The partition of a file; that of lists `train_0`, ... may have no test lists at all.
 
     Raises:
-      UserError: there is no such file or it holds no partition.
+      UserError: there is no such file, it holds no partition, or a list that is not numbered as the others.
     """
     arrays = read_arrays(path)
     if {"train", "train_size", "test", "test_size"} <= set(arrays):
@@ -137,6 +137,10 @@ def load_partition(path: str | Path) -> Partition:
     train, test = (_numbered(arrays, part) for part in ("train", "test"))
     if not train or (test and len(test) != len(train)):
         raise UserError(f"{path} holds no partition: it needs train_0, train_1, ... and as many test lists or none.")
+    used = {f"{part}_{k}" for part, lists in (("train", train), ("test", test)) for k in range(len(lists))}
+    for name in arrays:
+        if name.startswith(("train", "test")) and name not in used:
+            raise UserError(f"{path}: {name} belongs to no client: number the lists of each kind from 0 without gaps.")
     return Partition(train, test)
 
 

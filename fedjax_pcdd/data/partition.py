@@ -18,6 +18,12 @@ from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
 
+OPTIONS = (  # what a partition can ask for
+    *("y_train", "y_test", "num_classes", "clients", "seed", "beta", "classes_per_client", "retry", "min_size"),
+    *("doubled", "groups"),
+)
+CLIENTS = 10  # of a partition that asks how many there are to be, where nobody says
+
 
 def is_file(name: str) -> bool:
     """Whether the name of a partition is that of a file of index lists."""
@@ -25,8 +31,19 @@ def is_file(name: str) -> bool:
 
 
 def has_clients(name: str) -> bool:
-    """Whether a partition says by itself how many clients there are."""
-    return name == "natural" or is_file(name)
+    """Whether a partition says by itself how many clients there are; a function from outside may."""
+    return name == "natural" or name not in OWN
+
+
+def asked_for(name: str) -> frozenset[str] | None:
+    """The options that a function from outside has parameters for; None for a file and for those of this package.
+
+    Raises:
+      UserError: there is no such function, or it asks for what there is not.
+    """
+    if is_file(name) or name in OWN:
+        return None
+    return frozenset(_taken(name, PARTITIONS.find(name), dict.fromkeys(OPTIONS)))
 
 
 def check_name(name: str) -> None:
@@ -42,8 +59,9 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
       name: one of `PARTITIONS`, an import path, or a file of index lists.
       y_train: [n_train] integer labels in [0, C).
       y_test: [n_test] the same, possibly none.
-      options: `num_classes`, `clients`, `seed`, `groups`, and what the partitions take besides; each gets those that
-        it has parameters for. A function from outside returns the training lists, or training and test lists.
+      options: of `OPTIONS` those that there are; each partition gets those that it has parameters for, and where
+        `clients` is None and it asks for them, 10. A function from outside returns the training lists, or training and
+        test lists.
 
     Raises:
       UserError: there is none, an option is out of range, or one from outside fails or gives lists that do not fit.
@@ -52,15 +70,20 @@ def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) 
     if is_file(name):
         return checked(load_partition(located(name)), y_train, y_test, name)
     function = PARTITIONS.find(name)
+    asked = options.get("clients")
     known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
+    if asked is None:
+        known["clients"] = CLIENTS
     taken = _taken(name, function, known)
-    if function in _OWN:
+    if function in OWN.values():
         return function(**taken)
     with from_outside(f"partition {name} fails"):
         lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
     parts = checked(lists, y_train, y_test, name)
-    if len(parts.train) != taken.get("clients", len(parts.train)):
-        raise UserError(f"{name} gives {len(parts.train)} lists where `clients` is {taken['clients']}: give as many.")
+    there, wanted = len(parts.train), taken.get("clients", asked)
+    if wanted not in (None, there):
+        advice = "give as many" if "clients" in taken else "drop it, as the function does not ask for it"
+        raise UserError(f"{name} gives {there} lists where `clients` is {wanted}: {advice}.")
     return parts
 
 
@@ -338,8 +361,8 @@ def natural(groups: tuple[ArrayLike, ArrayLike] | None) -> Partition:
     )
 
 
-_OWN = (dirichlet, pcdd, extended_dirichlet, quantity, iid, natural)
-PARTITIONS: Registry[Callable[..., Any]] = Registry("partition", "partitions", {f.__name__: f for f in _OWN})
+OWN = {f.__name__: f for f in (dirichlet, pcdd, extended_dirichlet, quantity, iid, natural)}
+PARTITIONS: Registry[Callable[..., Any]] = Registry("partition", "partitions", OWN)
 """Functions that spread samples over clients, by name."""
 
 

@@ -1,5 +1,8 @@
 """The registry of methods: name -> class. A new method of this package is one file and one line here."""
 
+from contextlib import suppress
+from typing import Any
+
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.apfl import APFL
 from fedjax_pcdd.methods.ccvr import CCVR
@@ -137,7 +140,8 @@ def get(name: str) -> type[Method]:
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
-    own = {suffix: _addition(suffix) for suffix in suffixes if is_import_path(suffix)}
+    own = {suffix: _addition(suffix, load_object(suffix)) for suffix in suffixes if is_import_path(suffix)}
+    own |= {suffix: _addition(suffix, SERVER_OPTIMISERS[suffix]) for suffix in suffixes if suffix in SERVER_OPTIMISERS}
     return wrapped(cls, plain, suffixes, {**known_suffixes(), **own} if suffixes else {})
 
 
@@ -149,19 +153,22 @@ def every() -> dict[str, type[Method]]:
 
 
 def known_suffixes() -> dict[str, Wrapper]:
-    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go in front of a method."""
-    steps = {
-        name: Wrapper(in_front(step, name), 1, step.source()) for name, step in SERVER_OPTIMISERS.importable().items()
-    }
+    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go in front of a method.
+
+    Another package's that cannot be imported, or are none, are left out.
+    """
+    steps = {}
+    for name, step in SERVER_OPTIMISERS.importable().items():
+        with suppress(UserError):
+            steps[name] = _addition(name, step)
     return {**WRAPPERS.importable(), **steps}
 
 
-def _addition(path: str) -> Wrapper:
-    """What an import path behind a plus sign stands for: what is added to a method."""
-    found = load_object(path)
+def _addition(name: str, found: Any) -> Wrapper:
+    """What stands behind a plus sign by a name or an import path: what is added to a method."""
     if not (isinstance(found, type) and issubclass(found, Addition)):
-        raise UserError(f"{path} cannot stand behind a method: derive a dataclass from fp.ServerOptimised.")
-    return Wrapper(in_front(found, short_name(path)), int(issubclass(found, ServerStep)), found.source())
+        raise UserError(f"{name} cannot stand behind a method: derive a dataclass from fp.ServerOptimised.")
+    return Wrapper(in_front(found, short_name(name)), int(issubclass(found, ServerStep)), found.source())
 
 
 def plain_name(name: str) -> str:

@@ -402,11 +402,10 @@ class Method:
         cls.__doc__ = Described(vars(cls).get("__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __new__(cls, *_: Any, **__: Any) -> "Method":
-        """UserError for a class that is no dataclass itself: its fields would be nobody's."""
-        if "__dataclass_fields__" not in vars(cls):
-            raise UserError(
-                f"{cls.__name__} is no dataclass: write @flax.struct.dataclass above `class {cls.__name__}`."
-            )
+        """UserError for a class that is no dataclass of Flax itself: its fields would be nobody's, or not traced."""
+        if "_flax_dataclass" not in vars(cls):
+            kind = "a dataclass, but none of Flax" if "__dataclass_fields__" in vars(cls) else "no dataclass"
+            raise UserError(f"{cls.__name__} is {kind}: write @flax.struct.dataclass above `class {cls.__name__}`.")
         return super().__new__(cls)
 
     def traits(self) -> Traits:

@@ -37,7 +37,7 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
         raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
     parts = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
-        clients=config.clients or 0, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
+        clients=config.clients, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
         retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=dataset.groups,
     )  # fmt: skip
     if is_file(config.partition) and config.clients not in (None, len(parts.train)):

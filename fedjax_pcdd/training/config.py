@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from fedjax_pcdd.data.partition import check_name, has_clients
+from fedjax_pcdd.data.partition import CLIENTS, asked_for, check_name, has_clients
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import recall, short_name
 from fedjax_pcdd.training.fields import check, convert, convert_all, load_mapping, names_in, options_of, run_option
@@ -68,7 +68,8 @@ class RunConfig:
         "function (split.py:by_hospital)")
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
-        "number of clients K; by default 10, for natural and lists all there are, else those with the most samples",
+        "number of clients K; by default 10, for natural and lists all there are, else those with the most samples; a "
+        "function gets it if it asks for it",
         low=1, high=10**6)
     classes_per_client: int = run_option(2, "data", "classes of each client, for pcdd and extended_dirichlet", low=1)
     cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
@@ -235,7 +236,7 @@ class RunConfig:
         if self.task is None:
             check_name(self.partition)
         if self.clients is None and not has_clients(self.partition):
-            object.__setattr__(self, "clients", 10)
+            object.__setattr__(self, "clients", CLIENTS)
         if self.cohort is not None and self.clients is not None and self.cohort > self.clients:
             raise UserError(f"`cohort={self.cohort}` is more than the {self.clients} clients: lower it or raise them.")
 
@@ -369,18 +370,25 @@ def partition_tag(config: RunConfig) -> str:
 
 def unused(config: RunConfig, traits: "Traits") -> list[str]:
     """A sentence for each option that does nothing, as only another value of another option looks at it."""
-    both, partition = "extended_dirichlet", "partition"
+    both = "extended_dirichlet"
     public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
     exchanged = (config.method,) if traits.exchange != "never" or config.task else ()
     before = config.pretrain_epochs or traits.transfer_epochs or config.task  # which has epochs of its own
+    asked = asked_for(config.partition)
+
+    def of_partitions(*kinds: str, parameter: str) -> tuple[str, tuple[Any, ...]]:
+        own = kinds if asked is None else (config.partition,) if parameter in asked else ()
+        return "partition", own
 
     def where_given(name: str) -> tuple[str, tuple[Any, ...]]:
         return name, (value,) if (value := getattr(config, name)) else ()
 
     readers = {  # the option that it depends on, and values of that which look at it
-        "beta": (partition, ("dirichlet", both, "quantity")), "classes_per_client": (partition, ("pcdd", both)),
-        "doubled": (partition, ("pcdd",)), "retry": (partition, ("dirichlet",)),
-        "min_samples": (partition, ("dirichlet", "quantity")), "data_memory": ("data", ("auto", "stream")),
+        "beta": of_partitions("dirichlet", both, "quantity", parameter="beta"),
+        "classes_per_client": of_partitions("pcdd", both, parameter="classes_per_client"),
+        "doubled": of_partitions("pcdd", parameter="doubled"), "retry": of_partitions("dirichlet", parameter="retry"),
+        "min_samples": of_partitions("dirichlet", "quantity", parameter="min_size"),
+        "data_memory": ("data", ("auto", "stream")),
         "momentum": ("optimizer", ("sgd",)), "focal_gamma": ("loss", ("focal",)),
         "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
         "track_every": where_given("track"), "track_local": where_given("track"),
@@ -393,7 +401,7 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         + (f"with `{other}={used}`." if used else f"without `{other}`.")
         for name, value in changed.items()
         for other, values in [readers[name]]
-        if (used := getattr(config, other)) not in values and not (other == partition and config.task)
+        if (used := getattr(config, other)) not in values and not (other == "partition" and config.task)
     ]
 
 

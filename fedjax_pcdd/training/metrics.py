@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
 
 LAST = 10  # rounds averaged beside best and last
@@ -146,18 +147,22 @@ class History:
             self.ga_of_best[better] = ga_local[better]
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(rounds, values) of the rows that have a value."""
+        """(rounds, values) of the rows that have a value; UserError for a name that no row can have."""
+        known = name.split("_")[0] in ("ga", "pa", "loss")  # there though not measured, as ga_validation
+        if self.rows and not known and not any(name in row for row in self.rows):
+            raise UserError(f"no round has '{name}': {nearest(name, self.rows[-1])}")
         pairs = [(row["round"], row[name]) for row in self.rows if row.get(name) is not None]
         return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
 
     def best(self, name: str) -> tuple[float | None, int | None]:
-        """(value, round) of the first round that attains the maximum, of GA and PA by what selects."""
+        """(value, round) of the first round with the largest value, of GA and PA by what selects; smallest of loss."""
         rounds, values = self.column(name)
         selecting = f"{name}{SELECTED[self.select_on]}" if name in ("ga", "pa") else name
         scores = self.column(selecting)[1]
         if not len(values) or len(scores) != len(values):
             return None, None
-        return float(values[scores.argmax()]), int(rounds[scores.argmax()])
+        best = scores.argmin() if name == "loss" else scores.argmax()
+        return float(values[best]), int(rounds[best])
 
     def is_best(self, name: str) -> bool:
         """Whether the last row is the first to attain the maximum."""

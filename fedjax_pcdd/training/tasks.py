@@ -52,7 +52,8 @@ def has_participants(config: RunConfig, method: Method) -> bool:
 def setup(pairs: Sequence[Pair], given: Given = NOTHING) -> Setup:
     """The parts of experiments that share a program, of the kind that their options ask for."""
     config, method = pairs[0]
-    if not has_participants(config, method):
+    several = isinstance(given.model, list | tuple) and method.traits().own_models
+    if not (several or has_participants(config, method)):
         return Setup(pairs, given)
     if given.pipeline is not None or (given.model is not None and config.task is not None):
         raise UserError(f"{config.method} takes a task's models by name, and the customary pipeline: drop your own.")
