@@ -24,8 +24,9 @@ from fedjax_pcdd.engine.devices import CompileClock
 from fedjax_pcdd.engine.execution import Execution
 from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
-from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.errors import UserError, nearest, shortened
 from fedjax_pcdd.methods.method import Local, Method
+from fedjax_pcdd.training.fields import convert, is_plain, options_of
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)
@@ -46,10 +47,10 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
 
     Raises:
       AssertionError: a claim that does not hold, by its name.
-      UserError: a hook that returns another shape than it should; a method that exchanges logits, which has no contract
-        tests outside of this package.
+      UserError: no method, or a hyper-parameter that it has not; a hook that returns another shape than it should; a
+        method that exchanges logits, which has no contract tests outside of this package.
     """
-    tested = method(**hyper) if isinstance(method, type) else method.replace(**hyper)  # pyright: ignore
+    tested = _with(method, hyper)
     if tested.traits().exchange != "never":
         raise UserError(f"{type(tested).__name__} exchanges logits: check_method takes methods that do not.")
     programs: dict[Any, Simulation] = {}
@@ -68,8 +69,22 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
                 continue
             raise AssertionError(f"{type(tested).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
     if as_fedavg is not None:
-        off = simulation(tested.replace(**as_fedavg))  # pyright: ignore
+        off = simulation(_with(tested, as_fedavg))
         reduces_to_fedavg(off, simulation(Method(), held=tested.traits().validation))
+
+
+def _with(method: type[Method] | Method, hyper: dict[str, Any]) -> Method:
+    """The method with some hyper-parameters; UserError where it is none, or has none of such a name and value."""
+    plain = method() if isinstance(method, type) and issubclass(method, Method) else method
+    if not isinstance(plain, Method):
+        raise UserError(f"check_method takes a method or its class, as fp.FedProx, not {shortened(method)}.")
+    known = options_of(type(plain))
+    for name, value in hyper.items():
+        if name not in known:
+            raise UserError(f"{type(plain).__name__} has no hyper-parameter '{name}': {nearest(name, known)}")
+        if is_plain(known[name].kind):
+            hyper = hyper | {name: convert(known[name], None if value is None else str(value))}
+    return plain.replace(**hyper)  # pyright: ignore
 
 
 def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:

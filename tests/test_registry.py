@@ -525,6 +525,13 @@ def test_a_server_optimiser_by_its_path_is_part_of_what_a_run_began_with(tmp_pat
     )
 
 
+def test_one_that_is_none_does_not_spoil_the_other_suffixes(monkeypatch):
+    monkeypatch.setitem(methods.SERVER_OPTIMISERS.data, "odd", type("Odd", (), {}))
+    assert issubclass(methods.get("fedavg+adam"), fp.Method)
+    refused("odd cannot stand behind a method: derive a dataclass from fp.ServerOptimised", methods.get, "fedavg+odd")
+    refused("there is no|unknown|does not exist", methods.get, "fedavg+odder")
+
+
 @pytest.mark.parametrize("name", [*methods.METHODS, "fedavg+adam", "moon+prototypes"])
 def test_the_docstring_of_a_method_says_what_its_fields_know(name):
     text = inspect.getdoc(methods.get(name))

@@ -158,6 +158,8 @@ class History(TrainedModels):
         if ax is None:
             return plot([self], list(CURVES) if what is None else what)
         what = what or "ga"
+        if not hasattr(ax, "plot"):
+            raise UserError(f"takes axes of matplotlib, not {shortened(ax)}: `what` names a curve.", field="ax")
         if what not in CURVES:
             raise UserError(f"there is no curve '{what}': {nearest(what, CURVES)}")
         upwards, factor = axis_of(what)

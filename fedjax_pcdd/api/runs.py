@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from fedjax_pcdd.api.history import History
 from fedjax_pcdd.api.records import Asked, FolderRecord, MemoryRecord, Record, Result, check_given
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.engine.devices import OutOfMemory, in_sentences
 from fedjax_pcdd.engine.program import State
-from fedjax_pcdd.errors import Say, UserError, as_path, nearest, spelled, unreadable
+from fedjax_pcdd.errors import Say, UserError, as_path, nearest, shortened, spelled, unreadable
 from fedjax_pcdd.methods import Method
 from fedjax_pcdd.registry import short_name
 from fedjax_pcdd.training import loggers
@@ -264,6 +265,8 @@ def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -
     for name in objects:
         if name not in Given._fields:
             raise UserError(f"{asks} takes no argument '{name}': {nearest(name, Given._fields)}")
+    if not isinstance(objects.get("federation"), Federation | None):
+        raise UserError(f"takes what fp.partition returns, not {shortened(objects['federation'])}.", field="federation")
     given, resolved = Given(**objects), {}
     with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
         resolved = RunFolder(folder).read_json(RESOLVED) or {}

@@ -135,6 +135,8 @@ def _optuna() -> Any:
 def _space(name: str, text: str, method: str) -> Any:
     """The distribution of an option; None where it has one value."""
     bounds = _bounds(text)
+    if not bounds and _bounds(text.rpartition(":")[0]):
+        raise UserError(f"`{name}={text}` has bounds and something else: write them as {EXAMPLE}, or without :log.")
     if name in ALONE or not (bounds or "," in text):
         return None
     if name == "method":

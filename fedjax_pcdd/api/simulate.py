@@ -91,8 +91,8 @@ def simulate(
       options: further options of the command line, with its defaults, a list where that has commas: cohort, momentum,
         weight_decay, optimizer, optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights,
         augmentation, neck, bn, precision, local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
-        client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol, eval_batch,
-        validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
+        augment, client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol,
+        eval_batch, validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
         models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
 
     Returns:
@@ -197,6 +197,8 @@ def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
             hint = f"give it to the method, as {type(method).__name__}({name}={shortened(options[name])})."
         elif name in inspect.signature(partition).parameters:
             hint = "give it to fp.partition, which makes the federation."
+        elif name in RUN:
+            hint = "it is for the command line and fp.sweep."
         else:
             hint = nearest(name, OPTIONS)
         raise UserError(f"simulate takes no argument '{name}': {hint}")

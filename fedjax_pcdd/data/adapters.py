@@ -55,6 +55,8 @@ def from_huggingface(
 def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], what: str) -> str:
     """The column that was named, or that of a type, or with a usual name."""
     if wanted is not None:
+        if not isinstance(wanted, str):
+            raise UserError(f"a column is given by its name, not as {shortened(wanted)}.")
         if wanted not in features:
             raise UserError(f"the data set has no column '{wanted}': {nearest(wanted, features)}")
         return wanted
@@ -116,6 +118,8 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     Raises:
       UserError: there are no classes, a file is no image, or images differ in size.
     """
+    if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 1):
+        raise UserError(f"takes a number of pixels of at least 1, not {shortened(side)}.", field="side")
     root = as_path(path, "path")
     train = root / "train" if is_there(root / "train", Path.is_dir) else root
     test = next((root / key for key in _TESTS if is_there(root / key, Path.is_dir)), None) if train != root else None
@@ -180,9 +184,11 @@ def _stack(images: Sequence[Any]) -> np.ndarray:
         raise UserError(f"images have more than 8 bits ({deep.pop()}) beside others of 8: make them alike.")
     colour = None if deep else "L" if modes <= {"1", "L"} else "RGB"
     arrays = [np.asarray(x.convert(colour) if colour and isinstance(x, Image.Image) else x) for x in images]
+    if not arrays:
+        raise UserError("there are no images: name a data set that has some.")
     sizes = sorted({array.shape for array in arrays})
     if len(sizes) != 1:
-        raise UserError(f"images must have one size, not {', '.join(map(str, sizes[:3])) or 'be none'}: resize them.")
+        raise UserError(f"images must have one size, not {', '.join(map(str, sizes[:3]))}: resize them.")
     return as_images(np.stack(arrays), "the array of images")
 
 
@@ -191,6 +197,8 @@ def _labels(labels: Sequence[Any]) -> np.ndarray:
     if len({row.size for row in rows}) > 1:
         raise UserError("labels must be one integer from 0 for each sample, not of several lengths.")
     y = np.asarray(rows) if rows else np.zeros((0, 1), int)
-    if y.ndim != 2 or y.shape[1] != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
+    if y.dtype.kind in "iu" and y.size and y.min() < 0:
+        raise UserError(f"labels must be integers from 0, not from {y.min()}: leave out samples without a label.")
+    if y.ndim != 2 or y.shape[1] != 1 or y.dtype.kind not in "iu":
         raise UserError(f"labels must be one integer from 0 for each sample, not {y.dtype} {list(y.shape)}.")
     return y[:, 0]

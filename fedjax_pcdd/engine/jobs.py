@@ -172,7 +172,7 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
         return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **after))
 
     made = method.local_update(evaluate, step_on, variables, batch, context)
-    value, state, (updates, optimiser) = of_kind(method, "local_update", made, object, object, tuple)
+    value, state, (updates, optimiser) = of_kind(method, "local_update", made, object, object, Step)
     alike(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
     alike(method, "local_update", "variables", after, variables, "download gave them")

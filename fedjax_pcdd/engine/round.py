@@ -397,7 +397,7 @@ class Simulation(Planner):
         setting = self.program.setting
         plain = [
             e._replace(
-                method=e.method.fine_tuner(setting, epochs),
+                method=of_kind(e.method, "fine_tuner", e.method.fine_tuner(setting, epochs), Method),
                 local=replace(e.local, epochs=epochs, local_steps=None, lr_steps=()),
             )
             for e in self.experiments

@@ -11,6 +11,7 @@ import optax
 from flax import struct
 
 from fedjax_pcdd.errors import UserError
+from fedjax_pcdd.methods.checks import of_kind
 from fedjax_pcdd.methods.drift import Drifting
 from fedjax_pcdd.methods.method import hyperparameter
 from fedjax_pcdd.methods.server_step import ServerStep
@@ -39,6 +40,7 @@ class ServerOptimised(ServerStep):
                 raise UserError(
                     f"`{name}={getattr(self, name):g}` lets moments grow or stand still: choose less than 1."
                 )
+        of_kind(self, "server_rule", self.server_rule(), optax.GradientTransformation)
         if self.server_lr == 0:
             advice = [*advice, "`server_lr=0` leaves the server's parameters where they are: set it above 0."]
         drifts = isinstance(self, Drifting) and self.server_step == "full"

@@ -297,7 +297,8 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     ]
     if lacking := [key for key in needed if key not in known and key != "rngs"]:
         raise UserError(
-            f"model {name} needs '{lacking[0]}': pass a Flax module, or a class that needs no more than rngs."
+            f"model {name} needs '{lacking[0]}': pass a Flax module, or a class that needs no more than some of "
+            f"{', '.join([*known, 'rngs'])}."
         )
     arguments = {key: value for key, value in known.items() if key in taken}
     if "rngs" in taken:

@@ -150,4 +150,7 @@ def as_callbacks(given: Iterable[Any]) -> list[Callback]:
             raise UserError(f"takes fp.Callback objects and functions of a run and a report, not {one!r}.", "callbacks")
         if not isinstance(one, Callback) and not takes(one, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
+        if isinstance(one, Callback) and not takes(one.on_round, 2):
+            name = type(one).__name__
+            raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
     return [one if isinstance(one, Callback) else Function(one) for one in given]

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, called
+from fedjax_pcdd.training.callbacks import takes
 from fedjax_pcdd.training.fields import names_in
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
@@ -93,7 +94,8 @@ def check(config: Any) -> None:
         if getattr(config, name):
             load(name)
     for name in names_in(config.loggers):
-        LOGGERS.find(name)
+        if not takes(LOGGERS.find(name), 2):
+            raise UserError(f"logger {name} must be a function of the run's folder and its options.")
 
 
 def made(config: Any, folder: Path) -> list[Callback]:

@@ -88,7 +88,7 @@ class TrainedModels:
     def variables(self) -> Tree:
         """Variables of the global model; UserError where the method has none."""
         if not self.method.traits().global_model:
-            raise UserError(f"{self.label} has no global model: take client_variables(k).")
+            raise UserError(f"{self.label} has no global model: take client_variables(k), or give client=k.")
         return self.method.generic_variables(self._trained(0)[1])
 
     def client_variables(self, client: int) -> Tree:

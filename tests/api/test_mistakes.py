@@ -1,10 +1,13 @@
 """What a newcomer gets wrong in Python: each mistake is one sentence that names what is wrong, before anything runs."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from flax import struct
 
 import fedjax_pcdd as fp
+from fedjax_pcdd.testing import check_method
 
 X, Y = np.zeros((60, 6, 6, 1), np.uint8), np.arange(60) % 3
 DATA = fp.from_arrays(X, Y, X, Y)
@@ -19,6 +22,12 @@ def partition(*lists):
 def simulate(**options):
     small = {"model": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 0}
     return fp.simulate(FEDERATION, **{**small, **options})
+
+
+class Rows(list):
+    """Rows of a data set of Hugging Face's library."""
+
+    features = ("image", "label")
 
 
 @struct.dataclass
@@ -45,7 +54,68 @@ class Personal(fp.Method):
         """Gives none."""
 
 
+@dataclass(frozen=True)
+class Plain(fp.Method):
+    """A dataclass that JAX does not know."""
+
+
+@struct.dataclass
+class Tunes(fp.Method):
+    def fine_tuner(self, setting, epochs):
+        """Gives none."""
+
+
+@struct.dataclass
+class Rules(fp.ServerOptimised):
+    server_lr: float = 1.0
+
+    def server_rule(self):
+        """Gives no transformation."""
+        return 3
+
+
+@struct.dataclass
+class Evaluates(fp.Method):
+    def local_update(self, evaluate, step_on, variables, batch, context):
+        """Gives a gradient in place of a step."""
+        return evaluate(variables)
+
+
+class Deaf(fp.Callback):
+    def on_round(self, run):
+        """Takes no report."""
+
+
 MISTAKES = {
+    "a method that is no dataclass of Flax": (Plain, "Plain is a dataclass, but none of Flax: write @flax.struct"),
+    "a method that tunes by none": (
+        lambda: simulate(method=Tunes(), fine_tune_epochs=1),
+        "Tunes.fine_tuner must return a Method, not NoneType",
+    ),
+    "a rule that is none": (lambda: simulate(method=Rules()), "Rules.server_rule must return a GradientTransformation"),
+    "a gradient in place of a step": (
+        lambda: simulate(method=Evaluates()),
+        "local_update must return a tuple (anything, anything, a Step), not Evaluated",
+    ),
+    "a callback that takes no report": (lambda: simulate(callbacks=[Deaf()]), "Deaf.on_round must take a run and"),
+    "a column by number": (lambda: fp.from_huggingface(Rows([]), image=3), "a column is given by its name, not as 3"),
+    "a side in words": (lambda: fp.from_folder(".", side="8"), "side takes a number of pixels of at least 1, not '8'"),
+    "a negative side": (lambda: fp.from_folder(".", side=-3), "side takes a number of pixels of at least 1, not -3"),
+    "no images": (lambda: fp.from_torch([]), "there are no images: name a data set that has some"),
+    "labels of nobody": (
+        lambda: fp.from_torch([(X[0], -1), (X[0], 1)]),
+        "labels must be integers from 0, not from -1: leave out",
+    ),
+    "an option of the command line": (
+        lambda: simulate(track="angles"),
+        "'track': it is for the command line and fp",
+    ),
+    "misspelt bounds": (lambda: fp.search({"lr": (0.01, 0.3, "lgo")}), "lr=0.01:0.3:lgo has bounds and something else"),
+    "no contract of a name": (lambda: check_method("fedavg"), "check_method takes a method or its class, as fp.FedPr"),
+    "no contract of nothing": (lambda: check_method(None), "check_method takes a method or its class, as fp.FedProx"),
+    "a misspelt hyper-parameter": (lambda: check_method(fp.FedProx, nu=1), "has no hyper-parameter 'nu': choose one of mu"),
+    "a hyper-parameter in words": (lambda: check_method(fp.FedProx, mu="a"), "mu takes a number, not 'a'"),
+    "a hyper-parameter below": (lambda: check_method(fp.FedProx, mu=-3), "mu must be at least 0"),
     "numbers that are not finite": (lambda: fp.from_arrays(NAN, Y, X / 255, Y), "x_train holds numbers that are not"),
     "no samples": (lambda: fp.from_arrays(X[:0], Y[:0], X, Y), "x_train holds no samples"),
     "samples of several sizes": (lambda: fp.from_arrays([[1], [1, 2]], [0, 1], X, Y), "x_train holds samples of sev"),
@@ -192,6 +262,11 @@ def test_a_metric_gives_one_number(value):
         simulate(metrics={"a": lambda run: value})
 
 
+def test_curves_are_drawn_on_axes(history):
+    with pytest.raises(fp.UserError, match="ax takes axes of matplotlib, not 3"):
+        history.plot(3)
+
+
 def test_the_history_of_one_run_need_not_be_in_a_list(history):
     assert len(fp.plot(history, "ga").axes) == 1
     assert fp.table(history) == fp.table([history])
@@ -203,6 +278,8 @@ def test_an_argument_that_load_run_does_not_know_is_refused(tmp_path):
     simulate(run_dir=tmp_path / "run")
     with pytest.raises(fp.UserError, match="load_run takes no argument 'modle': did you mean 'model'"):
         fp.load_run(tmp_path / "run", modle="mlp")
+    with pytest.raises(fp.UserError, match=r"federation takes what fp\.partition returns, not 3"):
+        fp.load_run(tmp_path / "run", federation=3)
 
 
 def test_a_wrong_name_of_the_package_lets_python_name_the_right_one():

@@ -75,9 +75,10 @@ def test_batch_norms_that_group_norm_would_leave_are_refused(federation, model):
 
 
 @pytest.mark.thorough
-def test_participants_have_models_of_their_own(federation):
+@pytest.mark.parametrize("pretrained", [0, 1])
+def test_participants_have_models_of_their_own(federation, pretrained):
     models = [Backbone(), NNX, "mlp"]
-    history = fp.simulate(federation, "solo", model=models, pretrain_epochs=1, **SMALL)
+    history = fp.simulate(federation, "solo", model=models, pretrain_epochs=pretrained, **SMALL)
     assert np.isfinite(history.pa).all()
     with pytest.raises(fp.UserError, match="fedavg trains one model: give that, not several"):
         fp.simulate(federation, "fedavg", model=models, **SMALL)

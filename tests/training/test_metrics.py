@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods import METHODS
 from fedjax_pcdd.training import metrics
 from fedjax_pcdd.training.metrics import History, new_history
@@ -82,6 +83,16 @@ def test_best_accuracies_of_clients_are_those_of_their_own_best_rounds():
     summary = metrics.result(history, METHODS["fedavg"]())
     assert summary["pa_best_per_client"] == [0.9, 0.8]
     assert summary["pa_best_clients"] == pytest.approx(0.85)
+
+
+def test_of_losses_the_smallest_is_the_best():
+    rows = [{"round": r, "ga": ga, "loss": loss} for r, ga, loss in ((1, 0.2, 3.0), (2, 0.3, 2.0), (3, 0.1, 4.0))]
+    history = new_history(2)
+    history.rows.extend(rows)
+    assert (history.best("ga"), history.best("loss")) == ((0.3, 2), (2.0, 2))
+    assert history.best("ga_validation") == (None, None)
+    with pytest.raises(UserError, match="no round has 'gaa': did you mean 'ga'"):
+        history.last("gaa")
 
 
 def test_the_mean_of_the_last_ten_is_over_ten_rounds_that_were_evaluated():
