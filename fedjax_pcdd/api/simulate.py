@@ -92,8 +92,8 @@ def simulate(
         weight_decay, optimizer, optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights,
         augmentation, neck, bn, precision, local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
         augment, client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol,
-        eval_batch, validation, select_on; data_dir, public, public_samples, public_batch for methods that need public images;
-        models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
+        eval_batch, validation, select_on; data_dir, public, public_samples, public_batch for methods that need public
+        images; models, pretrain_epochs, pretrain_batch_size for methods whose clients have models of their own.
 
     Returns:
       Accuracies and losses of all rounds, and the final state.
