@@ -4,15 +4,18 @@ Settings are the presets' but for the size: fewer samples, epochs and rounds, an
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import fedjax_pcdd as fp
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.loop import loop
 from fedjax_pcdd.training.options import configure
-from fedjax_pcdd.training.presets import PRESETS
+from fedjax_pcdd.training.presets import PRESETS, read_preset
+from fedjax_pcdd.training.setup import Given
 from fedjax_pcdd.training.tasks import setup
 
 DATA = Path(os.environ.get("PCDD_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -57,6 +60,28 @@ def test_the_papers_settings_train_on_clients_of_two_classes(method, dataset, se
     accuracies = [row[name] for row in result.history.rows]
     assert max(accuracies) > best
     assert accuracies[-1] > last
+
+
+def cells():
+    """A cell of each method or its variants, of the first split of each preset for images; tasks need files."""
+    for name in sorted(str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.rglob("*.yaml")):
+        preset = read_preset(name, PRESETS)
+        if name != "fedmr/shakespeare" and not name.startswith("fccl/"):
+            split, varied = next(iter(preset.splits)), [one["method"] for one in preset.variants.values()]
+            rows = [*(method for method in preset.methods if method not in varied), *preset.variants]
+            yield from (pytest.param(name, split, row, id=f"{name}-{row}") for row in rows)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("preset", "split", "row"), [*cells()])
+def test_every_method_of_a_preset_can_be_set_up(preset, split, row):
+    named = {"variant": row} if row in read_preset(preset, PRESETS).variants else {"method": row}
+    small = {"model": "mcmahan_cnn", "batch_size": "4", "rounds": "2", "initial_weights": "none"}
+    config, method = configure({"preset": preset, "split": split, **named, **small}, PRESETS)
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (8 * 20, 16, 16, 3), np.uint8), np.arange(8 * 20) % 20
+    federation = fp.partition(fp.from_arrays(images, labels, images, labels), "iid", clients=8)
+    setup([(replace(config, cohort=None), method)], Given(federation))
 
 
 @pytest.mark.thorough
