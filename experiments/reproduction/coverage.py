@@ -19,9 +19,10 @@ edit it. `python experiments/reproduce.py --coverage --json` gives the list.
 
 Each table, figure and theorem of the four papers, and what their texts claim beside them: what it shows, whether it was
 run, at which scale, and where the result is. Commands are for a clone with the data sets in its folder `data`
-([data.md](data.md)), and have the papers' settings, which mostly need a GPU: every one takes smaller ones, as
-`--model=simple_cnn --rounds=20`. A table is whole with `reproduce.py --scale=paper`, one split of it with `sweep.py`.
-The scale `paper` is the paper's own, `digits` the built-in digits, `cpu` and `full` those of
+([data.md](data.md)), and have the papers' settings, which mostly need a GPU: those of `run.py` and `sweep.py` take
+smaller ones, as `--model=simple_cnn --rounds=20` (in a task `--models`), `reproduce.py` another `--scale`. A table is
+whole with `reproduce.py --scale=paper`, one split of it with `sweep.py`.
+The scale `paper` is the paper's own, `digits` the built-in digits, `cpu`, `mid`, `long` and `full` those of
 [reproduction.md](reproduction.md). A diagram has no data.
 """
 

@@ -196,7 +196,7 @@ class FolderRecord(Record):
         elif self.checkpoint.missing:
             lost = ", ".join(self.checkpoint.missing)
             self.say(
-                f"{self.folder.path} was trained with {lost}: to go on with it, resume in Python with `callbacks`."
+                f"{self.folder.path} was trained with {lost}: to go on with it, resume in Python with callbacks=[...]."
             )
         return began
 

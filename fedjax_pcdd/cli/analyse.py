@@ -140,6 +140,8 @@ def _partition(given: Options) -> str:
     output = given.pop("output", "partition.png")
     _check_suffix(output)
     if "counts" in given:
+        if len(given) > 1:
+            raise UserError("is all that is drawn: leave the other options out.", field="counts")
         maps = [read_counts(Path(given["counts"]))]
     else:
         if "task" in given:

@@ -56,6 +56,8 @@ def _prepare(options: PrepareOptions) -> None:
 
 def _by_client(name: str, options: PrepareOptions) -> Path:
     dataset = load(name, options.data_dir)
+    if dataset.groups is None:
+        raise UserError(f"'{name}' names no writers or domains, so that there are no clients to write.")
     parts = partition("natural", dataset.y_train, dataset.y_test, groups=dataset.groups)
     assert options.federation is not None
     return write_federation(options.federation, Federation(dataset, parts), name=dataset.name)

@@ -141,7 +141,7 @@ def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
     if left:
         notes.append(f"{left} finished runs do not belong to this preset and are left out.")
     if any(len(entry.runs) == 1 for entry in entries):
-        notes.append("Where there is one seed alone, differences are mostly noise; `compare` tells with several.")
+        notes.append("Where there is one seed alone, differences are mostly noise; compare tells with several.")
     return notes
 
 

@@ -117,6 +117,8 @@ def traffic(records: list[RunRecord], given: Options) -> str:
         raise UserError(f"uploads are printed in {TABLE3} alone: leave `preset` out, or name runs.")
     if not records:
         return _table3()
+    if "preset" in given:
+        raise UserError("is for what the papers print: leave it out beside runs.", field="preset")
     lines = []
     for label, record in zip(labels_of(records), records, strict=True):
         counts, words, cohort = _counted(record)
@@ -307,6 +309,8 @@ def grid(records: list[RunRecord], given: Options) -> str:
             shown = _number(best) if isinstance(best, int | float) else str(best)
             numbers = [shown, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
             lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
+    if not lines:
+        raise UserError("no runs of one method differ in a hyper-parameter: name those of a search or a sweep.")
     return table(["split", "method", "", "best", "chosen on", "GA best (%)", "paper", "GA over the paper's"], lines)
 
 

@@ -95,6 +95,8 @@ def _main(argv: Sequence[str]) -> int:
         print(HELP)
         return 0
     own, results = own_options(given, OPTIONS), {}
+    if slurm and own["launcher"] == "processes":
+        raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
     words = [f"{flag(name)}={text}" for name, text in given.items()]
     if own["status"] and own["sweep_dir"] and not given:
         from fedjax_pcdd.api import sweep
@@ -219,7 +221,7 @@ def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Se
         function = submitit.helpers.CommandFunction(list(command), verbose=False)
         jobs = [executor.submit(function) for _ in range(own["workers"])]
     except Exception as error:  # whatever a scheduler says
-        raise UserError(f"the workers cannot be started: {in_one_line(error)}.") from error
+        raise UserError(f"the workers cannot be started: {in_one_line(error).rstrip('?.')}.") from error
     for job in jobs:
         job.wait()
 

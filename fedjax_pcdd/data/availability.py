@@ -71,9 +71,9 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
         return Availability(np.minimum(1, most * swing + most / 10).astype(np.float32), shares)
     arrays = read_arrays(Path(source).expanduser(), ("probability", "lost"))
     if "probability" not in arrays:
-        raise UserError(f"{source} holds no `probability` of clients: store [K] or [rounds, K] of it, and `lost` [K].")
+        raise UserError(f"{source} holds no probability of clients: store [K] or [rounds, K] of it, and lost [K].")
     if lost and "lost" in arrays:
-        raise UserError(f"{source} says who is lost: drop `lost_share`, or leave `lost` out of the file.")
+        raise UserError(f"{source} says who is lost: drop `lost_share`, or leave lost out of the file.")
     probability, shares = np.atleast_2d(arrays["probability"]), arrays.get("lost", shares)
     for name, values in (("probability", probability), ("lost", shares)):
         if values.shape[-1:] != (clients,) or values.ndim != (2 if name == "probability" else 1) or not len(values):

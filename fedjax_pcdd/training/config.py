@@ -95,7 +95,7 @@ class RunConfig:
         "accuracy by which the best round is chosen: share of all samples, or mean recall of the classes")
 
     model: str | None = run_option(None, "model",
-        "architecture, see `list_models`; by default lstm for text, mlp for digits, else simple_cnn")
+        "architecture, see `list_models`; by default lstm for text, mlp for digits and tables, else simple_cnn")
     neck: Literal[0, 1, 2] = run_option(0, "model",
         "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
     bn: Literal["average", "local", "local-layers", "group"] = run_option("average", "model",

@@ -272,6 +272,14 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, arguments, sentence):
     assert refused(capsys, *(word.format(tmp_path) for word in arguments)) == sentence
 
 
+def test_what_an_analysis_would_not_look_at_is_refused(run, capsys):
+    both = refused(capsys, "partition", "--counts=counts.csv", "--partition=pcdd")
+    assert both == "--counts is all that is drawn: leave the other options out."
+    assert "no runs of one method differ in a hyper-parameter" in refused(capsys, "grid", run / "plain")
+    beside = refused(capsys, "traffic", run / "plain", "--preset=fedmr/table3")
+    assert beside == "--preset is for what the papers print: leave it out beside runs."
+
+
 def test_counts_that_cannot_be_read_are_named_and_not_the_picture(tmp_path, capsys, monkeypatch):
     (tmp_path / "counts").mkdir()
     assert "counts is no file" in refused(capsys, "partition", f"--counts={tmp_path / 'counts'}")

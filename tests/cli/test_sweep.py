@@ -493,6 +493,11 @@ def test_a_scheduler_gets_its_own_parameters_by_its_name_and_common_ones_as_they
     }  # fmt: skip
 
 
+def test_settings_of_slurm_are_for_its_launcher(capsys):
+    assert sweep_main(["--method=fedavg,fedprox", "--slurm.partition=gpu"]) == 2
+    assert "--slurm.partition=gpu is for jobs of Slurm: add --launcher=slurm" in capsys.readouterr().err
+
+
 def test_a_launcher_that_is_missing_or_refuses_is_a_sentence(tmp_path, monkeypatch):
     own = {"launcher": "slurm", "workers": 2}
     monkeypatch.setitem(sys.modules, "submitit", None)

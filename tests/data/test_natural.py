@@ -85,6 +85,7 @@ def test_the_command_writes_the_writers_of_a_data_set(tmp_path, capsys):
     x, y = np.zeros((6, 4, 4), np.uint8), np.arange(6) % 3
     np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y, writer=np.arange(12) % 2)
     assert prepare_main(["mine", f"--data-dir={tmp_path}", f"--federation={tmp_path / 'mine'}"]) == 0
+    assert prepare_main(["digits", f"--federation={tmp_path / 'digits'}"]) == 2
     assert "Written to" in capsys.readouterr().out
     assert fp.partition(fp.load_dataset(str(tmp_path / "mine")), "natural").sizes.tolist() == [3, 3]
 
