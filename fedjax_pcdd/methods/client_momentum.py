@@ -15,7 +15,7 @@ from flax import struct
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Tree, hyperparameter
 from fedjax_pcdd.methods.own_layers import shared_part
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, optimiser_advice
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -61,7 +61,7 @@ class ClientMomentum(Method):
             raise UserError(f"{name} without a share of the clients' own gradients learns nothing: set it above 0.")
         stretched = "and `step_normaliser=steps` makes its direction about {:.3g} times a gradient and diverges"
         more = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
-        return method, [*advice, *more]
+        return method, [*advice, *optimiser_advice(name, hyper), *more]
 
     def init_server(self, setting, variables, class_counts, key):
         """Delta = 0."""

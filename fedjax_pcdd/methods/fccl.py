@@ -22,7 +22,7 @@ class Learner(NamedTuple):
     """A participant's models; all three are the pre-trained one before the first round."""
 
     variables: Tree  # theta
-    previous: Tree  # theta at the end of the last round
+    previous: Tree  # theta after the local training of the last round, before models are averaged
     pretrained: Tree  # theta*
 
 

@@ -16,7 +16,7 @@ from flax import struct
 
 from fedjax_pcdd.methods.drift import Drifting, size_factor
 from fedjax_pcdd.methods.method import Context, Traits, hyperparameter
-from fedjax_pcdd.methods.steps import effective_steps, state_advice
+from fedjax_pcdd.methods.steps import effective_steps, optimiser_advice, state_advice
 from fedjax_pcdd.trees import squared_distance
 
 
@@ -45,7 +45,8 @@ class FedDC(Drifting):
     def configure(self, setting, hyper):
         """With momentum, an update over K_s steps is too large a state."""
         counted = self.step_normaliser != "steps"
-        return self, [*self.unread(), *state_advice("FedDC", setting, hyper, counts_momentum=counted)]
+        advice = [*self.unread(), *optimiser_advice("FedDC", hyper)]
+        return self, [*advice, *state_advice("FedDC", setting, hyper, counts_momentum=counted)]
 
     def _ratio(self, context: Context):
         return size_factor(context) if self.alpha_scaling == "inverse_size" else 1.0

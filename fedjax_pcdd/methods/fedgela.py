@@ -106,7 +106,10 @@ class FedGELA(Method):
         return cross_entropy(logits, batch.labels, mask=batch.mask, classes=self._allowed(context.facts))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """m_c . h; a client's Phi_c m_c . h, over its own classes where the softmax had only those."""
+        """m_c . h; a client's Phi_c m_c . h, over its own classes where the softmax had only those.
+
+        So is the GA of clients' models (`bn=local-layers`, domains of a task), of which this makes local ones.
+        """
         outputs, _ = forward(model, variables, images, train=False)
         scores = self._scores(server, outputs, 1.0 if scope == "generic" else client)
         allowed = None if scope == "generic" else self._allowed(facts)

@@ -47,6 +47,12 @@ class FedNova(Method):
         """As FedAvg."""
         return Traits("Wang et al., NeurIPS 2020")
 
+    def configure(self, setting, hyper):
+        """A proximal term whose steps go past its centre, of which a_k may be 0."""
+        pull = float(hyper.lr * self.mu)
+        beyond = f"`mu={self.mu:g}` times `lr` is {pull:.3g}, so steps go past the global model: lower `mu`."
+        return self, [beyond] if pull >= 1 else []
+
     def regulariser(self, params, context):
         """(mu / 2) * ||w - w^t||^2, a scalar."""
         return 0.5 * self.mu * squared_distance(params, context.start["params"])

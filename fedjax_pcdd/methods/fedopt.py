@@ -96,7 +96,7 @@ class FedYogi(FedAdam):
     """v <- v - (1 - beta2) g^2 sign(v - g^2)."""
 
     def server_rule(self):
-        """The printed rule, optax's, or Keras's; the latter two start both moments above 0."""
+        """The printed rule, optax's, or Keras's; the latter two start moments above 0, which moves frozen parts."""
         betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
         if self.server_form == "optax":
             return optax.scale_by_yogi(*betas, eps=tau)

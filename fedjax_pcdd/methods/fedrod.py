@@ -63,6 +63,9 @@ class FedRoD(PersonalHead):
         return logits + outputs.logits if self.personal_logits == "sum" else logits
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the generic head; a client's of both heads, or of the personal one; without the prior."""
+        """Of the generic head; a client's of both heads, or of the personal one; without the prior.
+
+        The GA of clients' models, as with `bn=local-layers`, is that of a client's heads, too.
+        """
         outputs, _ = forward(model, variables, images, train=False)
         return outputs.logits if scope == "generic" else self._personal(variables, outputs)

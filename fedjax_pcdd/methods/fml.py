@@ -3,8 +3,9 @@
 Shen et al., "Federated Mutual Learning", 2020.
 Sent: the meme, both ways (its normalisation statistics too). The meme is averaged with equal weights, as officially (so
 are its statistics); `meme_weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
-optimiser that is new each round (officially the private model's goes on). FCCL does not say which meme it compared
-with: ResNet10 is ours. Published as it is, the official script never averages: its calls are commented out.
+optimiser that is new each round (officially the private model's goes on); clipping, if any, sees both together. FCCL
+does not say which meme it compared with: ResNet10 is ours. Published as it is, the official script never averages: its
+calls are commented out.
 """
 
 from typing import Literal
@@ -33,7 +34,7 @@ class FML(Participant):
     def traits(self):
         """One meme for all architectures; the published code keeps the private model's optimiser alone."""
         kinds = {"personal_model": "local" if self.answer == "private" else "server", "resumed": ("private",)}
-        return super().traits()._replace(paper="Shen et al., 2020", common_server=True, **kinds)
+        return super().traits()._replace(paper="Shen et al., 2020", common_server=True, own_loss=True, **kinds)
 
     def build(self, model):
         """The participant's model and a meme."""

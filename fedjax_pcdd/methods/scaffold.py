@@ -17,7 +17,8 @@ from flax import struct
 
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Context, Message, Method, Summary, Traits, Tree, hyperparameter
-from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, state_advice
+from fedjax_pcdd.methods.own_layers import shared_part
+from fedjax_pcdd.methods.steps import effective_steps, momentum_advice, optimiser_advice, state_advice
 from fedjax_pcdd.trees import zeros_like
 
 
@@ -59,6 +60,8 @@ class Scaffold(Method):
 
     def _advice(self, setting, hyper):
         """A control must be the gradient, and the correction weigh as much as the gradients of the steps."""
+        if self.control == "II" and hyper.optimizer != "sgd":
+            return optimiser_advice("SCAFFOLD", hyper, " or `control=I`")
         if self.correction == "post_step":
             weak = "has gradients that weigh about {:.3g} times what its correction takes off them"
             return momentum_advice("SCAFFOLD", hyper.momentum, "`control=II`", weak) if self.control == "I" else []
@@ -103,7 +106,8 @@ class Scaffold(Method):
         """c_k^+ = c_k - c + (w^t - w_k) / (K_s eta), or the mean gradient at w^t; sent is c_k^+ - c_k + c."""
         correction = self._correction(context)
         if self.control == "I":
-            control = jax.tree.map(lambda x: x / context.facts.num_samples, summary)
+            gradient = shared_part(context.setting, summary)
+            control = jax.tree.map(lambda x: x / context.facts.num_samples, gradient)
             sent = optax.tree.add(control, correction)
         else:
             counted = self._counts_momentum

@@ -2,7 +2,8 @@
 
 The lower bound of the FedRL and FCCL papers (FedRL Table 1, FCCL Table 1).
 Sent: nothing. A client keeps its whole model; all start from the same initial weights, or each from its own in a task
-by domain. GA is the mean over clients of the accuracy on the global test set, PA that on the own test set.
+by domain, with several architectures, and where participants are pre-trained. GA is the mean over clients of the
+accuracy on the global test set, PA that on the own test set.
 """
 
 from flax import struct

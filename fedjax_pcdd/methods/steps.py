@@ -61,6 +61,20 @@ def momentum_advice(
     return [f"{name} with `momentum={rho:g}` {effect}: set {remedy}, or `momentum=0` as the paper has it."]
 
 
+def optimiser_advice(name: str, hyper: Local, remedy: str = "") -> list[str]:
+    """What to tell a user whose method takes a client's update over its steps, by the learning rate, for a gradient.
+
+    Returns:
+      One sentence where the local optimiser is not SGD, whose updates are no gradients times a rate.
+    """
+    if hyper.optimizer == "sgd":
+        return []
+    return [
+        f"{name} takes its clients' updates for sums of gradients, which with `optimizer={hyper.optimizer}` they are "
+        f"not, so that it may learn little: set `optimizer=sgd`{remedy}."
+    ]
+
+
 def state_advice(name: str, setting: Setting, hyper: Local, *, counts_momentum: bool) -> list[str]:
     """What to tell a user whose method keeps on each client its update over K steps, as an estimate of its gradient.
 

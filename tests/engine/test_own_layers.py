@@ -307,6 +307,15 @@ def test_a_method_leaves_own_layers_to_their_own_gradients(method, plain):
     assert_close(*(state.statistics for state in ends))
 
 
+@pytest.mark.parametrize("control", ["I", "II"])
+def test_controls_have_nothing_of_own_layers(control):
+    simulation = simulated(method=METHODS["scaffold"](control=control), cohort=5)
+    servers = toy.train(simulation, (0, 1))[0].servers
+    controls = flatten_dict(servers.control)
+    assert any(np.any(x) for x in controls.values())
+    assert all(not np.any(controls[path]) for path in simulation.program.setting.own_layers)
+
+
 @pytest.mark.thorough
 def test_the_dual_of_a_perturbation_has_nothing_of_own_layers():
     simulation = simulated("fedsmoo", cohort=5)

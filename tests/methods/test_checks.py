@@ -96,7 +96,7 @@ class Halved(Method):
     ("method", "sentence"),
     [
         (Nothing, r"Nothing\.penalty must return a scalar, not NoneType"),
-        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, anything, a tuple\), not"),
+        (Unfinished, r"Unfinished\.local_update must return a tuple \(anything, anything, a Step\), not"),
         (Halved, r"Halved\.trainable must say something of each array of the parameters, or return None\."),
         (Silent, r"Silent\.upload must return a tuple \(anything, a Message\), not NoneType\."),
         (Swapped, r"Swapped\.upload must return a tuple \(anything, a Message\), not \(Message, "),

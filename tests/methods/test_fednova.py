@@ -1,11 +1,13 @@
 """FedNova: vectors, the count of steps, and each option."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 import toy
 from golden_vectors import cases
-from hooks import aggregate, context, params, start
+from hooks import aggregate, context, hyper, params, setting, start
 
 from fedjax_pcdd.methods.fednova import FedNova
 from fedjax_pcdd.methods.method import Method
@@ -143,3 +145,10 @@ def test_running_statistics_are_averaged_or_normalised(normalise, expected):
     method = FedNova(normalise_statistics=normalise)
     server = averaged(method, np.zeros(1), np.ones((2, 1)), (1, 1), (1, 2), statistics)
     np.testing.assert_allclose(server.variables["batch_stats"], expected, **EXACT)
+
+
+def test_a_term_that_steps_go_past_is_advised_against():
+    at = replace(hyper(momentum=0.0), lr=0.05)
+    (sentence,) = FedNova(mu=40.0).configure(setting(2), at)[1]
+    assert "`mu=40` times `lr` is 2, so steps go past the global model: lower `mu`." in sentence
+    assert FedNova(mu=1.0).configure(setting(2), at)[1] == []

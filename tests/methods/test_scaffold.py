@@ -259,6 +259,19 @@ def test_no_advice_where_the_controls_stay(option, at, steps):
     assert Scaffold(**option).configure(setting(2)._replace(steps=steps), hyper(**at))[1] == []
 
 
+@pytest.mark.parametrize("name", ["scaffold", "feddc", "fedcm", "mofedsam"])
+def test_updates_of_another_optimiser_are_no_gradients(name):
+    """With Adam 15 rounds on the digits ended at 44, 86 and 12 % (SCAFFOLD, FedDC, FedCM), FedAvg at 91 %."""
+    method, at = METHODS[name](), replace(hyper(momentum=0.0), clip=10.0)
+    (sentence,) = method.configure(setting(2), replace(at, optimizer="adam"))[1]
+    assert "takes its clients' updates for sums of gradients, which with `optimizer=adam` they are not" in sentence
+    assert method.configure(setting(2), at)[1] == []
+
+
+def test_a_gradient_of_its_own_needs_no_sgd():
+    assert Scaffold(control="I").configure(setting(2), replace(hyper(momentum=0.0), optimizer="adam"))[1] == []
+
+
 @pytest.mark.parametrize("option", [{}, {"control": "I"}])
 def test_momentum_without_clipping_is_advised_against(option):
     method = Scaffold(**option)

@@ -49,15 +49,16 @@ def test_a_certain_answer_has_a_finite_gradient(gamma):
 
 def test_methods_with_another_softmax_say_so():
     own = {name for name in METHODS if METHODS[name]().traits().own_loss}
-    assert own >= {"fedgela", "fedrs", "fedlc", "fedrod"}
+    assert own >= {"fedgela", "fedrs", "fedlc", "fedrod", "fml"}
     through_super = {"fedproc", "fedmatch"}  # a weight times the plain term
     for name, cls in METHODS.items():
         assert (cls.classification is Method.classification) or name in own | through_super, name
 
 
-def test_methods_with_another_softmax_refuse_weights():
+@pytest.mark.parametrize("method", ["fedlc", "fml"])
+def test_methods_with_another_softmax_refuse_weights(method):
     with pytest.raises(UserError, match="has a softmax of its own: use loss=ce and class_weights=none"):
-        trained(method="fedlc", class_weights="local", **SMALL)
+        trained(method=method, class_weights="local", **SMALL)
 
 
 @pytest.mark.thorough
