@@ -43,8 +43,11 @@ def test_momentum_without_clipping_is_advised_against(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", ["scaffold", "feddc"])
-def test_adam_has_no_momentum_to_advise_against(tmp_path, capsys, method):
-    assert said(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9) == ""
+def test_adam_has_no_momentum_to_advise_against_but_is_no_sgd(tmp_path, capsys, method):
+    text = said(tmp_path, capsys, method=method, optimizer="adam", momentum=0.9)
+    assert "with --optimizer=adam they are not" in text
+    assert "--optimizer=sgd" in text
+    assert "momentum" not in text
 
 
 @pytest.mark.parametrize(
