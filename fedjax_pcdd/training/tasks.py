@@ -169,7 +169,7 @@ class TaskSetup(ParticipantSetup):
             raise UserError("in a task PA is the intra-domain accuracy after each round: drop `pa_protocol`.")
         if self.config.augmentation is not None:
             raise UserError("the images of a task are as they are: drop `augmentation`.")
-        if self.config.fine_tune_epochs:
+        if self.config.fine_tune_epochs and method.traits().fine_tunes:
             raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
 
     def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:

@@ -169,7 +169,6 @@ BAD = {
     "too many public images": (["--method=fccl", "--public-samples=99999"], "samples"),
     "pre-training of a common model": (["--method=fedavg", "--pretrain-epochs=3"], "--pretrain-epochs"),
     "fine-tuning in a task": (["--method=fedavg", "--fine-tune-epochs=3"], "--fine-tune-epochs"),
-    "fine-tuning of own models in a task": (["--method=fccl", "--fine-tune-epochs=3"], "--fine-tune-epochs"),
     "a partition beside a task": (["--beta=0.5"], "--beta"),
     "a data set beside a task": (["--dataset=mnist"], "--dataset"),
     "an unknown meme": (["--method=fml", "--meme=mpl"], "mlp"),
