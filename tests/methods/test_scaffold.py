@@ -261,7 +261,6 @@ def test_no_advice_where_the_controls_stay(option, at, steps):
 
 @pytest.mark.parametrize("name", ["scaffold", "feddc", "fedcm", "mofedsam"])
 def test_updates_of_another_optimiser_are_no_gradients(name):
-    """With Adam 15 rounds on the digits ended at 44, 86 and 12 % (SCAFFOLD, FedDC, FedCM), FedAvg at 91 %."""
     method, at = METHODS[name](), replace(hyper(momentum=0.0), clip=10.0)
     (sentence,) = method.configure(setting(2), replace(at, optimizer="adam"))[1]
     assert "takes its clients' updates for sums of gradients, which with `optimizer=adam` they are not" in sentence
