@@ -299,7 +299,8 @@ class Groups:
         state = self._averaged(State(state.servers | {"groups": tuple(servers)}, clients, statistics), "trained")
         state = self.exchange(state, round) if when == "after" else state
         most = max(report.before.shape[1] for report in reports)  # epochs, which differ where participants' do
-        reports = [r._replace(before=jnp.pad(r.before, ((0, 0), (0, most - r.before.shape[1])))) for r in reports]
+        missing = [((0, 0), (0, most - report.before.shape[1]), (0, 0)) for report in reports]
+        reports = [r._replace(before=jnp.pad(r.before, m)) for r, m in zip(reports, missing, strict=True)]
         return state, Report(*(self.table.in_order(x) for x in zip(*reports, strict=True)))
 
     def _told(self, outcomes: Sequence[tuple[Tree, Message]], jobs: schedule.Jobs, round: int) -> list[Tree]:

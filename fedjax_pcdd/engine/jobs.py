@@ -51,7 +51,7 @@ class Lane(NamedTuple):
     client: Tree
     loss: jax.Array  # sum over the job's steps
     statistics: Tree  # what the engine keeps of the client, as it was at the start
-    before: jax.Array  # [E] correct answers on its own tests before each epoch, where that is asked for
+    before: jax.Array  # [E, C] correct answers on its own tests before each epoch, where that is asked for
 
 
 def method_and_server(program: Program, inputs: Inputs, job):
@@ -120,7 +120,7 @@ def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job,
     optimiser = _optimiser(program, inputs, job).init(variables["params"])
     if program.keeps_optimiser:
         optimiser = resumed(optimiser, statistics[OPTIMISER], method.traits().resumed)
-    loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros(program.tests_epochs, jnp.int32)
+    loss, before = jnp.zeros((), jnp.result_type(float)), jnp.zeros((program.tests_epochs, program.counts), jnp.int32)
     return Lane(jnp.int32(job), jnp.int32(step), variables, optimiser, client, loss, statistics, before)
 
 

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] of the own test set, right after training
-    before: jax.Array  # [J, E] the same before each epoch, of all classes
+    before: jax.Array  # [J, E, C] the same before each epoch
 
 
 def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -> Tree:
@@ -117,7 +117,7 @@ def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Ar
 
 
 def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
-    """The lane with the correct answers of its model, where that begins an epoch.
+    """The lane with the correct answers [C] of its model, where that begins an epoch.
 
     All lanes are tested where one begins, so that this is a branch for all of them and no cost of every step.
     """
@@ -127,7 +127,7 @@ def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
     some = begins if program.lanes == 1 else jax.lax.pmax(begins.astype(jnp.int32), LANES) > 0
 
     def test(before):
-        correct = tested(program, inputs, lane, lane.client)[: program.setting.num_classes].sum()
+        correct = tested(program, inputs, lane, lane.client)
         return jnp.where(begins, before.at[done // length].set(correct), before)
 
     return lane._replace(before=jax.lax.cond(some, test, lambda before: before, lane.before))
@@ -177,7 +177,8 @@ def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome
     stacked = () if program.experiments == 1 else (program.experiments,)
     reduced = Message(zeros_like(sent.mean, *stacked), zeros_like(sent.total, *stacked), zeros_like(sent.each, jobs))
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
-    correct, before = (jnp.zeros((jobs, n), jnp.int32) for n in (program.counts, program.tests_epochs))
+    before = jnp.zeros((jobs, program.tests_epochs, program.counts), jnp.int32)
+    correct = jnp.zeros((jobs, program.counts), jnp.int32)
     clients, statistics = state.clients, state.statistics
     if not program.in_place:
         clients, statistics = zeros_like((lane.client, lane.statistics), jobs)

@@ -14,7 +14,7 @@ from fedjax_pcdd.engine.program import Evaluation
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
-from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, plain, spread
+from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean, personal, plain, spread
 from fedjax_pcdd.training.protocols import Protocol, by_epoch, needs_epochs, rules
 from fedjax_pcdd.training.trained_models import parts_of
 
@@ -146,17 +146,14 @@ class Accuracies(Callback):
 
         Where PA is of aggregated models, those just trained count as one epoch more.
         """
-        trained, classes = report.jobs.steps > 0, run.federation.dataset.num_classes
+        trained = report.jobs.steps > 0
         jobs = Jobs(*(column[trained] for column in report.jobs))
-        before, correct = report.before[trained], report.correct[trained]
-        counts = by_epoch(jobs, before, correct[:, :classes].sum(1))
+        before = report.before[trained]
+        counts = by_epoch(jobs, before, report.correct[trained])
         if run.traits.personal_model == "server":
-            final = after[trained][:, :classes].sum(1, keepdims=True)
-            counts = np.concatenate([counts[:, before.shape[1] == 0 :], final], axis=1)
-        else:
-            self._take(run, jobs.row, correct, ("last",))
-        for rule, pa in rules(counts, run.federation.test_sizes[jobs.row]).items():
-            run.history.update_clients(jobs.row, pa, f"pa_{rule}")
+            counts = np.concatenate([counts[:, before.shape[1] == 0 :], after[trained][:, None]], axis=1)
+        for rule, correct in rules(counts, run.federation.test_class_counts[jobs.row]).items():
+            self._take(run, jobs.row, correct, (rule,))
 
     def _has_idle_client(self, run: Run) -> bool:
         """Whether a client makes no step in the first round."""
@@ -168,21 +165,13 @@ class Accuracies(Callback):
         """Take over the accuracies of some clients' models, from their correct predictions [n, C].
 
         Args:
-          protocols: under which these models give PA; balanced and validation accuracies are of the row's own
-            protocol, where that does not choose epochs.
+          protocols: under which these models give PA; balanced and validation accuracies are of the row's own.
         """
-        federation, history = run.federation, run.history
-        tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
-        pa = accuracy(tests.sum(1), federation.test_sizes[clients])
+        pa, *others = personal(run.federation, clients, correct).items()
         for protocol in protocols:
-            history.update_clients(clients, pa, f"pa_{protocol}")
-        if self.rule not in protocols or needs_epochs(self.rule):
-            return
-        history.update_clients(clients, balanced(tests, federation.test_class_counts[clients]), "pa_balanced")
-        if federation.validation is not None:
-            history.update_clients(
-                clients, accuracy(held.sum(1), federation.validation.sizes[clients]), "pa_validation"
-            )
+            run.history.update_clients(clients, pa[1], f"pa_{protocol}")
+        for name, values in others if self.rule in protocols else ():
+            run.history.update_clients(clients, values, name)
 
     def _copy(self, run: Run) -> Any:
         return jax.tree.map(jnp.copy, run.generic)

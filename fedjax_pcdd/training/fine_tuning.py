@@ -18,7 +18,7 @@ from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.calibration import Calibration
 from fedjax_pcdd.methods.gaussian_head import GaussianHead
-from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
+from fedjax_pcdd.training.metrics import accuracy, mean, personal, plain, spread
 from fedjax_pcdd.training.protocols import IN_WORDS, Protocol, by_epoch, rules
 from fedjax_pcdd.trees import select
 
@@ -28,8 +28,12 @@ def global_models(simulation: Simulation, state: State) -> Tree:
     return jax.vmap(lambda method, server: method.generic_variables(server))(simulation.methods, state.servers)
 
 
-def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[str, np.ndarray]], np.ndarray | None]:
-    """PA [K] of all clients of each experiment [E] by protocol, and GA [E, K] of their models where they keep them.
+Tuned = dict[Protocol, dict[str, np.ndarray]]
+"""Accuracies [K] of the clients' tuned models by the protocol of PA, as `metrics.personal` names them."""
+
+
+def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned], np.ndarray | None]:
+    """PA of all clients of each experiment [E], and GA [E, K] of their models where they keep them.
 
     Args:
       tuner: as `Simulation.tuner` made it.
@@ -37,28 +41,28 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[dict[s
       round: decides the order of the samples.
     """
     federations = [experiment.federation for experiment in tuner.experiments]
-    classes = federations[0].dataset.num_classes
-    received = tuner.evaluator.personal(state)[:, :classes].sum(1)
-    correct = None
+    received, correct = tuner.evaluator.personal(state), None
     servers = state.servers
     for cohorts in _cohorts(tuner):
         plan, jobs = tuner.plan(round, cohorts)
         state = state._replace(servers=jax.tree.map(jnp.copy, servers))
         state, report = tuner.step(state, round, (plan, jobs))
         trained = jobs.steps > 0
-        counts = by_epoch(jobs, np.array(report.before), np.array(report.correct)[:, :classes].sum(1))
+        counts = by_epoch(jobs, np.array(report.before), np.array(report.correct))
         if correct is None:  # who has no samples stays with the received model
             correct = np.repeat(received[:, None], counts.shape[1], axis=1)
         correct[jobs.row[trained]] = counts[trained]
     correct = received[:, None] if correct is None else correct
     pairs = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
-    pa = []
+    pa: list[Tuned] = []
     for own, first, federation in zip(*pairs, federations, strict=True):
-        tests = federation.test_sizes
-        pa.append(rules(own, tests) | {"received": accuracy(first, tests)})
+        counted: dict[Protocol, np.ndarray] = {**rules(own, federation.test_class_counts), "received": first}
+        everyone = np.arange(federation.num_clients)
+        pa.append({rule: personal(federation, everyone, one) for rule, one in counted.items()})
     if tuner.methods.traits().global_model:
         return pa, None
     state = state._replace(servers=servers)  # not that of the last portion
+    classes = federations[0].dataset.num_classes  # behind them lie validation samples
     local = tuner.evaluator.personal(state, own=False)[:, :classes].sum(1)
     ga = accuracy(local, np.full(local.shape, len(federations[0].dataset.y_test)))
     return pa, ga.reshape(len(federations), -1)
@@ -82,22 +86,24 @@ def from_global(
 ) -> list[dict[str, Any]]:
     """What fine-tuning the best and the last global variables [E, ...] changes in the results [E].
 
-    PA becomes that of the fine-tuned models by the protocol, and by each one that was measured under its name; so does
-    GA where the clients keep the models (mean over clients).
+    PA, balanced and on validation samples, too, becomes that of the fine-tuned models by the protocol, and by each one
+    that was measured under its name; so does GA where the clients keep the models (mean over clients).
     """
     pa_best, ga_best = fine_tuned(tuner, tuner.start(best), round)
     pa_last, ga_last = fine_tuned(tuner, tuner.start(last), round)
     changes = []
     for e, result in enumerate(results):
+        best_of, last_of = pa_best[e][protocol], pa_last[e][protocol]
         changed = {
             "pa_protocol": f"global model fine-tuned for {int(tuner.epochs.max())} epochs{IN_WORDS[protocol]}",
-            "pa_best": mean(pa_best[e][protocol]), "pa_last": mean(pa_last[e][protocol]),
-            "pa_best_round": result["ga_best_round"], "pa_best_per_client": plain(pa_best[e][protocol]),
-            "pa_best_clients": mean(pa_best[e][protocol]),
-            "pa_local_best": result["pa_best"], "pa_local_last": result["pa_last"], **spread(pa_last[e][protocol]),
+            "pa_best_round": result["ga_best_round"], "pa_best_per_client": plain(best_of["pa"]),
+            "pa_best_clients": mean(best_of["pa"]),
+            "pa_local_best": result["pa_best"], "pa_local_last": result["pa_last"], **spread(last_of["pa"]),
         }  # fmt: skip
-        for rule, pa in pa_best[e].items():
-            changed |= {f"pa_{rule}_best": mean(pa), f"pa_{rule}_last": mean(pa_last[e][rule])}
+        for name in best_of:
+            changed |= {f"{name}_best": mean(best_of[name]), f"{name}_last": mean(last_of[name])}
+        for rule, own in pa_best[e].items():
+            changed |= {f"pa_{rule}_best": mean(own["pa"]), f"pa_{rule}_last": mean(pa_last[e][rule]["pa"])}
             changed[f"pa_{rule}_mean_last10"] = None
         if ga_best is not None and ga_last is not None:
             changed |= {"ga_global_best": result["ga_best"], "ga_global_last": result["ga_last"]}
@@ -113,7 +119,8 @@ def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = 
     statistics that tuning has moved (FedRep); GA that of what clients keep with the server's.
     """
     pa, ga = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
-    added = [{"pa_tuned": mean(own[protocol]), "pa_tuned_per_client": plain(own[protocol])} for own in pa]
+    tuned = [own[protocol]["pa"] for own in pa]
+    added = [{"pa_tuned": mean(own), "pa_tuned_per_client": plain(own)} for own in tuned]
     return added if ga is None else [a | {"ga_tuned": mean(own)} for a, own in zip(added, ga, strict=True)]
 
 

@@ -37,7 +37,7 @@ class RoundReport(NamedTuple):
       jobs: what each client of the cohort did, fields [S].
       loss: [S] mean training loss of each, NaN without steps.
       correct: [S, C] correct predictions of the model just trained on the client's own test set.
-      before: [S, E] correct answers on it before each local epoch, E = 0 where that is not asked for.
+      before: [S, E, C] the same before each local epoch, E = 0 where that is not asked for.
       seconds: of training the round.
     """
 

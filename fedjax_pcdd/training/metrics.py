@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
 
@@ -32,6 +33,23 @@ def balanced(correct: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """Mean recall [..] over the classes that occur in the test samples [.., C]; NaN where none does."""
     recall = accuracy(correct, samples)
     return accuracy(np.nansum(recall, -1), (~np.isnan(recall)).sum(-1))
+
+
+def personal(federation: Federation, clients: np.ndarray, correct: np.ndarray) -> dict[str, np.ndarray]:
+    """Accuracies [n] of some clients' models: `pa`, `pa_balanced`, and where there are such samples `pa_validation`.
+
+    Args:
+      clients: [n] which.
+      correct: [n, C] correct predictions on the own tests, with those on validation samples behind them.
+    """
+    tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
+    shares = {
+        "pa": accuracy(tests.sum(1), federation.test_sizes[clients]),
+        "pa_balanced": balanced(tests, federation.test_class_counts[clients]),
+    }
+    if federation.validation is not None:
+        shares["pa_validation"] = accuracy(held.sum(1), federation.validation.sizes[clients])
+    return shares
 
 
 def mean(values: np.ndarray) -> float | None:

@@ -9,7 +9,7 @@ being the received shared part joined with the client's own. A client that does 
     best_mean   max over e of the mean over k of a(k, e); chosen once for all
 
 So best_epoch >= best_mean >= last where all clients take part; otherwise `last` of a method whose PA is read between
-rounds is newer than theirs for absent clients. Letters: n clients that trained, E epochs.
+rounds is newer than theirs for absent clients. Letters: n clients that trained, E epochs, C classes.
 """
 
 import math
@@ -21,7 +21,6 @@ import numpy as np
 from fedjax_pcdd.engine.schedule import Jobs
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.methods.method import Traits
-from fedjax_pcdd.training.metrics import accuracy
 
 Protocol = Literal["last", "received", "best_epoch", "best_mean"]
 IN_WORDS: dict[Protocol, str] = {
@@ -49,35 +48,37 @@ def protocol_of(asked: Protocol | None, traits: Traits) -> Protocol:
 
 
 def by_epoch(jobs: Jobs, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Correct answers [n, E + 1] after 0 to E epochs; a client with fewer epochs keeps its last number.
+    """Correct answers [n, E + 1, C] after 0 to E epochs; a client with fewer epochs keeps its last ones.
 
     Args:
       jobs: what each client did, fields [n].
-      before: [n, E] correct answers before each epoch, E = 0 where nothing was tested.
-      after: [n] in the end.
+      before: [n, E, C] correct answers before each epoch, E = 0 where nothing was tested.
+      after: [n, C] in the end.
     """
     epochs = jobs.steps // np.maximum(jobs.epoch_steps, 1)
     done = np.arange(before.shape[1]) >= epochs[:, None]
-    return np.concatenate([np.where(done, after[:, None], before), after[:, None]], axis=1)
+    return np.concatenate([np.where(done[:, :, None], after[:, None], before), after[:, None]], axis=1)
 
 
-def rules(correct: np.ndarray, tests: np.ndarray) -> dict[str, np.ndarray]:
-    """What each client counts with, [n], under `last` and the protocols that choose; of equal epochs the earliest wins.
+def rules(correct: np.ndarray, tests: np.ndarray) -> dict[Protocol, np.ndarray]:
+    """Correct answers [n, C] of the model that counts under `last` and the protocols that choose.
+
+    An epoch is chosen by its share of all tests, and of equal ones the earliest.
 
     Args:
-      correct: [n, E + 1] correct answers, as `by_epoch` has them; `last` alone for E = 0.
-      tests: [n] test samples; a client without any counts nowhere.
+      correct: [n, E + 1, C] as `by_epoch` has them, validation samples behind the tests; `last` alone for E = 0.
+      tests: [n, C'] test samples of each class; a client without any has no say.
     """
-    shares = accuracy(correct, np.broadcast_to(tests[:, None], correct.shape))
-    last = {"last": shares[:, -1]}
+    last: dict[Protocol, np.ndarray] = {"last": correct[:, -1]}
     if correct.shape[1] == 1:
         return last
-    best = accuracy(correct.max(axis=1), tests)
-    return last | {"best_epoch": best, "best_mean": shares[:, _best_epoch(correct, tests)]}
+    answers = correct[:, :, : tests.shape[1]].sum(axis=2)
+    each, common = answers.argmax(axis=1), _best_epoch(answers, tests.sum(axis=1))
+    return {**last, "best_epoch": correct[np.arange(len(correct)), each], "best_mean": correct[:, common]}
 
 
 def _best_epoch(correct: np.ndarray, tests: np.ndarray) -> int:
-    """The first epoch of those with the best mean share: compared as fractions of integers, so that ties are ties."""
+    """The first of the epochs [n, E + 1] with the best mean share: fractions of integers, so that ties are ties."""
     sizes = [size for size in tests.tolist() if size]
     whole = math.lcm(*sizes)
     parts = [whole // size for size in sizes]

@@ -207,15 +207,10 @@ class Setup:
             )
 
     def _check_protocol(self, e: int) -> None:
-        """UserError where PA of the best epochs cannot be measured, or a round not be chosen beside it."""
+        """UserError where PA of the best epochs cannot be measured."""
         config, traits = self.pairs[e][0], self.methods[e].traits()
         if not needs_epochs(self.protocol) or self.keeps_best:
             return
-        if config.chosen_on != "test":
-            raise UserError(
-                f"`pa_protocol={self.protocol}` chooses epochs by the share of all tests: use `select_on=test` and "
-                "`select_by=plain`, or another `pa_protocol`."
-            )
         absent = config.availability is not None or config.lost_share
         sometimes = absent or config.cohort not in (None, self.federations[e].num_clients)
         if traits.personal_model == "server" and config.eval_every > 1 and sometimes:

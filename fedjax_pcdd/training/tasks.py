@@ -33,7 +33,7 @@ from fedjax_pcdd.training.accuracies import Accuracies, further
 from fedjax_pcdd.training.config import RunConfig
 from fedjax_pcdd.training.folder import RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
-from fedjax_pcdd.training.metrics import accuracy, mean, plain, spread
+from fedjax_pcdd.training.metrics import accuracy, balanced, mean, plain, spread
 from fedjax_pcdd.training.setup import NOTHING, Given, Pair, Setup
 
 PRETRAIN_EPOCHS = 50
@@ -219,11 +219,15 @@ class DomainAccuracies(Accuracies):
 
     def measure(self, run: Run, row: dict[str, Any], report: RoundReport) -> None:
         """Fill in the accuracies of a round."""
-        shares = domain_shares(run)
+        correct, top = run.simulation.domain_correct(run.state), 0 if self.top == 1 else 1
+        shares = _shares(run, correct)
         row |= _means(shares)
-        intra, inter = intra_and_inter(shares[:, :, 0 if self.top == 1 else 1])
+        intra, inter = intra_and_inter(shares[:, :, top])
         row |= {"pa": float(intra.mean()), "ga": float(inter.mean()), **spread(intra)}
         row["intra"], row["inter"] = plain(intra), plain(inter)
+        tests = np.broadcast_to(run.federation.test_class_counts, correct[:, :, top].shape)
+        of_classes = intra_and_inter(balanced(correct[:, :, top], tests))
+        row["pa_balanced"], row["ga_balanced"] = (float(values.mean()) for values in of_classes)
         row |= further(run, run.simulation.general(run.state)[1])
         run.history.update_clients(np.arange(len(intra)), intra)
         run.history.update_best(inter)
@@ -283,9 +287,12 @@ def _means(shares: np.ndarray) -> dict[str, float]:
 
 def domain_shares(run: Run) -> np.ndarray:
     """Accuracy of every participant's model on every domain, top-1 and top-5 [K, D, 2]."""
-    clients, sizes = run.federation.num_clients, run.federation.test_sizes
-    correct = run.simulation.domain_correct(run.state).sum(-1)
-    return accuracy(correct, np.broadcast_to(sizes[None, :, None], (clients, clients, 2)))
+    return _shares(run, run.simulation.domain_correct(run.state))
+
+
+def _shares(run: Run, correct: np.ndarray) -> np.ndarray:
+    """The same from the counts [K, D, 2, C]."""
+    return accuracy(correct.sum(-1), np.broadcast_to(run.federation.test_sizes[None, :, None], correct.shape[:3]))
 
 
 def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from fedjax_pcdd.methods.method import Traits
 from fedjax_pcdd.training.config import build
 from fedjax_pcdd.training.fine_tuning import fine_tuned
 from fedjax_pcdd.training.loop import Progress, loop
-from fedjax_pcdd.training.metrics import History
+from fedjax_pcdd.training.metrics import History, accuracy
 from fedjax_pcdd.training.protocols import by_epoch, protocol_of, rules
 from fedjax_pcdd.training.tasks import setup
 
@@ -29,37 +29,52 @@ NAMES = ("last", "received", "best_epoch", "best_mean")
 OF_THE_RULE = ("pa", "pa_std", "pa_worst10", "pa_balanced")  # PA under the protocol of the run, and its spread
 
 
+def shares(correct, tests):
+    """What each client counts with, by protocol, of correct answers [n, E + 1] among tests [n] of one class."""
+    counted = rules(correct[:, :, None], tests[:, None])
+    return {name: accuracy(own[:, 0], tests) for name, own in counted.items()}
+
+
 def test_the_worked_example_of_two_clients():
     correct, tests = np.array([[60, 70, 55], [60, 54, 58]]), np.array([100, 100])
-    means = {name: values.mean() for name, values in rules(correct, tests).items()}
+    means = {name: values.mean() for name, values in shares(correct, tests).items()}
     assert means == pytest.approx({"last": 0.565, "best_epoch": 0.65, "best_mean": 0.62})
 
 
 def test_of_equal_epochs_the_earliest_counts():
-    chosen = rules(np.array([[3, 2, 3], [1, 2, 1]]), np.array([4, 4]))["best_mean"]
+    chosen = shares(np.array([[3, 2, 3], [1, 2, 1]]), np.array([4, 4]))["best_mean"]
     np.testing.assert_array_equal(chosen, [0.75, 0.25])
 
 
 def test_clients_count_alike_however_many_tests_they_have():
-    chosen = rules(np.array([[8, 0], [0, 1]]), np.array([10, 1]))["best_mean"]
+    chosen = shares(np.array([[8, 0], [0, 1]]), np.array([10, 1]))["best_mean"]
     np.testing.assert_array_equal(chosen, [0, 1])
 
 
 def test_means_that_are_equal_but_for_rounding_are_equal():
-    chosen = rules(np.array([[3, 1], [2, 2], [1, 3]]), np.array([10, 10, 10]))["best_mean"]
+    chosen = shares(np.array([[3, 1], [2, 2], [1, 3]]), np.array([10, 10, 10]))["best_mean"]
     np.testing.assert_array_equal(chosen, [0.3, 0.2, 0.1])
 
 
 def test_a_client_without_tests_counts_nowhere():
-    chosen = rules(np.array([[0, 0], [1, 2]]), np.array([0, 4]))
+    chosen = shares(np.array([[0, 0], [1, 2]]), np.array([0, 4]))
     assert all(np.isnan(values[0]) and values[1] == 0.5 for values in chosen.values())
 
 
 def test_a_client_with_fewer_epochs_keeps_its_last_number():
     columns = [np.zeros(2, int)] * 5
     jobs = Jobs(*columns, steps=np.array([6, 2]), epoch_steps=np.array([2, 2]))
-    counts = by_epoch(jobs, np.array([[1, 2, 3], [4, 0, 0]]), np.array([5, 6]))
-    np.testing.assert_array_equal(counts, [[1, 2, 3, 5], [4, 6, 6, 6]])
+    counts = by_epoch(jobs, np.array([[1, 2, 3], [4, 0, 0]])[:, :, None], np.array([5, 6])[:, None])
+    np.testing.assert_array_equal(counts[:, :, 0], [[1, 2, 3, 5], [4, 6, 6, 6]])
+
+
+def test_an_epoch_is_chosen_by_all_tests_and_its_other_accuracies_go_with_it():
+    """Two classes, validation samples behind them: the second epoch has the most tests right, the first the rest."""
+    correct = np.array([[[5, 1, 9, 9], [7, 0, 1, 1], [3, 3, 5, 5]]])
+    counted = rules(correct, np.array([[10, 10]]))
+    np.testing.assert_array_equal(counted["best_epoch"], correct[:, 1])
+    np.testing.assert_array_equal(counted["best_mean"], correct[:, 1])
+    np.testing.assert_array_equal(counted["last"], correct[:, 2])
 
 
 @pytest.mark.thorough
@@ -105,25 +120,25 @@ def test_clients_are_tested_before_every_epoch_of_their_own(lanes):
     simulated = Simulation(known.program.model, known.experiments, **given, tests_epochs=True)
     _, report = simulated.step(simulated.start(), 0)
     jobs = simulated.plan(0)[1]
-    counts = by_epoch(jobs, np.array(report.before), np.array(report.correct).sum(1))
+    counts = by_epoch(jobs, np.array(report.before), np.array(report.correct))
     for epochs in (1, 2):  # the same batches, fewer epochs
         shorter = toy.simulation("fedgela", epochs=epochs, cohort=5)
         _, short = shorter.step(shorter.start(), 0)
         alike = (jobs.steps // np.maximum(jobs.epoch_steps, 1)) >= epochs
-        np.testing.assert_array_equal(counts[alike, epochs], np.array(short.correct).sum(1)[alike])
-    received = np.array(simulated.evaluate(simulated.start(), personal=True).personal).sum(1)
+        np.testing.assert_array_equal(counts[alike, epochs], np.array(short.correct)[alike])
+    received = np.array(simulated.evaluate(simulated.start(), personal=True).personal)
     np.testing.assert_array_equal(counts[:, 0], received[jobs.row])
 
 
 @pytest.mark.thorough
-def test_epochs_are_measured_on_tests_without_validation_samples():
+def test_epochs_are_measured_as_the_models_between_rounds_validation_samples_too():
     known = toy.simulation(cohort=5)
     held = known.experiments[0]._replace(federation=hold_out(toy.federation(), 0.3, 0))
     simulated = Simulation(known.program.model, [held], pipeline=toy.PLAIN, cohort=5, rounds=3, tests_epochs=True)
     received = np.array(simulated.evaluate(simulated.start(), personal=True).personal)
     assert received[:, toy.CLASSES :].any()
     _, report = simulated.step(simulated.start(), 0)
-    np.testing.assert_array_equal(np.array(report.before)[:, 0], received[:, : toy.CLASSES].sum(1))
+    np.testing.assert_array_equal(np.array(report.before)[:, 0], received)
 
 
 @pytest.mark.thorough
@@ -132,11 +147,11 @@ def test_fine_tuning_never_ends_below_the_tuned_model_on_equal_tests():
     state, _ = toy.train(simulated, (0, 1))
     tuner = simulated.tuner(3, tests_epochs=True)
     (pa,), _ = fine_tuned(tuner, tuner.start(state.servers.variables), 3)
-    means = {name: np.nanmean(values) for name, values in pa.items()}
+    means = {name: np.nanmean(own["pa"]) for name, own in pa.items()}
     assert means["best_epoch"] >= means["best_mean"] >= max(means["last"], means["received"])
     (plain,), _ = fine_tuned(simulated.tuner(3), tuner.start(state.servers.variables), 3)
     assert plain.keys() == {"last", "received"}
-    np.testing.assert_array_equal(plain["last"], pa["last"])
+    np.testing.assert_array_equal(plain["last"]["pa"], pa["last"]["pa"])
 
 
 @pytest.mark.thorough
@@ -181,7 +196,7 @@ def test_two_protocols_at_once_are_refused():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fedgela", "apfl", "fedrep"])
-@pytest.mark.parametrize("protocol", ["last", "received"])
+@pytest.mark.parametrize("protocol", NAMES)
 def test_accuracies_beside_pa_are_those_of_its_models(method, protocol):
     """Of clients with one class, whose mean recall is the share of correct answers."""
     options = SMALL | {"partition": "pcdd", "classes_per_client": 1, "clients": 10, "rounds": 2}
@@ -194,12 +209,30 @@ def test_accuracies_beside_pa_are_those_of_its_models(method, protocol):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chosen", [{"select_by": "balanced"}, {"validation": 0.2, "select_on": "validation"}])
-def test_epochs_that_are_chosen_on_tests_choose_no_round_by_something_else(chosen):
-    with pytest.raises(UserError, match="pa_protocol=best_epoch chooses epochs by the share of all tests"):
-        trained(method="fedgela", pa_protocol="best_epoch", **chosen, **SMALL)
-    run = trained(method="fedavg", pa_protocol="best_epoch", **chosen, **SMALL | {"rounds": 1})  # it is of fine-tuning
-    assert run.history.best("pa")[1] == 1
+@pytest.mark.parametrize("protocol", NAMES)
+def test_after_fine_tuning_they_are_those_of_the_tuned_models(protocol):
+    federation = fp.partition(fp.load_dataset("digits"), "pcdd", clients=10, classes_per_client=1)
+    given = {"rounds": 2, "local_epochs": 1, "lanes": 1, "fine_tune_epochs": 1, "batch_size": 20, "lr": 0.001}
+    history = fp.simulate(federation, "fedavg", pa_protocol=protocol, validation=0.2, **given)
+    summary, row = history.summary, history.rows[-1]
+    for when in ("best", "last"):  # of clients with one class mean recall is the share of correct answers
+        assert summary[f"pa_balanced_{when}"] == pytest.approx(summary[f"pa_{when}"])
+    received = protocol == "received"  # which is not tuned
+    assert (summary["pa_last"] == row["pa"]) == received == (summary["pa_validation_last"] == row["pa_validation"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("chosen", "by"),
+    [({"select_by": "balanced"}, "balanced"), ({"validation": 0.2, "select_on": "validation"}, "validation")],
+)
+def test_a_round_is_chosen_by_what_the_models_of_the_best_epochs_have(chosen, by):
+    run = trained(method="fedgela", pa_protocol="best_epoch", **chosen, **SMALL)
+    scores = [row[f"pa_{by}"] for row in run.history.rows]
+    assert run.history.best("pa")[1] == 1 + int(np.argmax(scores))
+    assert all(row["pa"] == row["pa_best_epoch"] for row in run.history.rows)
+    tuned = trained(method="fedavg", pa_protocol="best_epoch", **chosen, **SMALL | {"rounds": 1})
+    assert tuned.history.best("pa")[1] == 1
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from commands import kill_after, parse, results, resumed, undisturbed
+from in_memory import trained
 
 from fedjax_pcdd.analysis.pictures import correlation_matrices, draw_matrices
 from fedjax_pcdd.api import runs
@@ -51,6 +52,18 @@ def test_a_run_records_accuracies_within_and_between_domains(fccl):
         assert row["pa"] == row["intra_top1"] == pytest.approx(np.mean(row["intra"]))
         assert row["ga"] == row["inter_top1"] == pytest.approx(np.mean(row["inter"]))
         assert row["intra_top5"] > row["intra_top1"]
+
+
+@pytest.mark.thorough
+def test_balanced_accuracies_are_mean_recalls_on_the_own_domain_and_the_others():
+    options = {"method": "solo", "task": "digits_domains", "models": "mlp", "rounds": 1, "local_epochs": 1, "lanes": 1}
+    run = trained(**options, pretrain_epochs=0, batch_size=32)
+    shares, tests = run.simulation.domain_correct(run.state)[:, :, 0], run.federation.test_class_counts
+    recalls = np.array([[np.mean(own / sizes) for own, sizes in zip(one, tests, strict=True)] for one in shares])
+    own, others = np.diagonal(recalls), [np.delete(row, k).mean() for k, row in enumerate(recalls)]
+    (row,) = run.history.rows
+    assert (row["pa_balanced"], row["ga_balanced"]) == pytest.approx((own.mean(), np.mean(others)))
+    assert row["pa_balanced"] != row["pa"]
 
 
 @pytest.mark.thorough
