@@ -6,6 +6,7 @@ method's `Simulation` there; `CLAIMS` lists them. A claim that does not hold is 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,8 @@ from fedjax_pcdd.engine.planning import Experiment
 from fedjax_pcdd.engine.round import Simulation
 from fedjax_pcdd.errors import UserError, nearest, shortened
 from fedjax_pcdd.methods.method import Local, Method
-from fedjax_pcdd.training.fields import convert, is_plain, options_of
+from fedjax_pcdd.training.config import as_read
+from fedjax_pcdd.training.fields import options_of
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)
@@ -79,12 +81,10 @@ def _with(method: type[Method] | Method, hyper: dict[str, Any]) -> Method:
     if not isinstance(plain, Method):
         raise UserError(f"check_method takes a method or its class, as fp.FedProx, not {shortened(method)}.")
     known = options_of(type(plain))
-    for name, value in hyper.items():
+    for name in hyper:
         if name not in known:
             raise UserError(f"{type(plain).__name__} has no hyper-parameter '{name}': {nearest(name, known)}")
-        if is_plain(known[name].kind):
-            hyper = hyper | {name: convert(known[name], None if value is None else str(value))}
-    return plain.replace(**hyper)  # pyright: ignore
+    return as_read(replace(plain, **hyper))
 
 
 def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from fedjax_pcdd import methods
 from fedjax_pcdd.api.data import options_that_load, partition
 from fedjax_pcdd.api.history import History
@@ -23,8 +21,8 @@ from fedjax_pcdd.methods.method import Method
 from fedjax_pcdd.registry import origin_of
 from fedjax_pcdd.training.build import share_kept
 from fedjax_pcdd.training.callbacks import Metrics, as_callbacks, takes
-from fedjax_pcdd.training.config import RUN, RunConfig, check_names
-from fedjax_pcdd.training.fields import Option, check, convert, is_plain, options_of, with_commas
+from fedjax_pcdd.training.config import RUN, RunConfig, as_read
+from fedjax_pcdd.training.fields import options_of, read_value
 from fedjax_pcdd.training.folder import CONFIG, SUMMARY, RunFolder
 from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import plain
@@ -114,7 +112,7 @@ def simulate(
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
     _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir)
-    chosen = methods.get(method)() if isinstance(method, str) else _as_read(method)
+    chosen = methods.get(method)() if isinstance(method, str) else as_read(method)
     config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
     told = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
@@ -215,38 +213,9 @@ def _name(method: Method | str) -> str:
     return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 
 
-def _as_read(method: Method) -> Method:
-    """The method, its hyper-parameters read as the command line reads them.
-
-    Fields of other types than options have, as arrays, may hold anything.
-
-    Raises:
-      UserError: a value that does not fit.
-    """
-    check_names(type(method))
-    given = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
-    plain = {name: _read(*pair) for name, pair in given.items() if is_plain(pair[0].kind)}
-    for name in given.keys() - plain.keys():
-        check(*given[name])
-    return replace(method, **plain)
-
-
 def _config(federation: Federation, given: Mapping[str, Any]) -> RunConfig:
     """The options of a run, read as the command line reads them; UserError for a value that does not fit."""
     if given.get("validation") is None:
         given = {**given, "validation": share_kept(federation) or None}
-    read = {name: _read(RUN[name], value) for name, value in given.items()}
+    read = {name: read_value(RUN[name], value) for name, value in given.items()}
     return RunConfig(dataset=federation.dataset.name, clients=federation.num_clients, **read)
-
-
-def _read(option: Option, value: Any) -> Any:
-    """The value of an option, a list being what the command line has with commas; UserError for one of objects."""
-    if isinstance(value, list | tuple | range):
-        if not value:
-            raise UserError("takes at least one value: drop the empty list.", field=option.name)
-        for one in value:
-            if not isinstance(one, str | bool | int | float | np.number | Path):
-                hint = ": `model` takes modules" if option.name == "models" else ""
-                raise UserError(f"takes names and numbers, not {shortened(one)}{hint}.", field=option.name)
-        value = with_commas(value)
-    return convert(option, None if value is None else str(value))

@@ -14,7 +14,17 @@ import yaml
 from fedjax_pcdd.data.partition import CLIENTS, asked_for, check_name, has_clients
 from fedjax_pcdd.errors import UserError, is_there
 from fedjax_pcdd.registry import recall, short_name
-from fedjax_pcdd.training.fields import check, convert, convert_all, load_mapping, names_in, options_of, run_option
+from fedjax_pcdd.training.fields import (
+    check,
+    convert,
+    convert_all,
+    is_plain,
+    load_mapping,
+    names_in,
+    options_of,
+    read_value,
+    run_option,
+)  # fmt: skip
 
 if TYPE_CHECKING:  # methods load JAX, which options alone do not need
     from fedjax_pcdd.methods import Method, Traits
@@ -290,6 +300,22 @@ def check_names(method: type["Method"]) -> None:
     taken = [name for name in options_of(method) if name in RUN or name in RESERVED]
     if taken:
         raise UserError(f"{method.__name__} has a hyper-parameter {taken[0]}, as an option of every run: rename it.")
+
+
+def as_read(method: "Method") -> "Method":
+    """The method, its hyper-parameters read as the command line reads them.
+
+    Fields of other types than options have, as arrays, may hold anything.
+
+    Raises:
+      UserError: a value that does not fit, or a name that a run option has.
+    """
+    check_names(type(method))
+    given = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
+    plain = {name: read_value(*pair) for name, pair in given.items() if is_plain(pair[0].kind)}
+    for name in given.keys() - plain.keys():
+        check(*given[name])
+    return dataclasses.replace(method, **plain)
 
 
 def values(config: RunConfig, method: "Method") -> dict[str, Any]:

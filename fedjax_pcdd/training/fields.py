@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union
 
+import numpy as np
 import yaml
 
 from fedjax_pcdd.errors import UserError, at_once, check_file, nearest, shortened, unreadable, writing
@@ -271,3 +272,16 @@ def write_text(path: Path, text: str, instead: str) -> None:
 def with_commas(value: Any) -> str:
     """Values as the command line lists them."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)
+
+
+def read_value(option: Option, value: Any) -> Any:
+    """The value of an option, a list being what the command line has with commas; UserError for one of objects."""
+    if isinstance(value, list | tuple | range):
+        if not value:
+            raise UserError("takes at least one value: drop the empty list.", field=option.name)
+        for one in value:
+            if not isinstance(one, str | bool | int | float | np.number | Path):
+                hint = ": `model` takes modules" if option.name == "models" else ""
+                raise UserError(f"takes names and numbers, not {shortened(one)}{hint}.", field=option.name)
+        value = with_commas(value)
+    return convert(option, None if value is None else str(value))
