@@ -20,6 +20,11 @@ from fedjax_pcdd.methods.method import Method, Setting, Tree
 from fedjax_pcdd.methods.wrappers import averages_models
 from fedjax_pcdd.trees import zeros_like
 
+ABOUT_GA = (
+    "GA is the mean over the clients' models, each of which answers as for its own classes; that of the shared parts "
+    "is ga_server_average."
+)
+
 
 def shared_part(setting: Setting, tree: Tree, own: Tree = None) -> Tree:
     """A tree as the parameters, with the leaves of `own`, 0 for None, in place of layers that stay with their clients.
@@ -59,6 +64,9 @@ def _derived(cls: type[Method]) -> type[Method]:
         def configure(self, setting, hyper):
             """As the method by itself, which asks for a global model where it changes one."""
             plain, advice = cls(**vars(self)).configure(setting, hyper)
+            own = plain.traits()
+            if own.target == "both" and not own.fine_tunes:
+                advice = [*advice, ABOUT_GA]
             return _own(plain), advice
 
         def traits(self):

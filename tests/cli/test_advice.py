@@ -134,6 +134,12 @@ def test_an_option_about_norms_that_the_model_has_not_is_said_to_have_no_effect(
     assert said(tmp_path / "with", capsys, model="resnet8_stride2", bn=bn) == ""
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["fedgela", "fedrod"])
+def test_personal_answers_in_the_ga_of_own_layers_are_said(tmp_path, capsys, method):
+    assert "ga_server_average" in said(tmp_path, capsys, method=method, model="resnet8_stride2", bn="local-layers")
+
+
 def test_a_quiet_run_advises_nothing(tmp_path, capsys):
     assert said(tmp_path, capsys, method="scaffold", momentum=0.9, step_normaliser="steps", quiet=True) == ""
 
