@@ -14,15 +14,15 @@ FROM_RESULTS = "results"
 PAGE = "docs/reproduction.md"
 INTRODUCTION = """# Coverage of the papers
 
-Written by `python experiments/reproduce.py --page` from `experiments/reproduction/coverage.yaml` and `results/`; do not
-edit it. `python experiments/reproduce.py --coverage --json` gives the list.
+Written by `python experiments/reproduce.py --page` from `experiments/reproduction/coverage.yaml` and `results/`; do
+not edit it. `python experiments/reproduce.py --coverage --json` gives the list.
 
-Each table, figure and theorem of the four papers, and what their texts claim beside them: what it shows, whether it was
+Every table, figure and theorem of the four papers, and what their texts claim besides: what it shows, whether it was
 run, at which scale, and where the result is. Commands are for a clone with the data sets in its folder `data`
-([data.md](data.md)), and have the papers' settings, which mostly need a GPU: those of `run.py` and `sweep.py` take
-smaller ones, as `--model=simple_cnn --rounds=20` (in a task `--models`), `reproduce.py` another `--scale`. A table is
-whole with `reproduce.py --scale=paper`, one split of it with `sweep.py`.
-The scale `paper` is the paper's own, `digits` the built-in digits, `cpu`, `mid`, `long` and `full` those of
+([data.md](data.md)). They have the papers' settings, which mostly need a GPU; for smaller ones, `run.py` and
+`sweep.py` take options such as `--model=simple_cnn --rounds=20` (in a task `--models`), `reproduce.py` another
+`--scale`. `reproduce.py --scale=paper` runs a whole table, `sweep.py` one split of it. The scale `paper` is the
+paper's own, `digits` means the built-in digits, and `cpu`, `mid`, `long` and `full` are those of
 [reproduction.md](reproduction.md). A diagram has no data.
 """
 

@@ -20,11 +20,11 @@ KINDS = {
 MOST_NAMED = 4  # departures of a kind that a line tells of
 HEADING = """## What the claims hinge on
 
-Each claim on each split again under every other setting that was run: other readings of the paper
-([ambiguities.md](ambiguities.md)), longer training, another network or norm, other images. *Turns* means that the sign
-of the best round's difference is another one, or that a paired t-test, whose p-value is not adjusted here, says
-something else. One seed turns easily: only differences with ± have more. Both differences are of the same seeds, and of
-runs of one version of this project. A row that a reading does not concern is that of the default.
+Here each claim on each split appears again, under every other setting that was run: other readings of the paper
+([ambiguities.md](ambiguities.md)), longer training, another network or norm, other images. A claim *turns* if the best
+round's difference changes its sign, or if a paired t-test (with an unadjusted p-value) says something else. A single
+seed turns easily; only differences with ± have more. Both differences are of the same seeds and of runs of one version
+of this project. A row that a reading does not concern is that of the default.
 """
 
 

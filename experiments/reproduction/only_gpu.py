@@ -21,13 +21,13 @@ PREDICTED = Path("benchmarks/results/predicted.json")
 OWN = ("paper", "gpu", "full")  # scales with the papers' own settings
 HEADING = """## What only a GPU can decide
 
-The papers' own settings where no plan for a CPU has them: mostly ResNet18 and larger. Hours are predicted, not
-measured: the training steps of both rows and all seeds on an H100, as long as FedAvg's, from the compiled program
-([performance.md](performance.md)); no kernel reaches such a bound, and what a method computes beside it is not counted.
-On an H200 such a step took 1.55 times as long with one lane and 1.14 times with ten.
-"–": no step of that network was predicted. What runs it: `python -m benchmarks.gpu --part=3` where that part is named,
-with one seed ([gpu.md](gpu.md)); `python experiments/reproduce.py --scale=gpu` the splits named so, most wanted first;
-and the command of a claim all of its splits, `--only` some.
+These are the papers' own settings that no plan for a CPU has, mostly ResNet18 and larger. Hours are predicted, not
+measured: the training steps of both rows and all seeds on an H100, each taken to last as long as FedAvg's, from the
+compiled program ([performance.md](performance.md)). No kernel reaches such a bound, and what a method computes beyond
+FedAvg's step is not counted. On an H200 such a step took 1.55 times as long with one lane and 1.14 times with ten. "–"
+means that no step of that network was predicted. Where a part is named, `python -m benchmarks.gpu --part=3` runs it
+with one seed ([gpu.md](gpu.md)); `python experiments/reproduce.py --scale=gpu` runs the splits named so, most wanted
+first; a claim's own command runs all of its splits, with `--only` some of them.
 """
 
 

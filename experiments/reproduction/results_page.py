@@ -31,37 +31,40 @@ INTRODUCTION = """# Reproduction
 
 Written by `python experiments/reproduce.py --page` from `results/` and `fedjax_pcdd/papers/expected/`; do not edit it.
 
-What the papers claim, what they print, and what came out here. Every row has the command that repeats it (`DATA` is the
-folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` runs all of them, and what is missing
-([presets.md](presets.md)). Other readings of what the papers leave open are in [ambiguities.md](ambiguities.md).
+What the papers claim, what they print, and what came out here. Every row comes with the command that repeats it
+(`DATA` is the folder of the data sets, [data.md](data.md)); `python experiments/reproduce.py` runs whatever is still
+missing ([presets.md](presets.md)). Other readings of what the papers leave open are in
+[ambiguities.md](ambiguities.md).
 """
 READING = """## How to read it
 
-- The scale `cpu` is a small network on a few thousand images for a few rounds: its numbers are no reproduction of the
-  printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or refute
-  them: the scale `full`, of the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18.
-  Between them lie `mid`, a residual network with batch norm on 10 000 images for 50 rounds of 5 epochs, and `long`, the
-  small network on all images for 100 rounds of 10 epochs.
-- Accuracies in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on the
-  test data as in the papers, which flatters every number; the mean of the last ten rounds does not. PA of a method
-  without a personal model is that of the fine-tuned global model; its mean of last ten is that of the local models.
-- ± is the standard deviation over seeds beside a mean, the standard error beside a difference. Differences are paired
-  by seed. A claim *held* or *did not hold* where a paired t-test says so at the level 0.05, its p-values adjusted by
-  Holm for all claims of this page (in the tables: for their methods); otherwise it is *not distinguishable*,
-  which three to five seeds leave most differences, also large ones: with so few pairs and as many claims as the page
-  has hardly any difference can pass. So the list of claims has three p-values of the best round: as it is, adjusted for
-  the claims on the same table and scale, and adjusted for the page, which decides. Of one seed only the sign is given.
-- Where a number is older than a preset or a default, its command has the options with which it was run, and so have its
-  row or the line of what is over the preset, and the comparisons that it is in.
-- PA under the rule of a preset may be chosen among the epochs of a round on the clients' tests, as the published code
-  does; of FedGELA that is each client's own best epoch, of FedAvg one epoch for all, which flatters less. The column
-  "PA last" has the model after the last epoch. A claim about PA is judged by both, each adjusted by Holm; where they
-  disagree it is not distinguishable. It is not judged by the last ten rounds, whose PA is of other models.
-- A command repeats its number bit for bit with the same version of this project and of JAX on the same kind of machine.
-  Another order of summation rounds differently, and after many rounds a single round's accuracy may be points away: so
-  it is with runs that were trained together with others of their program, which are counted below where there are some,
-  and with another processor. Such a pair counts, but †2 behind a difference says that two of its pairs are *mixed*, of
-  runs on two kinds of processors.
+- **Scales.** `cpu` is a small network on a few thousand images for a few rounds. Its numbers do not reproduce the
+  printed ones, and a claim that does not hold there is not refuted. Only the papers' own settings can confirm or
+  refute a claim: `full`, for the table whose network is small enough for a CPU, and `gpu`, mostly ResNet18. Between
+  them lie `mid`, a residual network with batch norm on 10 000 images for 50 rounds of 5 epochs, and `long`, the small
+  network on all images for 100 rounds of 10 epochs.
+- **Accuracies** are in percent, GA on the global test set, PA on the clients' own. "Best" is the best round, chosen on
+  the test data as in the papers, which flatters every number; the mean of the last ten rounds is not chosen. PA of a
+  method without a personal model is that of the fine-tuned global model, its mean of the last ten that of the local
+  models.
+- **Verdicts.** ± beside a mean is the standard deviation over seeds, beside a difference the standard error.
+  Differences are paired by seed. A claim *held* or *did not hold* if a paired t-test says so at the level 0.05, with
+  p-values adjusted by Holm for all claims of this page (in the tables: for their methods). Otherwise it is *not
+  distinguishable*. With three to five seeds and this many claims, hardly any difference can pass, however large. So
+  the list of claims has three p-values for the best round: unadjusted, adjusted for the claims on the same table and
+  scale, and adjusted for the page, which decides. For a single seed only the sign is given.
+- **Older settings.** Where a number is older than a preset or a default, its command has the options it was run with,
+  and so do its row (or the line that says what is over the preset) and the comparisons it appears in.
+- **PA and epochs.** Under the rule of a preset PA may be chosen among the epochs of a round on the clients' tests, as
+  the published code does: for FedGELA each client's own best epoch, for FedAvg one epoch for all clients, which
+  flatters less. The column "PA last" has the model after the last epoch. A claim about PA is judged by both, each
+  adjusted by Holm; if they disagree it is not distinguishable. It is not judged by the last ten rounds, whose PA is of
+  other models.
+- **Bits.** A command repeats its number bit for bit with the same version of this project and of JAX on the same kind
+  of machine. Another order of summation rounds differently, and after many rounds the accuracy of a single round may
+  differ by whole points. This concerns runs on another kind of processor, and runs that were trained together with
+  others of their program (counted below if there are any). Such pairs count, but †2 behind a difference says that two
+  of its pairs are *mixed*, with runs on two kinds of processors.
 """
 IMAGES = ((28, 28, 1), (32, 32, 3))
 MOST_NAMED = 4  # splits of a claim that the summary lists
@@ -170,9 +173,9 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
     bests = [one.best for one in findings if one.best is not None]
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = (
-        "Differences in percent points, but those of eigenvalues. In brackets a mean of splits, where the paper prints "
-        "no number for one; with a tag that names images, ours are of these and the paper's of the table's. "
-        "Where a table prints domains alone, the paper's is their mean. "
+        "Differences are in percent points, except those of eigenvalues. Brackets hold a mean of splits, where the "
+        "paper prints no number for a single one. With a tag that names images, ours are of these and the paper's of "
+        "the table's. Where a table prints only domains, the paper's number is their mean. "
         f"Of the {sum(len(one.seeds) for one in bests)} pairs of this list {sum(one.mixed for one in bests)} are mixed."
     )
     return [markdown(replace(table, remarks=remarks))] if lines else []
@@ -187,8 +190,8 @@ def _counts(counts: Sequence[Count]) -> list[str]:
     headings = ("table", "metric", "scale", *VERDICTS)
     table = texts("", headings, lines, left=("metric", "scale"))
     remarks = (
-        "How many differences to FedAvg have the sign that the paper prints. The differences of a line are one family "
-        "for Holm's correction, smaller than the page's, so that here more can hold than in the list of claims."
+        "How many differences from FedAvg have the sign that the paper prints. The differences of a line are one "
+        "family for Holm's correction. It is smaller than the page's, so more can hold here than in the list of claims."
     )
     return ["## Every method against FedAvg", "", markdown(replace(table, remarks=remarks))] if lines else []
 

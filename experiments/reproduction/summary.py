@@ -14,12 +14,12 @@ FEDMR = ("fedmr/table1", "fedmr", "fedavg")  # table and rows of FedMR's main cl
 MOST_NAMED = 3  # comparisons that a sentence names
 HEADING = """## In ten sentences
 
-Each is computed from the results below. Differences are in percent points, in brackets their 95 % interval over the
-seeds; *clearly* is a paired t-test at the level 0.05 on its own, which is more lenient than the verdicts of this page.
-Behind a split `fmnist` means that it has the images of Fashion-MNIST, where the paper prints CIFAR-10's number. Of a
-scale a sentence names the comparison with most seeds, of equal ones that nearest to the paper's table, then the one
-with the largest printed difference; how many there are and how they came out stands behind. Options in brackets
-behind a split are those that the preset no longer has; † is explained below.
+Each is computed from the results below. Differences are in percent points, with their 95 % interval over the seeds in
+brackets. *Clearly* means by a single paired t-test at the level 0.05, which is more lenient than the verdicts of this
+page. `fmnist` behind a split means the images of Fashion-MNIST, where the paper prints a number for CIFAR-10. For each
+scale a sentence names the comparison with the most seeds (among equals the one nearest to the paper's table, then the
+one with the largest printed difference), followed by how many comparisons there are and how they came out. Options in
+brackets behind a split are those that the preset no longer has; † is explained below.
 """
 
 
@@ -66,12 +66,13 @@ def _extent(facts: Facts) -> str:
     predicted = {(one.claim.text, one.split) for one in facts.needs if one.hours}
     hours = sum({name: one or 0.0 for need in facts.needs for name, one in need.by_cell.items()}.values())
     return (
-        f"The {len({text for text, _ in pairs})} claims of the papers that are listed here make {len(pairs)} with "
-        f"their splits, of which {len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {counted} "
-        f"of {runs} runs; {len(own)} of all runs have a paper's own network, as far as it is printed, and its length"
+        f"The papers make the {len({text for text, _ in pairs})} claims listed here, {len(pairs)} counting each split: "
+        f"{len(most)} were tried, {repeated} of them with {ENOUGH} or more seeds, in {counted} of {runs} runs; "
+        f"{len(own)} of all runs have a paper's own network, as far as it is printed, and its length"
         f"{f' ({older} of them with settings that its preset no longer has)' * bool(older)}, and "
-        f"{len(gpu)} of the {len(pairs)} ask for a GPU in the paper's own settings, {len(predicted)} of them for some "
-        f"{hours:.0f} predicted hours in all, so that nothing here confirms or refutes the numbers printed for these."
+        f"{len(gpu)} of the {len(pairs)} need a GPU in the paper's own settings (some {hours:.0f} predicted hours for "
+        f"the {len(predicted)} that have a prediction), so nothing here confirms or refutes the numbers printed for "
+        f"these."
     )
 
 
@@ -82,10 +83,11 @@ def _verdicts(facts: Facts) -> str:
     single = len(facts.tried()) - len(several)
     have = "comparison has" if single == 1 else "comparisons have"
     return (
-        f"After Holm's correction over the page {adjusted.count('held')} of {len(several)} comparisons with more than "
-        f"one seed held, {adjusted.count('did not hold')} did not hold, and {adjusted.count('not distinguishable')} "
-        f"cannot be distinguished from no difference; without any correction {alone.count('held')} would have held and "
-        f"{alone.count('did not hold')} not; {single} more {have} a single seed, which decides nothing."
+        f"Of the {len(several)} comparisons with more than one seed, {adjusted.count('held')} held after Holm's "
+        f"correction over the page, {adjusted.count('did not hold')} did not hold, and "
+        f"{adjusted.count('not distinguishable')} cannot be distinguished from no difference; without any correction "
+        f"{alone.count('held')} would have held and {alone.count('did not hold')} not; {single} more {have} a single "
+        f"seed, which decides nothing."
     )
 
 
@@ -97,10 +99,10 @@ def _directions(facts: Facts) -> str:
     inside = [one for one in own if one.paper is not None and _best(one).low is not None and _alike(one)]
     covered = sum(_covers(_best(one), one.paper) for one in inside)
     return (
-        f"With {ENOUGH} or more seeds the best round has the claimed sign in {same} of {len(own)} comparisons and the "
-        f"mean of the last ten rounds in {same_ten} of {len(ten)} (those in GA); of the {len(inside)} for which the "
-        f"paper prints a difference in percent points of the same split and images, it lies within our interval in "
-        f"{covered}, wide as these intervals are."
+        f"With {ENOUGH} or more seeds the best round has the claimed sign in {same} of {len(own)} comparisons, the "
+        f"mean of the last ten rounds in {same_ten} of the {len(ten)} that are in GA; where the paper prints a "
+        f"difference in percent points for the same split and images, it lies within our interval, wide as it is, in "
+        f"{covered} of {len(inside)} cases."
     )
 
 
@@ -122,9 +124,9 @@ def _fedmr_hinges(facts: Facts) -> str:
     clear = {side: [one for one in several if one.other.verdict() == side] for side in ("above", "below")}
     named = "; ".join(f"{where(one)}, {one.settings}: {_told(one.other)}" for one in clear["above"][:MOST_NAMED])
     return (
-        f"Under {len(own)} other settings that were run (readings, length, network) FedMR is above FedAvg in {above}, "
-        f"and in {usual} under the usual ones with the same seeds; of the {len(several)} with more than one seed it is "
-        f"clearly above in {len(clear['above'])}{f' ({named})' * bool(named)} and clearly below in "
+        f"In {above} of {len(own)} comparisons under other settings (readings, length, network) FedMR is above FedAvg, "
+        f"against {usual} with the usual settings and the same seeds; of the {len(several)} with more than one seed it "
+        f"is clearly above in {len(clear['above'])}{f' ({named})' * bool(named)} and clearly below in "
         f"{len(clear['below'])}."
     )
 

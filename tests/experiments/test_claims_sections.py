@@ -270,9 +270,9 @@ def test_every_claim_that_was_tried_is_counted_once(facts):
     first, second, *_ = sentences(facts)
     pairs = {(one.claim.text, one.split) for one in facts.findings}
     tried = {(one.claim.text, one.split) for one in facts.findings if one.best is not None}
-    assert f"make {len(pairs)} with their splits, of which {len(tried)} were tried" in first
-    words = r"page (\d+) of (\d+) comparisons .* held, (\d+) did not hold, and (\d+) cannot .*; (\d+) more"
-    held, several, against, open_, single = map(int, re.search(words, second).groups())
+    assert f"{len(pairs)} counting each split: {len(tried)} were tried" in first
+    words = r"the (\d+) comparisons .*, (\d+) held .*, (\d+) did not hold, and (\d+) cannot .*; (\d+) more"
+    several, held, against, open_, single = map(int, re.search(words, second).groups())
     assert held + against + open_ == several
     assert several + single == sum(one.best is not None for one in facts.findings)
 
@@ -296,8 +296,8 @@ def test_other_settings_of_the_main_claim_are_counted_and_those_that_tell_the_me
     ]  # fmt: skip
     other = departed([{**one, "table": claim.table} for one in results], claim)
     assert sentences(Facts([], [], other, []))[5] == (
-        "Under 3 other settings that were run (readings, length, network) FedMR is above FedAvg in 2, and in 3 under "
-        "the usual ones with the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, "
+        "In 2 of 3 comparisons under other settings (readings, length, network) FedMR is above FedAvg, against 3 with "
+        "the usual settings and the same seeds; of the 2 with more than one seed it is clearly above in 1 (A `form`, "
         "form=x: +5.10 [+4.85 to +5.35, 3 seeds]) and clearly below in 0."
     )
 
@@ -319,7 +319,7 @@ def test_what_a_correction_takes_away_is_said():
 def test_hours_of_a_cell_that_claims_share_count_once(facts):
     need = Need(CLAIM, "B", {"a": 10.0, "b": 20.0}, None, False)
     text = sentences(facts._replace(needs=[need, need._replace(by_cell={"a": 10.0, "c": 5.0})]))[0]
-    assert "for some 35 predicted hours" in text
+    assert "(some 35 predicted hours for" in text
 
 
 def test_scales_with_the_papers_own_settings_are_told_apart(facts):
@@ -342,11 +342,11 @@ def test_a_printed_difference_is_within_our_interval_only_where_split_images_and
     def told(results, claim=CLAIM, expected=PAPER):
         return sentences(Facts([], findings([claim], columns(results, expected), expected), [], []))[2]
 
-    assert "of the 1 for which" in told(pair(50.0, 40.0))
-    assert "of the 0 for which" in told(pair(50.0, 40.0, dataset="mnist"))
-    assert "of the 0 for which" in told(pair(50.0, 40.0, task="digits2"))
+    assert "of 1 cases." in told(pair(50.0, 40.0))
+    assert "of 0 cases." in told(pair(50.0, 40.0, dataset="mnist"))
+    assert "of 0 cases." in told(pair(50.0, 40.0, task="digits2"))
     elsewhere = CLAIM._replace(printed_on="avg")
-    assert "of the 0 for which" in told(pair(50.0, 40.0), elsewhere)
+    assert "of 0 cases." in told(pair(50.0, 40.0), elsewhere)
     assert "printed +10.00 for avg" in "".join(
         sentences(Facts([], [one._replace(claim=elsewhere._replace(table="fedgela/table4")) for one in
                              findings([elsewhere], columns(pair(50.0, 40.0), PAPER), PAPER)], [], []))
