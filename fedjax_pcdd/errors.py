@@ -1,4 +1,4 @@
-"""The one exception for what a user can put right: its text is one sentence that says what to do."""
+"""The exception for mistakes that a user can correct: its text is one sentence that says what to do."""
 
 import difflib
 import errno
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-Say = Callable[[str], None]  # tells the user a sentence that is no error
+Say = Callable[[str], None]  # tells the user a sentence that is not an error
 
 _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(=[^`]*)?`")
 
@@ -17,18 +17,18 @@ _FIELD = re.compile(r"`([a-z][a-z0-9_]*)(=[^`]*)?`")
 class UserError(ValueError):
     """A mistake in the input.
 
-    Options are named as fields in backticks, `` `beta` `` or `` `bn=local` ``. As text an error spells them as Python's
-    keyword arguments; the command line spells its `sentence` with options, prints that and exits with code 2.
+    Options are written as fields in backticks, `` `beta` `` or `` `bn=local` ``. `str(error)` spells them as Python's
+    keyword arguments; the command line spells `sentence` with its own options, prints it and exits with code 2.
     """
 
     def __init__(self, sentence: str, field: str | None = None):
-        """Args: field: the option that the sentence is about, which it then begins with."""
+        """Args: field: the option that the sentence is about; it is put at the beginning."""
         self.sentence = f"`{field}` {sentence}" if field else sentence
         super().__init__(spelled(self.sentence))
 
 
 def spelled(sentence: str, spell: Callable[[str], str] = str, quote: Callable[[str], str] = str) -> str:
-    """A sentence with its fields as `spell` writes them and, with their values, `quote`; by default as they are.
+    """A sentence with each field written by `spell`, then, with its value, by `quote`; by default unchanged.
 
     >>> spelled("`batch_size` must be at least 1 with `bn=local`.")
     'batch_size must be at least 1 with bn=local.'
@@ -37,7 +37,7 @@ def spelled(sentence: str, spell: Callable[[str], str] = str, quote: Callable[[s
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The part of a sentence that names the closest valid choice.
+    """The end of a sentence that names the closest valid choice, or all choices.
 
     >>> nearest("fedgella", ["fedavg", "fedgela"])
     "did you mean 'fedgela'?"
@@ -45,12 +45,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     'choose one of fedavg, fedgela.'
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(known)}."
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean '{matches[0]}'?" if matches else f"choose one of {', '.join(known)}."
 
 
 def as_path(value: Any, field: str) -> Path:
-    """A path as a user gives it, ~ being the home folder; UserError for what is none.
+    """A path as the user gives it, with ~ expanded; UserError for anything that is not a path.
 
     >>> as_path("runs/a", "folder").name
     'a'
@@ -61,7 +61,7 @@ def as_path(value: Any, field: str) -> Path:
 
 
 def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
-    """Whether a path is a file, or what `kind` asks for; UserError where its folder may not be entered.
+    """Whether a path is a file, or what `kind` tests for; UserError if its folder may not be entered.
 
     >>> is_there(Path("x" * 300)), is_there(Path("/"), Path.is_dir)
     (False, True)
@@ -75,18 +75,18 @@ def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
 
 
 def check_file(path: str | os.PathLike) -> None:
-    """UserError where what is there is no file, as a pipe to which nobody writes; what is missing passes."""
+    """Raise a UserError if the path exists but is not a file (a pipe, for example, would block); missing paths pass."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path} is no file, but a folder, a pipe or a device: name a file.")
 
 
 def unreadable(error: OSError, path: Any) -> UserError:
-    """What to raise for what is there and cannot be read, which nobody should remove for that."""
+    """The error for a path that exists but cannot be read; it does not advise to remove it."""
     return UserError(f"{path} cannot be read ({error.strerror or error}): put that right, or name another one.")
 
 
 def shortened(value: Any) -> str:
-    """What a sentence shows of a value: a number or a word itself, of anything else its type.
+    """How messages show a value: numbers and words as they are, anything else by its type.
 
     >>> shortened(3), shortened("abc"), shortened([1, 2]), shortened(dict)
     ('3', "'abc'", 'a list', 'the class dict')
@@ -101,14 +101,14 @@ def shortened(value: Any) -> str:
 
 
 def yes_or_no(value: Any, field: str) -> bool:
-    """An argument that takes True or False; UserError for anything else."""
+    """Return an argument that must be True or False; UserError for anything else."""
     if not isinstance(value, bool):
         raise UserError(f"takes True or False, not {shortened(value)}.", field=field)
     return value
 
 
 def in_one_line(error: BaseException) -> str:
-    """The part of a sentence that quotes an exception of another library.
+    """An exception of another library as part of a sentence: its first line, or its type.
 
     >>> in_one_line(ValueError("bad magic number.\\n  at byte 3"))
     'bad magic number'
@@ -122,17 +122,17 @@ RUN_DIR = "another `run_dir`"
 
 
 def failed_write(error: Exception, path: Path, instead: str = RUN_DIR) -> Exception:
-    """What to raise where writing to a path failed: a `UserError` if the disk is at fault, else the error itself.
+    """The error to raise when writing to a path failed: a `UserError` if the disk is at fault, else the error itself.
 
     Args:
-      instead: what could be chosen where the path cannot be written at all.
+      instead: what the user could choose if the path cannot be written at all.
     """
     # TensorStore reports a full disk as a ValueError that quotes the operating system.
-    number, again = getattr(error, "errno", None), "resume the run" if instead == RUN_DIR else "try again"
+    number, retry = getattr(error, "errno", None), "resume the run" if instead == RUN_DIR else "try again"
     if number in (errno.ENOSPC, errno.EDQUOT) or re.search("No space left|quota exceeded", str(error)):
-        return UserError(f"no space left on the disk of {path}: free some and {again}.")
+        return UserError(f"no space left on the disk of {path}: free some and {retry}.")
     if number == errno.EFBIG or "File too large" in str(error):
-        return UserError(f"{path} became larger than a file may be here: raise that limit and {again}.")
+        return UserError(f"{path} became larger than a file may be here: raise that limit and {retry}.")
     if number == errno.ELOOP:
         return UserError(f"{path} is a symbolic link, which nothing is written through: remove it.")
     if isinstance(error, OSError):
@@ -142,7 +142,7 @@ def failed_write(error: Exception, path: Path, instead: str = RUN_DIR) -> Except
 
 @contextmanager
 def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
-    """What is written within to a path, or a sentence that says why it cannot be; arguments as of `failed_write`."""
+    """A context for writing to a path, which turns an OSError into a sentence; arguments as for `failed_write`."""
     try:
         yield
     except OSError as error:
@@ -151,20 +151,21 @@ def writing(path: Path, instead: str = RUN_DIR) -> Iterator[None]:
 
 @contextmanager
 def at_once(path: Path, instead: str = RUN_DIR) -> Iterator[Path]:
-    """Another path to write to, with the same suffix, so that a file is there whole or as it was before.
+    """A context with a temporary path to write to, which replaces `path` at the end: whole or not at all.
 
-    Links are not followed. Errors are those of `writing`, but for what is said of other files.
+    The temporary path has the same suffix. Links are not followed. Errors are those of `writing`, except that errors
+    about other files are raised as they are.
     """
-    half = path.parent / f".{os.getpid()}.{path.name}"
+    temporary = path.parent / f".{os.getpid()}.{path.name}"
     try:
-        half.unlink(missing_ok=True)
-        yield half
-        if half.exists():  # of what has no numbers no picture is drawn
-            half.replace(path)
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        if temporary.exists():  # else nothing was written, such as a picture without numbers
+            temporary.replace(path)
     except (OSError, SystemError) as error:
-        if getattr(error, "filename", None) not in (None, str(half)):
+        if getattr(error, "filename", None) not in (None, str(temporary)):
             raise
         raise failed_write(error, path, instead) from error
     finally:
         with suppress(OSError):
-            half.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

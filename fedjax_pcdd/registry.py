@@ -1,11 +1,11 @@
-"""Open registries: the parts of a run by name, those of this package and anybody else's.
+"""Open registries: the parts of a run by name, whether of this package or from outside.
 
     @fp.register_method("fedkeep")               a decorator, where the part is defined
-    [project.entry-points."fedjax_pcdd.methods"]  a package that is installed, found when a name is looked up
+    [project.entry-points."fedjax_pcdd.methods"]  an installed package, found when a name is looked up
     method=fedkeep.py:FedKeep                     an import path, `file.py:object` or `package.module:object`
 
 All three work wherever a name is taken. A part from outside has an `Origin`: the file that defines it and its SHA-256,
-which a run writes down, so that it is not continued with another content.
+which a run records, so that it is not continued with a changed file.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ from fedjax_pcdd.errors import UserError, in_one_line, is_there, nearest
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]
 
-_recorded: dict[str, "Origin"] = {}  # of names in the configurations that were read, for where they mean nothing by now
+_recorded: dict[str, "Origin"] = {}  # by name in the configurations that were read, for names that no longer resolve
 
 
 class Origin(NamedTuple):
-    """Where a part comes from that is not of this package."""
+    """Where a part from outside this package comes from."""
 
     path: str  # absolute, of the file that defines it
-    object: str  # its name in there; "" for a file of data
+    object: str  # its name in the file; "" for a data file
     sha256: str  # of the file
 
 
@@ -44,17 +44,17 @@ class Registry(UserDict[str, T], Generic[T]):
     """Parts of one kind by name, in the order in which they were added; entry points come last.
 
     Attributes:
-      kind: what a sentence calls a part, as "method".
-      group: of the entry points, as "fedjax_pcdd.methods".
+      kind: what messages call a part, such as "method".
+      group: name of the entry point group, such as "fedjax_pcdd.methods".
     """
 
     def __init__(self, kind: str, plural: str, parts: Mapping[str, T] | None = None):
-        """A registry of the package's own parts."""
+        """Start with the package's own parts."""
         self.kind, self.group = kind, f"{PACKAGE}.{plural}"
         super().__init__(parts or {})
 
     def register(self, name: str) -> Callable[[T], T]:
-        """A decorator that adds a part under a name; UserError for a name that is taken or cannot be typed."""
+        """A decorator that adds a part under a name; UserError for a name that is taken or not allowed."""
         if not isinstance(name, str):
             raise UserError(f"a {self.kind} is registered by a name: put it in brackets behind the decorator.")
         if not name or set(name) & set(":+,= "):
@@ -63,8 +63,8 @@ class Registry(UserDict[str, T], Generic[T]):
         def add(part: T) -> T:
             if not callable(part) and type(part).__module__ == "builtins":
                 raise UserError(f"{part!r} cannot be a {self.kind}: register a class or a function.")
-            known = self.data.get(name)
-            if known is not None and _identity(known) != _identity(part):
+            existing = self.data.get(name)
+            if existing is not None and _identity(existing) != _identity(part):
                 raise UserError(f"there is a {self.kind} '{name}' already: choose another name.")
             self[name] = part
             return part
@@ -72,7 +72,7 @@ class Registry(UserDict[str, T], Generic[T]):
         return add
 
     def find(self, name: str) -> T:
-        """The part of a name or of an import path.
+        """Look up the part with a name or an import path.
 
         Raises:
           UserError: there is none, or its file cannot be imported.
@@ -87,26 +87,26 @@ class Registry(UserDict[str, T], Generic[T]):
         return self[name]
 
     def __missing__(self, name: str) -> T:
-        """The part of an entry point, which is loaded when it is first asked for."""
+        """The part of an entry point, loaded when it is first requested."""
         point = self._points()[name]
         with from_outside(f"{self.kind} '{name}' ({point.value}) cannot be imported"):
             self[name] = point.load()
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether the name is known, without loading anything."""
+        """Whether there is a part of this name; nothing is loaded."""
         return name in self.data or name in self._points()
 
     def __iter__(self) -> Iterator[str]:
-        """All names, without loading anything."""
+        """All names; nothing is loaded."""
         return iter(dict.fromkeys([*self.data, *self._points()]))
 
     def __len__(self) -> int:
-        """How many names there are."""
+        """Number of names."""
         return len(list(iter(self)))
 
     def importable(self) -> dict[str, T]:
-        """All parts by name, for who goes through them; entry points that fail to import are left out."""
+        """All parts by name, for iterating over them; entry points that fail to import are left out."""
         parts = {}
         for name in self:
             with suppress(UserError):
@@ -119,7 +119,7 @@ class Registry(UserDict[str, T], Generic[T]):
 
 @lru_cache
 def _entry_points(group: str, folders: tuple[tuple[str, float], ...]) -> dict[str, Any]:
-    """Entry points by name, read anew where the folders of modules, with when each changed, are not those of before."""
+    """Entry points by name; `folders`, the import path with modification times, is the cache key."""
     return {point.name: point for point in entry_points(group=group)}
 
 
@@ -141,7 +141,7 @@ def is_import_path(name: str) -> bool:
 
 
 def nearest_part(name: str, known: Iterable[str]) -> str:
-    """As `nearest`, for parts that may come from a file as well.
+    """As `nearest`, for parts that may also come from a file.
 
     >>> nearest_part("fedkeep.py", ["fedavg", "fedrep"])
     'of a file name the object too, as fedkeep.py:NAME.'
@@ -154,18 +154,18 @@ def nearest_part(name: str, known: Iterable[str]) -> str:
 
 
 def recall(origins: Mapping[str, Origin]) -> None:
-    """Remember where names come from that a recorded run uses: its folder or script may not be the present one."""
+    """Remember where the names of a recorded run come from: its folder or script may not be the present one."""
     _recorded.update(origins)
 
 
 def located(name: str, path: str | None = None) -> Path:
-    """The file that a name stands for, or where the run that was read had it; without a path the name is its path."""
+    """The file of a name, or where the recorded run had it if it is missing; without a path the name is the path."""
     file = Path(name if path is None else path).expanduser()
     return Path(_recorded[name].path) if name in _recorded and not is_there(file) else file
 
 
 def short_name(name: str) -> str:
-    """A name for headings and folders: of an import path the object, of a file the stem.
+    """A name for headings and folders: the object of an import path, the stem of a file.
 
     >>> [short_name(name) for name in ("moon+prototypes", "a/keep.py:FedKeep+prototypes", "runs/x/lists.npz")]
     ['moon+prototypes', 'FedKeep+prototypes', 'lists']
@@ -175,8 +175,8 @@ def short_name(name: str) -> str:
     if name.endswith(".npz"):
         return Path(name).stem
     *before, last = name.split(":")
-    leading = (re.fullmatch(r"((?:[\w.-]+\+)*)[^+]*", part) for part in before)  # names, and then a file's path
-    return "".join(found[1] for found in leading if found) + last
+    leading = (re.fullmatch(r"((?:[\w.-]+\+)*)[^+]*", part) for part in before)  # names, followed by a file's path
+    return "".join(match[1] for match in leading if match) + last
 
 
 def _import_path(origin: Origin) -> str:
@@ -184,21 +184,21 @@ def _import_path(origin: Origin) -> str:
 
 
 def load_object(path: str) -> Any:
-    """The object of an import path; UserError where file, module or object is missing or fails to import."""
+    """Load the object of an import path; UserError if file, module or object is missing or fails to import."""
     head, _, tail = path.rpartition(":")
     with from_outside(f"{path} cannot be imported"):
         module = _module_of_file(located(path, head)) if head.endswith(".py") else importlib.import_module(head)
     part: Any = module
     for name in tail.split("."):
         if not hasattr(part, name):
-            own = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
-            raise UserError(f"{head} defines no '{tail}': {nearest(tail, own) if own else 'it defines nothing.'}")
+            names = [n for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__]
+            raise UserError(f"{head} defines no '{tail}': {nearest(tail, names) if names else 'it defines nothing.'}")
         part = getattr(part, name)
     return part
 
 
 def _module_of_file(file: Path) -> ModuleType:
-    """The module of a file, imported once for each path and content; its folder is on the path meanwhile."""
+    """Import a file as a module, once for each path and content; its folder is on `sys.path` meanwhile."""
     if not is_there(file):
         raise UserError(f"there is no file {file}: check the path.")
     file = file.resolve()
@@ -206,12 +206,12 @@ def _module_of_file(file: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None  # it ends in .py
+    assert spec is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up
     sys.path.insert(0, str(file.parent))
     try:
-        # Not by the loader: its cache of bytecode tells an edited file by time and size alone.
+        # Not through the loader: its bytecode cache recognises an edited file by time and size alone.
         exec(compile(file.read_bytes(), file, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
@@ -223,7 +223,7 @@ def _module_of_file(file: Path) -> ModuleType:
 
 @contextmanager
 def from_outside(fails: str) -> Iterator[None]:
-    """Whatever code that is not ours raises within, an exit among it, as a sentence that begins with these words."""
+    """Turn what foreign code raises in this context, SystemExit included, into a UserError that begins with `fails`."""
     try:
         yield
     except UserError:
@@ -233,30 +233,31 @@ def from_outside(fails: str) -> Iterator[None]:
 
 
 def called(part: str, function: Any, *given: Any, of: str = "") -> Any:
-    """What a function from outside gives.
+    """Call a function from outside and return its result.
 
     Args:
-      part: what a sentence calls it.
-      of: what it is given, in words.
+      part: what messages call the function.
+      given: its arguments.
+      of: description of the arguments.
 
     Raises:
-      UserError: it is no function, takes other arguments, or fails.
+      UserError: it is not a function, takes other arguments, or fails.
     """
     try:
         inspect.signature(function).bind(*given)
     except TypeError:
         raise UserError(f"{part} must be a function {f'of {of}' if of else 'without arguments'}.") from None
-    except ValueError:  # a function of C does not tell what it takes
+    except ValueError:  # a function in C may have no signature
         pass
     with from_outside(f"{part} fails"):
         return function(*given)
 
 
 def origin_of(part: Any, path: str = "") -> Origin | None:
-    """Where a part comes from; None for one of this package, or of no file (a notebook's cell).
+    """Where a part comes from; None for one of this package, or without a file (a notebook's cell).
 
     Args:
-      path: the import path that it was found by, if it was.
+      path: the import path that the part was found by, if any.
     """
     if path:
         head, _, tail = path.rpartition(":")
@@ -271,16 +272,16 @@ def origin_of(part: Any, path: str = "") -> Origin | None:
 
 
 def origin_of_file(file: Path, name: str = "") -> Origin:
-    """Where a part comes from that lies in a file."""
+    """The origin of a part that lies in a file."""
     return Origin(str(file.resolve()), name, file_sha256(file))
 
 
 def file_sha256(file: Path) -> str:
     """The SHA-256 of a file's content, in hexadecimal digits."""
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _identity(part: Any) -> tuple[Any, Any]:
-    """What two definitions of one part have in common, as when a notebook's cell is run again."""
+    """What two definitions of the same part have in common, for example when a notebook's cell is run again."""
     return getattr(part, "__module__", None), getattr(part, "__qualname__", id(part))

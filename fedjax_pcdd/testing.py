@@ -1,8 +1,9 @@
-"""What every method must fulfil, for those who write one: `check_method(FedKeep)`, in a test or a notebook.
+"""Contract tests that every method must pass, for authors of methods: `check_method(FedKeep)`, in a test or a notebook.
 
-A made-up federation stands for all that goes wrong: five clients with 1 to 30 samples, classes that clients lack, a
-class that no client has, a client that takes no part. Each claim is a function of `make(**options)`, which gives the
-method's `Simulation` there; `CLAIMS` lists them. A claim that does not hold is an AssertionError.
+A made-up federation covers the usual difficulties: five clients with 1 to 30 samples, classes that clients lack, a
+class that no client has, a client that does not participate. Each claim is a function of `make(**options)`, which
+returns the method's `Simulation` on that federation; `CLAIMS` lists them. A claim that does not hold raises an
+AssertionError.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from fedjax_pcdd.training.fields import options_of
 
 CLASSES = 4
 SIZES = (1, 23, 9, 14, 30)
-OWNED = ((2,), (0, 1), (1, 2), (0, 1, 2), (0, 2))  # class 3 is no client's
+OWNED = ((2,), (0, 1), (1, 2), (0, 1, 2), (0, 2))  # no client has class 3
 ROUNDS = (0, 1, 2)
 
 Make = Callable[..., Simulation]
@@ -43,14 +44,14 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
 
     Args:
       method: a class, or an object with its hyper-parameters.
-      as_fedavg: hyper-parameters that switch its own part off, so that it must compute what FedAvg does; None where
-        FedAvg is no special case of it.
-      hyper: other hyper-parameters than the defaults.
+      as_fedavg: hyper-parameters that reduce the method to FedAvg, so that it must give FedAvg's results; None if
+        FedAvg is not a special case of it.
+      hyper: hyper-parameters that differ from the defaults.
 
     Raises:
-      AssertionError: a claim that does not hold, by its name.
-      UserError: no method, or a hyper-parameter that it has not; a hook that returns another shape than it should; a
-        method that exchanges logits, which has no contract tests outside of this package.
+      AssertionError: a claim does not hold; the message names it.
+      UserError: `method` is not a method, a hyper-parameter is unknown, a hook returns a wrong shape, or the method
+        exchanges logits, for which there are no contract tests outside this package.
     """
     tested = _with(method, hyper)
     if tested.traits().exchange != "never":
@@ -71,24 +72,24 @@ def check_method(method: type[Method] | Method, *, as_fedavg: dict[str, Any] | N
                 continue
             raise AssertionError(f"{type(tested).__name__}: {claim.__name__.replace('_', ' ')}: {error}") from error
     if as_fedavg is not None:
-        off = simulation(_with(tested, as_fedavg))
-        reduces_to_fedavg(off, simulation(Method(), held=tested.traits().validation))
+        reduced = simulation(_with(tested, as_fedavg))
+        reduces_to_fedavg(reduced, simulation(Method(), held=tested.traits().validation))
 
 
 def _with(method: type[Method] | Method, hyper: dict[str, Any]) -> Method:
-    """The method with some hyper-parameters; UserError where it is none, or has none of such a name and value."""
-    plain = method() if isinstance(method, type) and issubclass(method, Method) else method
-    if not isinstance(plain, Method):
+    """The method with these hyper-parameters; UserError if it is not a method, or if a name or value is not valid."""
+    instance = method() if isinstance(method, type) and issubclass(method, Method) else method
+    if not isinstance(instance, Method):
         raise UserError(f"check_method takes a method or its class, as fp.FedProx, not {shortened(method)}.")
-    known = options_of(type(plain))
+    available = options_of(type(instance))
     for name in hyper:
-        if name not in known:
-            raise UserError(f"{type(plain).__name__} has no hyper-parameter '{name}': {nearest(name, known)}")
-    return as_read(replace(plain, **hyper))
+        if name not in available:
+            raise UserError(f"{type(instance).__name__} has no hyper-parameter '{name}': {nearest(name, available)}")
+    return as_read(replace(instance, **hyper))
 
 
 def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:
-    """Whether no more than float32's rounding is against it: FedDecorr magnifies that a thousand times, say."""
+    """Whether a claim only fails by float32's rounding, which FedDecorr, for example, magnifies a thousand times."""
     with jax.enable_x64(True):
         try:
             claim(partial(simulation, method, dtype=jnp.float64))
@@ -98,7 +99,7 @@ def _holds_in_float64(claim: Callable[[Make], None], method: Method) -> bool:
 
 
 def federation(seed: int = 0, noise: float = 40) -> Federation:
-    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, and noise (std) about it."""
+    """Five clients with 1 to 30 samples of 5x5 pixels; each class has its own mean image, plus noise (std `noise`)."""
     rng = np.random.default_rng(seed)
     means = rng.integers(40, 216, (CLASSES, 5, 5, 1))
 
@@ -126,21 +127,21 @@ def simulation(
     """The method on the made-up federation: three of five clients a round, two epochs of SGD with momentum.
 
     Args:
-      held: keep validation samples out of training for a method that looks at none, too.
+      held: hold out validation samples even if the method does not use any.
     """
-    parts = hold_out(federation(), 0.3, 0) if held or method.traits().validation else federation()
-    plain = models.build("mlp", num_classes=CLASSES, image_shape=parts.image_shape)
+    toy_federation = hold_out(federation(), 0.3, 0) if held or method.traits().validation else federation()
+    model = models.build("mlp", num_classes=CLASSES, image_shape=toy_federation.image_shape)
     local = Local(epochs=2, batch_size=8, lr=0.05)
     public = (public_images(), Pipeline()) if method.traits().public else None
     return Simulation(
-        method.build(plain), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=3,
+        method.build(model), [Experiment(toy_federation, method, local, 0)], pipeline=Pipeline(), cohort=3,
         rounds=len(ROUNDS), public=public,
         execution=Execution(lanes=lanes, block=block, client_state=client_state, dtype=dtype, param_dtype=dtype),
     )  # fmt: skip
 
 
 def train(simulated: Any, rounds: tuple[int, ...] = ROUNDS) -> tuple[Any, Any]:
-    """The state after some rounds, and the last report."""
+    """Run these rounds; the final state and the last report."""
     state, report = simulated.start(), None
     for r in rounds:
         state, report = simulated.step(state, r)
@@ -148,7 +149,7 @@ def train(simulated: Any, rounds: tuple[int, ...] = ROUNDS) -> tuple[Any, Any]:
 
 
 def leaves(tree: Any) -> list[np.ndarray]:
-    """Its arrays, on the host."""
+    """The arrays of a tree, on the host."""
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
@@ -166,28 +167,28 @@ def three_rounds_with_changing_cohorts_compile_once(make: Make) -> None:
 
 
 def lanes_do_not_change_results(make: Make) -> None:
-    """Hooks see one client, whoever is trained beside it."""
+    """Hooks see one client, whichever clients are trained beside it."""
     assert_trees_all_close(train(make()), train(make(lanes=1)), rtol=1e-5, atol=1e-5)
 
 
 def blocks_do_not_change_results(make: Make) -> None:
-    """Jobs that begin and end together do so under one vmap, as on an accelerator."""
+    """Jobs that begin and end together run under one vmap, as on an accelerator."""
     together = make(lanes=3, block=3)
     assert together.program.blocks.together
     assert_trees_all_close(train(together, ROUNDS[:1]), train(make(lanes=1), ROUNDS[:1]), rtol=1e-5, atol=1e-5)
 
 
 def client_state_on_the_host_does_not_change_results(make: Make) -> None:
-    """What `init_client` and `upload` return may leave the device."""
+    """Client state from `init_client` and `upload` may leave the device."""
     device = make()
     if not jax.tree.leaves(device.start().clients):
         return
     host = make(client_state="host")
     state, report = train(device)
-    other, other_report = train(host)
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(other.clients))
-    assert_trees_all_close((state, report), (other, other_report), rtol=1e-6, atol=1e-6)
-    assert_trees_all_close(device.evaluate(state, personal=True), host.evaluate(other, personal=True), rtol=0, atol=0)
+    moved, moved_report = train(host)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(moved.clients))
+    assert_trees_all_close((state, report), (moved, moved_report), rtol=1e-6, atol=1e-6)
+    assert_trees_all_close(device.evaluate(state, personal=True), host.evaluate(moved, personal=True), rtol=0, atol=0)
 
 
 def order_of_clients_does_not_change_results(make: Make) -> None:
@@ -203,7 +204,7 @@ def order_of_clients_does_not_change_results(make: Make) -> None:
 
 
 def continuing_from_a_copied_state_is_bitwise_the_same(make: Make) -> None:
-    """All that lasts is in the state."""
+    """Everything that lasts between rounds is in the state."""
     simulated = make()
     state, _ = train(simulated, ROUNDS[:2])
     copy = jax.tree.map(lambda x: jnp.asarray(np.array(x)), state)
@@ -213,23 +214,23 @@ def continuing_from_a_copied_state_is_bitwise_the_same(make: Make) -> None:
 
 
 def a_ragged_federation_gives_no_nan(make: Make) -> None:
-    """A client with one sample, absent classes, a client that takes no part."""
+    """A client with one sample, absent classes, and a client that never participates cause no NaN."""
     simulated = make()
     rounds = (0, 2)
-    chosen = {int(k) for r in rounds for k in simulated.clients_of(r)[0]}
-    assert 0 in chosen  # the client with one sample
-    assert len(chosen) < 5  # one never takes part
+    participants = {int(k) for r in rounds for k in simulated.clients_of(r)[0]}
+    assert 0 in participants  # the client with one sample
+    assert len(participants) < 5  # one never participates
     state, report = train(simulated, rounds)
     assert all(np.isfinite(x).all() for x in leaves(state)), "the state is not finite"
     assert np.isfinite(np.array(report.loss)).all(), "the loss is not finite"
 
 
 def a_round_without_clients_changes_nothing(make: Make) -> None:
-    """No message, no step of the server."""
+    """Without messages the server takes no step."""
     simulated = make()
     jobs, batches = simulated.jobs(0)
-    nothing = [b[:0] for b in batches]
-    plan = schedule.pack(nothing, 2, steps=simulated.capacity)
+    empty_batches = [b[:0] for b in batches]
+    plan = schedule.pack(empty_batches, 2, steps=simulated.capacity)
     jobs = jobs._replace(weight=jobs.weight * 0, steps=jobs.steps * 0)
     before = leaves(simulated.start())
     state, _ = simulated.step(simulated.start(), 0, (plan, jobs))
@@ -247,11 +248,11 @@ CLAIMS: tuple[Callable[[Make], None], ...] = (
     a_round_without_clients_changes_nothing,
 )
 
-ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results)  # which float32 may round otherwise
+ROUNDED = (lanes_do_not_change_results, blocks_do_not_change_results)  # results that float32 may round differently
 
 
 def reduces_to_fedavg(simulated: Simulation, plain: Simulation) -> None:
-    """With its own part switched off a method computes what FedAvg does.
+    """Reduced to FedAvg, a method gives FedAvg's results.
 
     Args:
       plain: FedAvg on the same model.

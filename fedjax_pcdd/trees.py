@@ -1,7 +1,7 @@
-"""Arithmetic on pytrees of arrays that `jax.tree` and optax lack, or name differently.
+"""Arithmetic on pytrees of arrays that `jax.tree` and optax lack or name differently.
 
 A tree here is any pytree whose leaves are arrays: parameters, gradients, a client's state. A *stacked* tree
-carries one leading axis S on every leaf, a row per client. Trees that meet in a call have the same structure.
+carries one leading axis S on every leaf, a row per client. All trees of a call have the same structure.
 """
 
 import functools
@@ -42,7 +42,7 @@ def select(tree: Tree, row: Any) -> Tree:
 
 
 def at(array: Any, index: Any) -> jax.Array:
-    """array[index] for a scalar that is at least 0: JAX asks of every other whether it counts from the end."""
+    """array[index] for a scalar index >= 0; for ordinary indexing JAX adds a test for negative indices."""
     if not isinstance(index, Tracer):
         return array[index]
     zero = np.zeros((), index.dtype)
@@ -51,12 +51,12 @@ def at(array: Any, index: Any) -> jax.Array:
 
 
 def zeros_like(tree: Tree, *leading: int) -> Tree:
-    """Zeros with the shapes, behind leading axes if any, and dtypes of leaves: arrays or `jax.ShapeDtypeStruct`."""
+    """Zeros with the shapes (after any leading axes) and dtypes of the leaves: arrays or `jax.ShapeDtypeStruct`."""
     return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), tree)
 
 
 def size(tree: Tree) -> int:
-    """How many numbers the leaves have, which may be abstract."""
+    """Number of scalars in all leaves, which may be abstract."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
@@ -66,24 +66,24 @@ def total(trees: Iterable[Tree]) -> Tree:
 
 
 def on_leaves(function: Callable[..., jax.Array], **options: Any) -> Callable[..., Tree]:
-    """Compile a function of arrays as one of trees: it takes a leaf of each, and keywords as they are.
+    """Compile a function of arrays as a function of trees: it is applied leaf by leaf; keywords are passed on.
 
-    `jax.jit` sees leaves alone, as it must in a module's function of methods' and users' states: JAX 0.10.2 takes the
-    tree structures of two Flax dataclasses for equal, whatever their classes (their hashes alone differ), so that what
-    one of them was compiled to can serve the other, and come back as an instance of the wrong class.
+    `jax.jit` only sees the leaves. This is needed for module-level functions of methods' and users' states: JAX 0.10.2
+    considers the tree structures of two Flax dataclasses equal, whatever their classes (only their hashes differ), so
+    that the program compiled for one can be used for the other and return an instance of the wrong class.
 
     Args:
-      function: of one array of each tree.
-      options: of `jax.jit`.
+      function: takes one array of each tree.
+      options: for `jax.jit`.
     """
 
     @functools.partial(jax.jit, **options)
     @functools.wraps(function)
-    def compiled(*columns, **given):
-        return [function(*leaves, **given) for leaves in zip(*columns, strict=True)]
+    def compiled(*columns, **keywords):
+        return [function(*leaves, **keywords) for leaves in zip(*columns, strict=True)]
 
-    def on_trees(*trees, **given):
-        return jax.tree.unflatten(jax.tree.structure(trees[0]), compiled(*map(jax.tree.leaves, trees), **given))
+    def on_trees(*trees, **keywords):
+        return jax.tree.unflatten(jax.tree.structure(trees[0]), compiled(*map(jax.tree.leaves, trees), **keywords))
 
     return on_trees
 

@@ -1,1 +1,1 @@
-"""What the papers look at beside accuracy: angles between class vectors, the spectrum of features."""
+"""Analyses of the papers beside accuracy, such as angles between class vectors and the spectrum of features."""

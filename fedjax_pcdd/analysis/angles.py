@@ -13,7 +13,7 @@ from fedjax_pcdd.losses.logit_adjustment import l2_normalise
 
 
 def pairwise_angles(vectors: jax.Array) -> jax.Array:
-    """Angle [C, C] of each pair of rows [C, D] in degrees, exactly 0 on the diagonal; a zero row is at 90 to all."""
+    """Angles [C, C] in degrees between rows [C, D], exactly 0 on the diagonal; a zero row is at 90 degrees to all."""
     unit = l2_normalise(vectors)
     cosines = jnp.matmul(unit, unit.T, precision="highest")
     angles = jnp.degrees(jnp.arccos(jnp.clip(cosines, -1, 1)))
@@ -21,7 +21,7 @@ def pairwise_angles(vectors: jax.Array) -> jax.Array:
 
 
 class Angles(NamedTuple):
-    """Mean angles of one client in degrees, scalars; -1 where there is no pair."""
+    """Mean angles of one client in degrees, scalars; -1 if there is no pair."""
 
     existing: jax.Array  # between two classes that the client has
     missing: jax.Array  # between two classes that it lacks
@@ -35,7 +35,7 @@ def class_angles(vectors: jax.Array, present: jax.Array, known: jax.Array | None
     Args:
       vectors: [C, D] classifier rows, or mean features of the classes.
       present: [C] bool, classes of the client.
-      known: [C] bool, rows that count at all, as classes with a mean feature; None for all.
+      known: [C] bool, rows that count at all, such as classes with a mean feature; None for all.
     """
     known = jnp.ones(present.shape, bool) if known is None else known
     has, lacks = present.astype(bool) & known, ~present.astype(bool) & known
@@ -46,7 +46,7 @@ def class_angles(vectors: jax.Array, present: jax.Array, known: jax.Array | None
 
 
 def etf_angle(num_classes: int) -> float:
-    """The angle between any two of C vectors that are as far apart as can be, arccos(-1 / (C - 1)) in degrees.
+    """Angle between any two of C maximally separated vectors, arccos(-1 / (C - 1)) in degrees.
 
     >>> round(etf_angle(10), 2)
     96.38

@@ -1,4 +1,4 @@
-"""What a method asks of a client, and what it gives for it (FedMR, Figure 4)."""
+"""What a method costs a client, and the accuracy it gains (FedMR, Figure 4)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from fedjax_pcdd.analysis.curves import COLOURS, frame
 
 
 class Burden(NamedTuple):
-    """Of one method: scalars held in training, seconds of local training over FedAvg's, and best GA in [0, 1]."""
+    """Costs of one method: scalars held in training, local training time over FedAvg's; and its best GA in [0, 1]."""
 
     label: str
     held: float
@@ -19,33 +19,33 @@ class Burden(NamedTuple):
 
 
 def pareto(burdens: Sequence[Burden]) -> list[Burden]:
-    """Those that no other beats in accuracy without more time, by rising time.
+    """The Pareto front by increasing time: methods that no other beats in accuracy without more time.
 
     >>> [one.label for one in pareto([Burden("a", 1, 2, 0.5), Burden("b", 1, 1, 0.4), Burden("c", 1, 3, 0.45)])]
     ['b', 'a']
     """
     best: list[Burden] = []
-    for one in sorted(burdens, key=lambda one: (one.seconds, -one.ga)):
-        best += [one] if not best or one.ga > best[-1].ga else []
+    for burden in sorted(burdens, key=lambda burden: (burden.seconds, -burden.ga)):
+        best += [burden] if not best or burden.ga > best[-1].ga else []
     return best
 
 
 def draw_burdens(burdens: Sequence[Burden], path: str | Path) -> None:
-    """Memory and time as bars, and accuracy over time with its Pareto points joined."""
+    """Draw memory and time as bars, and accuracy over time with the Pareto points joined."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 4.0), dpi=100, layout="constrained")
     bars, scatter = figure.subplots(1, 2)
-    at, time = np.arange(len(burdens)), bars.twinx()
-    bars.bar(at - 0.2, [one.held / 1e6 for one in burdens], 0.4, color=COLOURS[0])
-    time.bar(at + 0.2, [one.seconds for one in burdens], 0.4, color=COLOURS[1])
+    positions, time = np.arange(len(burdens)), bars.twinx()
+    bars.bar(positions - 0.2, [entry.held / 1e6 for entry in burdens], 0.4, color=COLOURS[0])
+    time.bar(positions + 0.2, [entry.seconds for entry in burdens], 0.4, color=COLOURS[1])
     frame(bars, title="what a client holds and computes", across="", upwards="millions of scalars (left bars)")
-    bars.set_xticks(at, [one.label for one in burdens], rotation=60, fontsize=8)
+    bars.set_xticks(positions, [entry.label for entry in burdens], rotation=60, fontsize=8)
     time.set_ylabel("seconds, times FedAvg (right bars)")
     front = pareto(burdens)
-    scatter.plot([one.seconds for one in front], [100 * one.ga for one in front], color="0.7", zorder=0)
-    for one in burdens:
-        scatter.plot(one.seconds, 100 * one.ga, "o", color=COLOURS[0])
-        scatter.annotate(one.label, (one.seconds, 100 * one.ga), (4, 3), textcoords="offset points", fontsize=8)
+    scatter.plot([entry.seconds for entry in front], [100 * entry.ga for entry in front], color="0.7", zorder=0)
+    for entry in burdens:
+        scatter.plot(entry.seconds, 100 * entry.ga, "o", color=COLOURS[0])
+        scatter.annotate(entry.label, (entry.seconds, 100 * entry.ga), (4, 3), textcoords="offset points", fontsize=8)
     frame(scatter, title="accuracy for time", across="seconds, times FedAvg", upwards="best GA, mean over splits (%)")
     figure.savefig(path)

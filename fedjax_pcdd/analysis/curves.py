@@ -1,4 +1,4 @@
-"""Curves over the rounds: the one way in which they are drawn, and the rounds to an accuracy.
+"""Curves over the rounds, drawn in a uniform style, and the rounds to an accuracy.
 
 Rounds to an accuracy and speed-ups are those of FedMR's Table 4 and FedRL's Table 2.
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-# Okabe and Ito, but for the colours that vanish on white or on black; then the same, dashed.
+# Okabe and Ito, without the colours that vanish on white or on black; further curves repeat them in other line styles.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A6FD1", "#808080")
 STYLES = ("-", "--", ":", "-.")
-FEW = 30  # points that are marked one by one
-CURVES = {"ga": "GA", "pa": "PA in training", "loss": "training loss"}  # key of metrics.jsonl -> its name
+FEW = 30  # up to this number, points have markers
+CURVES = {"ga": "GA", "pa": "PA in training", "loss": "training loss"}  # key of metrics.jsonl -> display name
 OWN_COLOURS = {"ga": COLOURS[0], "pa": COLOURS[1], "loss": "#555555"}
 
 
@@ -25,7 +25,7 @@ def look(index: int) -> tuple[str, str]:
 
 
 def axis_of(name: str) -> tuple[str, int]:
-    """What the axis of one of `CURVES` says, and the factor of its numbers: accuracies are shown in percent.
+    """Axis label of one of `CURVES`, and the factor for its numbers: accuracies are shown in percent.
 
     >>> axis_of("pa"), axis_of("loss")
     (('PA in training (%)', 100), ('training loss', 1))
@@ -34,12 +34,12 @@ def axis_of(name: str) -> tuple[str, int]:
 
 
 def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds and values [n] of a number in lines of metrics.jsonl or track.jsonl, where it is known and finite.
+    """Rounds and values [n] of a number in lines of metrics.jsonl or track.jsonl, if it is known and finite.
 
     Args:
       rows: the lines.
-      names: key of the number, after those of the mappings that it is in.
-      factor: that it is multiplied by.
+      names: key of the number, preceded by the keys of the mappings that contain it.
+      factor: by which the number is multiplied.
 
     >>> [x.tolist() for x in series([{"round": 1, "ga": None}, {"round": 2, "ga": 0.5}], "ga", factor=100)]
     [[2], [50.0]]
@@ -48,17 +48,17 @@ def series(rows: Iterable[Mapping[str, Any]], *names: str, factor: float = 1.0) 
     [[1], [0.5]]
     """
     values = [(row["round"], reduce(lambda of, name: (of or {}).get(name), names, row)) for row in rows]
-    known = [(round, value) for round, value in values if value is not None and math.isfinite(value)]
-    return np.array([x for x, _ in known], int), factor * np.array([y for _, y in known], float)
+    points = [(round, value) for round, value in values if value is not None and math.isfinite(value)]
+    return np.array([x for x, _ in points], int), factor * np.array([y for _, y in points], float)
 
 
 def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | None = None, **style: Any) -> None:
-    """Draw a curve; few points are marked.
+    """Draw a curve, with markers if there are few points.
 
     Args:
       axes: of matplotlib.
       x, y: [n].
-      deviation: [n] half the width of a band around it.
+      deviation: [n] half the width of a band around the curve.
       style: of the line, for matplotlib.
     """
     line = {"linewidth": 1.6, "marker": "o" if len(x) <= FEW else None, "markersize": 3} | style
@@ -68,7 +68,7 @@ def curve(axes: Any, x: np.ndarray, y: np.ndarray, *, deviation: np.ndarray | No
 
 
 def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "", colour: str | None = None) -> None:
-    """Titles, grid and frame of a panel; `colour` of all of them, for pictures on grounds of unknown colour."""
+    """Set title, labels, grid and frame of a panel; `colour` applies to all, for backgrounds of unknown colour."""
     if title:
         axes.set_title(title, fontsize=10)
     axes.set(xlabel=across, ylabel=upwards)
@@ -85,11 +85,11 @@ def frame(axes: Any, *, title: str = "", across: str = "round", upwards: str = "
 
 
 def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Draw GA and PA of a run in percent, their best rounds marked, and the loss below.
+    """Draw GA and PA of a run in percent, with their best rounds marked, and the loss below.
 
     Args:
       rows: as in metrics.jsonl; rounds without evaluation have None or no entry.
-      path: of the PNG.
+      path: of the PNG file.
       title: above the curves.
     """
     from matplotlib.figure import Figure
@@ -97,7 +97,7 @@ def draw_curves(rows: Iterable[Mapping[str, Any]], path: str | Path, title: str)
     rows = list(rows)
     figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
     accuracy, loss = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-    curves = {name: one for name in ("ga", "pa") if len((one := series(rows, name, factor=100))[0])}
+    curves = {name: points for name in ("ga", "pa") if len((points := series(rows, name, factor=100))[0])}
     for name, (rounds, values) in curves.items():
         best = values.argmax()
         curve(accuracy, rounds, values, color=OWN_COLOURS[name])
@@ -131,8 +131,8 @@ def rounds_to(accuracies: np.ndarray, target: float, *, above: bool = False) -> 
 
     Args:
       accuracies: [T] of each round; NaN where it was not measured.
-      target: FedMR's is the best accuracy of FedAvg, FedRL's that of FedAvg's last round.
-      above: it must be exceeded, as FedRL counts.
+      target: in FedMR the best accuracy of FedAvg, in FedRL that of FedAvg's last round.
+      above: whether the target must be exceeded, as in FedRL.
 
     >>> rounds_to(np.array([0.2, 0.5, 0.4, 0.6]), 0.5)
     2

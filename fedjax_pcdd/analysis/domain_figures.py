@@ -1,7 +1,7 @@
-"""Pictures of tasks by domain: features in the plane, accuracy over the rounds, ablations (FCCL, Figures 4, 6 to 8).
+"""Figures for tasks by domain: 2-D embeddings, accuracy over the rounds, ablations (FCCL, Figures 4, 6 to 8).
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
-Letters: n samples, D features, K participants, one a domain.
+Letters: n samples, D features, K participants, one per domain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ import numpy as np
 from fedjax_pcdd.analysis.curves import COLOURS, curve, frame, look, series
 
 Sample = tuple[np.ndarray, np.ndarray]  # features [n, D] and labels [n]
-LAST = 20  # rounds whose changes are averaged
+LAST = 20  # number of rounds whose changes are averaged
 
 
 class Separation(NamedTuple):
-    """How far apart classes lie: variance between their means over that within them, and the mean silhouette."""
+    """How well classes are separated: between-class over within-class variance, and the mean silhouette."""
 
     ratio: float
     silhouette: float
 
 
 def separation(features: np.ndarray, labels: np.ndarray) -> Separation:
-    """Of features [n, D] with labels [n]; at least two classes.
+    """Separation of features [n, D] with labels [n] of at least two classes.
 
     >>> separation(np.array([[0.0], [2.0], [10.0], [12.0]]), np.array([0, 0, 1, 1])).ratio
     25.0
@@ -44,11 +44,11 @@ def balanced(labels: np.ndarray, each: int, seed: int = 0) -> np.ndarray:
 
 
 def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: str | Path) -> None:
-    """t-SNE of features, one embedding a panel, coloured by class; a row for each key (FCCL, Figure 4).
+    """Draw t-SNE embeddings of features, one per panel, coloured by class; one row per key (FCCL, Figure 4).
 
     Args:
-      panels: rows of titles and samples; all rows of one length.
-      path: of the PNG.
+      panels: for each row its panels' titles and samples; all rows have the same length.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
     from sklearn.manifold import TSNE
@@ -56,8 +56,8 @@ def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: st
     columns = max(map(len, panels.values()))
     figure = Figure(figsize=(2.6 * columns + 0.4, 2.7 * len(panels)), dpi=100, layout="constrained")
     axes = figure.subplots(len(panels), columns, squeeze=False)
-    for row, (name, parts) in zip(axes, panels.items(), strict=True):
-        for panel, (title, (features, labels)) in zip(row, parts, strict=True):
+    for row, (name, row_panels) in zip(axes, panels.items(), strict=True):
+        for panel, (title, (features, labels)) in zip(row, row_panels, strict=True):
             perplexity = min(30.0, (len(features) - 1) / 3)
             x, y = TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(features).T
             panel.scatter(x, y, c=labels, cmap="tab10", s=5)
@@ -68,17 +68,17 @@ def draw_embeddings(panels: Mapping[str, Sequence[tuple[str, Sample]]], path: st
 
 
 def fluctuation(values: np.ndarray) -> float:
-    """Mean absolute change from round to round over the last `LAST` rounds of values [T]; nan for a single one."""
+    """Mean absolute change from round to round over the last `LAST` rounds of values [T]; nan for a single round."""
     return float(np.abs(np.diff(values[-LAST - 1 :])).mean()) if len(values) > 1 else float("nan")
 
 
 def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: str | Path) -> None:
-    """Intra-domain accuracy and the local objective over the rounds, a line a run (FCCL, Figure 6).
+    """Draw intra-domain accuracy and local objective over the rounds, one line per run (FCCL, Figure 6).
 
     Args:
-      runs: lines of metrics.jsonl by label; one of round 0 is that of the pre-trained models.
-      top: an answer is right if it is among the first `top`.
-      path: of the PNG.
+      runs: lines of metrics.jsonl by label; a line of round 0 is that of the pre-trained models.
+      top: an answer is right if the label is among the first `top`.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
 
@@ -95,23 +95,23 @@ def draw_tasks(runs: Mapping[str, Sequence[Mapping[str, Any]]], top: int, path: 
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Sequence[float]]], groups: Sequence[str], path: str | Path) -> None:
-    """Groups of bars in percent, a bar for each label (FCCL, Figures 7 and 8).
+    """Draw groups of bars in percent, with a bar for each label (FCCL, Figures 7 and 8).
 
     Args:
-      panels: by title, the label's numbers of each group, shares in [0, 1].
+      panels: by title and label, the number of each group, a share in [0, 1].
       groups: names below the bars.
-      path: of the PNG.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(panels), 3.4), dpi=100, layout="constrained")
     for panel, (title, bars) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        width, at = 0.8 / len(bars), np.arange(len(groups))
+        width, ticks = 0.8 / len(bars), np.arange(len(groups))
         for i, (label, shares) in enumerate(bars.items()):
             panel.bar(
-                at + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=COLOURS[i]
+                ticks + (i - (len(bars) - 1) / 2) * width, 100 * np.array(shares), width, label=label, color=COLOURS[i]
             )
         frame(panel, title=title, across="", upwards="accuracy (%)")
-        panel.set_xticks(at, groups, fontsize=8)
+        panel.set_xticks(ticks, groups, fontsize=8)
     panel.legend(frameon=False, fontsize=8)
     figure.savefig(path)

@@ -1,6 +1,6 @@
-"""Pictures of the analyses.
+"""Figures of the analyses.
 
-Tracked quantities have one colour a run, solid for the global model, dashed for the clients' own. Letters: K
+Tracked quantities have one colour per run, solid for the global model, dashed for the clients' models. Letters: K
 participants, N public images, C classes.
 """
 
@@ -40,21 +40,21 @@ TITLES = {
 
 
 def panels_of(name: str, runs: Mapping[str, Rows]) -> list[tuple[str, str, str]]:
-    """The panels of a quantity; of one from outside one for each number that it has."""
+    """The panels of a quantity; for one from outside, one panel for each of its numbers."""
     if name in PANELS:
         return PANELS[name]
-    kept = [row.get(name) or {} for rows in runs.values() for row in rows]
-    values = [(key, value) for one in kept for model in STYLES for key, value in (one.get(model) or {}).items()]
+    entries = [row.get(name) or {} for rows in runs.values() for row in rows]
+    values = [(key, value) for entry in entries for model in STYLES for key, value in (entry.get(model) or {}).items()]
     return [("", key, key) for key in dict.fromkeys(key for key, value in values if isinstance(value, int | float))]
 
 
 def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
-    """Draw one quantity of one or several runs; nothing where it has no numbers.
+    """Draw one quantity of one or several runs; nothing if it has no numbers.
 
     Args:
-      name: of `PANELS`, or one from outside.
+      name: a key of `PANELS`, or a quantity from outside.
       runs: lines of track.jsonl by the run's label; "" for a single run.
-      path: of the PNG.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
 
@@ -76,12 +76,12 @@ def draw(name: str, runs: Mapping[str, Rows], path: str | Path) -> None:
 
 
 def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str | Path) -> None:
-    """Draw one quantity, a column for each group of runs and a row for each number (FedGELA, Figure 5).
+    """Draw one quantity, with a column per group of runs and a row per number (FedGELA, Figure 5).
 
     Args:
-      name: classes, angles or features, whose classes that a client lacks are the second row.
-      groups: lines of track.jsonl by the group and the run's label; a label has one colour in all groups.
-      path: of the PNG.
+      name: classes, angles or features; the second row shows classes that a client lacks.
+      groups: lines of track.jsonl by group and by the run's label; a label has the same colour in all groups.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
 
@@ -94,9 +94,9 @@ def draw_columns(name: str, groups: Mapping[str, Mapping[str, Rows]], path: str 
             _curves(panel, name, {label: runs.get(label, ()) for label in labels}, key)
             frame(panel, title=f"{group}\n{title}", upwards=PANELS[name][0][1] if panel in panels[:, 0] else "")
     figure.suptitle(TITLES[name], fontsize=11)
-    everything = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
-    lines, words = _key(panels[0][0], name, everything)
-    figure.legend(lines, words, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    all_rows = {label: [row for runs in groups.values() for row in runs.get(label, ())] for label in labels}
+    lines, texts = _key(panels[0][0], name, all_rows)
+    figure.legend(lines, texts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -104,28 +104,28 @@ def _curves(panel: Any, name: str, runs: Mapping[str, Rows], key: str) -> None:
     for i, rows in enumerate(runs.values()):
         for model, style in STYLES.items():
             curve(panel, *series(rows, name, model, key), linestyle=style, color=look(i)[0])
-    known = [row[name]["etf"] for rows in runs.values() for row in rows if "etf" in (row.get(name) or {})]
-    if known:
-        panel.axhline(known[0], color="0.5", linewidth=1, linestyle=":")
+    angles = [row[name]["etf"] for rows in runs.values() for row in rows if "etf" in (row.get(name) or {})]
+    if angles:
+        panel.axhline(angles[0], color="0.5", linewidth=1, linestyle=":")
 
 
 def _eigenvalues(panel: Any, runs: Mapping[str, Rows]) -> None:
-    """The last known spectrum of each run, descending."""
+    """Draw the last known spectrum of each run, in descending order."""
     for i, rows in enumerate(runs.values()):
-        known = [row["spectrum"]["global"]["eigenvalues"] for row in rows if (row.get("spectrum") or {}).get("global")]
-        if known:
-            values = np.array(known[-1], float)
+        curves = [row["spectrum"]["global"]["eigenvalues"] for row in rows if (row.get("spectrum") or {}).get("global")]
+        if curves:
+            values = np.array(curves[-1], float)
             panel.plot(np.arange(1, len(values) + 1), np.where(values > 1e-6, values, np.nan), color=look(i)[0])
     panel.set_yscale("log")
     frame(panel, title="global model, last round", across="number of the eigenvalue", upwards="eigenvalue")
 
 
 def _key(panel: Any, name: str, runs: Mapping[str, Rows]) -> tuple[list, list[str]]:
-    """Runs by colour, where they are named, then the styles that occur, then the reference angle."""
+    """Legend: runs by colour, if they have labels, then the styles that occur, then the reference angle."""
     keys = [key for *_, key in panels_of(name, runs)]
-    known = [m for m in STYLES if any(len(series(r, name, m, k)[0]) for r in runs.values() for k in keys)]
+    models = [m for m in STYLES if any(len(series(r, name, m, k)[0]) for r in runs.values() for k in keys)]
     entries = [(label, "-", look(i)[0]) for i, label in enumerate(runs) if label]
-    entries += [(NAMES[model], STYLES[model], "0.3") for model in known]
+    entries += [(NAMES[model], STYLES[model], "0.3") for model in models]
     entries += [("simplex ETF", ":", "0.5")] * (name in ("angles", "features"))
     lines = [panel.plot([], [], style, color=colour)[0] for _, style, colour in entries]
     return lines, [text for text, _, _ in entries]
@@ -135,14 +135,14 @@ def draw_bilateral(
     curves: Mapping[str, np.ndarray], references: Mapping[str, Sequence[float]], path: str | Path, *, pa: str = "PA",
     reference: str = "FedAvg",
 ) -> None:  # fmt: skip
-    """Write a PNG of GA beside PA in percent over log10 E_W (FedGELA, Figure 4), a line a label.
+    """Write a PNG of GA beside PA in percent over log10 E_W (FedGELA, Figure 4), with a line per label.
 
     Args:
-      curves: by label [n, 5], E_W in rising order, GA and its deviation over seeds, PA and its deviation.
+      curves: by label, [n, 5]: E_W, ascending, GA and its deviation over seeds, PA and its deviation.
       references: GA and PA of FedAvg for some of the labels, drawn as dashed lines.
-      path: of the PNG.
-      pa: what PA is called by the moment when it is measured.
-      reference: what the dashed lines are called beside PA.
+      path: of the PNG file.
+      pa: name of PA, which tells when it is measured.
+      reference: name of the dashed lines in the panel of PA.
     """
     from matplotlib.figure import Figure
 
@@ -169,9 +169,9 @@ def correlation_matrices(logits: jax.Array) -> jax.Array:
       logits: [K, N, C], N >= 2.
 
     Returns:
-      [K, C, C] in float32 or better, entries in [-1, 1] (equation 1); a class without any spread has 0.
+      [K, C, C] in float32 or better, entries in [-1, 1] (equation 1); 0 for a class without spread.
     """
-    return jax.vmap(lambda own: cross_correlation(own, logits.mean(0)))(logits)
+    return jax.vmap(lambda participant_logits: cross_correlation(participant_logits, logits.mean(0)))(logits)
 
 
 def draw_matrices(
@@ -182,22 +182,22 @@ def draw_matrices(
     private: np.ndarray | None = None,
     clip: bool = False,
 ) -> None:
-    """A picture of matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
+    """Draw matrices [K, C, C] side by side, each under its participant's name; blue for -1 and red for 1.
 
     Args:
-      matrices: of the public images.
+      matrices: computed on the public images.
       names: of the participants.
-      path: of the PNG.
-      private: [K, C, C] of each participant's own images, for a second row.
-      clip: draw what is below 0 as 0, as the published code does.
+      path: of the PNG file.
+      private: [K, C, C], computed on each participant's own images, for a second row.
+      clip: draw negative entries as 0, as the published code does.
     """
     from matplotlib.figure import Figure
 
-    rows = [one for one in (matrices, private) if one is not None]
+    rows = [row for row in (matrices, private) if row is not None]
     figure = Figure(figsize=(1 + 2.4 * len(matrices), 0.4 + 2.4 * len(rows)), dpi=120, layout="constrained")
     panels = figure.subplots(len(rows), len(matrices), squeeze=False)
-    for line, several, title in zip(panels, rows, ("public images", "own images"), strict=False):
-        for panel, matrix, name in zip(line, several, names, strict=True):
+    for line, row_matrices, title in zip(panels, rows, ("public images", "own images"), strict=False):
+        for panel, matrix, name in zip(line, row_matrices, names, strict=True):
             image = panel.imshow(np.maximum(matrix, 0) if clip else matrix, vmin=-1, vmax=1, cmap="RdBu_r")
             panel.set(title=name, xlabel="class of the mean", xticks=[], yticks=[])
         line[0].set_ylabel(f"class of its own\n{title}")
@@ -206,7 +206,7 @@ def draw_matrices(
 
 
 def diagonals(matrices: np.ndarray) -> tuple[float, float]:
-    """Means over the diagonals of matrices [K, C, C], and over all else.
+    """Means over the diagonals of matrices [K, C, C], and over all other entries.
 
     >>> diagonals(np.array([[[1.0, 0.5], [0.0, 0.5]]]))
     (0.75, 0.25)

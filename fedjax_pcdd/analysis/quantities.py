@@ -1,8 +1,8 @@
-"""What a run can track round by round: accuracy on classes that a client has or lacks, angles, spectra, gradients.
+"""Quantities that a run can track: accuracy on classes that a client has or lacks, angles, spectra, gradients.
 
-Each quantity is computed of one client's model right after local training, and of the global model. The compiled half
-sees a `View` and returns arrays; the host's half makes numbers of them. Letters: C classes, D features, S clients of
-the round, n mini-batches of B random test samples (`random_probe`).
+Each quantity is computed for every client's model right after local training, and for the global model. Compiled
+functions map a `View` to arrays; functions on the host turn these into numbers. Letters: C classes, D features, S
+clients of the round, n mini-batches of B random test samples (`random_probe`).
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ Numbers = dict[str, np.ndarray]
 
 
 class Quantity(NamedTuple):
-    """One thing to track.
+    """A quantity to track.
 
     Attributes:
       help: a line for the documentation.
-      of_client: of a client's view; compiled.
-      of_server: of the global model's view, and test samples [n, B]; compiled.
-      per_client: what the first returns, stacked over clients, as numbers of each client [S], nan where undefined.
-      overall: what the second returns, the clients that count [S], and the labels [n, B], as a small mapping.
-      of_steps: whether the first reads `View.steps`.
+      of_client: function of a client's view; compiled.
+      of_server: function of the global model's view and test samples [n, B]; compiled.
+      per_client: turns the results of `of_client`, stacked over clients, into numbers per client [S], nan if undefined.
+      overall: turns the result of `of_server`, the clients that count [S] and the labels [n, B] into a small mapping.
+      of_steps: whether `of_client` reads `View.steps`.
     """
 
     help: str
@@ -58,12 +58,12 @@ def _feature_angles(view: View) -> Angles:
 
 
 def _client_feature_angles(view: View) -> Angles:
-    """Classes that the client has by its own samples, those that it lacks by all tests, both under its own model."""
+    """Angles of present classes from the client's samples, of missing ones from all tests, both under its own model."""
     return _feature_angles(view)._replace(missing=_feature_angles(view._replace(samples=view.tests, row=None)).missing)
 
 
 def _for_all_clients(function: Callable, present: jax.Array) -> Angles:
-    """For the classes [C] of one client, or [S, C] of several."""
+    """Apply a function to the classes [C] of one client, or [S, C] of several."""
     return function(present) if present.ndim == 1 else jax.vmap(function)(present)
 
 
@@ -77,7 +77,7 @@ def _mean_degrees(angles: Angles, counts: np.ndarray, labels: np.ndarray, classe
 
 
 def mean_of(values: np.ndarray) -> float | None:
-    """Mean over the clients where it is defined, None where it is so nowhere."""
+    """Mean over the clients for which the value is defined; None if there are none."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else None
 
@@ -92,8 +92,8 @@ def _test_features(view: View, probe: jax.Array) -> jax.Array:
 
 
 def _client_variances(client_features: Tree) -> Numbers:
-    seen, numbers = (np.asarray(x) for x in client_features)
-    values = [eigenvalue_variance(z[:n])[1] if n >= 2 else np.nan for z, n in zip(seen, numbers, strict=True)]
+    probes, numbers = (np.asarray(x) for x in client_features)
+    values = [eigenvalue_variance(z[:n])[1] if n >= 2 else np.nan for z, n in zip(probes, numbers, strict=True)]
     return {"variance": np.array(values)}
 
 
@@ -103,7 +103,7 @@ def _spectrum(test_features: Tree, counts: np.ndarray, labels: np.ndarray, class
     eigenvalues, variance = mean_spectrum(batches)
     return {
         "variance": variance,
-        "dimensions": float(np.mean((np.ptp(batches, axis=1) > 0).sum(-1))),  # those that vary, whose sum the trace is
+        "dimensions": float(np.mean((np.ptp(batches, axis=1) > 0).sum(-1))),  # number that varies, equal to the trace
         "class_variance": class_eigenvalue_variance(pooled, labels),
         "eigenvalues": eigenvalues.tolist(),
         "class_eigenvalues": class_spectra(pooled, labels, classes).tolist(),
@@ -118,8 +118,8 @@ def _client_intra(view: View) -> jax.Array:
 
 def _test_intra(view: View, probe: jax.Array) -> jax.Array:
     classes = view.program.setting.num_classes
-    one = jax.lax.map(lambda i: intra_class(features(view, i), view.samples.labels[i], classes), probe)
-    return one.mean()
+    losses = jax.lax.map(lambda i: intra_class(features(view, i), view.samples.labels[i], classes), probe)
+    return losses.mean()
 
 
 def _backbone_norm(view: View) -> jax.Array:
@@ -133,15 +133,15 @@ def _client_steps(view: View) -> dict[str, jax.Array]:
 
 
 def _class_accuracies(view: View) -> dict[str, jax.Array]:
-    """Shares of right answers on all tests of the classes that a client has and of those that it lacks; nan of none."""
+    """Accuracies on all tests of classes that a client has, and of classes that it lacks; nan without tests."""
     tests, classes = view.samples if view.tests is None else view.tests, view.program.setting.num_classes
     models = 1 if view.tests is None else view.program.blocks.size
     correct = on_whole_test(view.logits, view.program, tests, models)[:classes]
-    number = jnp.zeros(classes, jnp.int32).at[tests.labels].add(1, mode="drop")  # validation samples' are higher
+    number = jnp.zeros(classes, jnp.int32).at[tests.labels].add(1, mode="drop")  # validation labels are higher
 
     def share(chosen: jax.Array) -> jax.Array:
-        right, of = ((x * chosen).sum(-1) for x in (correct, number))
-        return jnp.where(of > 0, right / jnp.maximum(of, 1), jnp.nan)
+        correct_sum, total = ((x * chosen).sum(-1) for x in (correct, number))
+        return jnp.where(total > 0, correct_sum / jnp.maximum(total, 1), jnp.nan)
 
     return {"existing": share(view.present), "missing": share(~view.present)}
 
@@ -182,4 +182,4 @@ _OWN = {
 }  # fmt: skip
 
 QUANTITIES: Registry[Quantity] = Registry("quantity", "quantities", _OWN)
-"""What can be tracked, by name, or by the import path of a `Quantity` elsewhere."""
+"""Quantities to track by name, or by the import path of a `Quantity` elsewhere."""

@@ -1,4 +1,4 @@
-"""Ranks of methods over several splits: how certain they are, and which methods are not told apart.
+"""Ranks of methods over several splits, with their uncertainty and groups of indistinguishable methods.
 
 Letters: M methods, B splits, N seeds.
 """
@@ -20,8 +20,8 @@ class Ranks(NamedTuple):
       mean: [M].
       low: [M] 2.5 % quantile of the bootstrap.
       high: [M] 97.5 % quantile.
-      critical: mean ranks that differ by less are not told apart at 5 % (Nemenyi); NaN with one split or method.
-      over: [M, 2] the same quantiles of the mean rank less that of one of the methods; None without one.
+      critical: mean ranks that differ by less are not distinguished at 5 % (Nemenyi); NaN with one split or method.
+      over: [M, 2] the same quantiles of the mean rank minus that of the baseline; None without a baseline.
     """
 
     mean: np.ndarray
@@ -32,14 +32,14 @@ class Ranks(NamedTuple):
 
 
 def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
-    """Mean ranks, with intervals by drawing splits, and seeds within each, with replacement.
+    """Mean ranks, with intervals from resampling splits, and seeds within each, with replacement.
 
-    All methods share the draws, so that a method is compared with another by the interval of the difference of their
-    mean ranks, which is narrower than both of their own.
+    All methods share the draws, so two methods can be compared by the interval of the difference of their mean ranks,
+    which is narrower than the interval of either.
 
     Args:
-      scores: [M, B, N], larger is better; -inf for what diverged.
-      baseline: the method of `over`.
+      scores: [M, B, N], larger is better; -inf for a run that diverged.
+      baseline: index of the baseline of `over`.
 
     >>> one = ranks(np.array([[[3.0, 3.0]], [[1.0, 2.0]]]))
     >>> one.mean.tolist(), one.low.tolist(), one.high.tolist()
@@ -57,12 +57,12 @@ def ranks(scores: np.ndarray, baseline: int | None = None) -> Ranks:
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:
-    """Ranks along the first axis, equal ones with their mean."""
+    """Ranks along the first axis; equal scores share their mean rank."""
     return rankdata(-scores, axis=0)
 
 
 def critical_difference(methods: int, splits: int) -> float:
-    """Of mean ranks at 5 % (Nemenyi): q sqrt(M (M + 1) / (6 B)), q of the studentised range over sqrt 2.
+    """Critical difference of mean ranks at 5 % (Nemenyi): q sqrt(M (M + 1) / (6 B)), q: studentised range / sqrt 2.
 
     >>> round(critical_difference(5, 30), 2), round(critical_difference(2, 20), 2)
     (1.11, 0.44)
@@ -74,9 +74,9 @@ def critical_difference(methods: int, splits: int) -> float:
 
 
 def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
-    """First and last of each longest group, of mean ranks [M] in rising order, that differ by less than `critical`.
+    """First and last of each maximal group of mean ranks [M], ascending, that differ by less than `critical`.
 
-    None where that is NaN, as with a single split.
+    No groups if `critical` is NaN, as with a single split.
 
     >>> cliques(np.array([1.0, 1.5, 2.4, 4.0]), 1.0)
     [(0, 1), (1, 2)]
@@ -88,24 +88,24 @@ def cliques(mean: np.ndarray, critical: float) -> list[tuple[int, int]]:
 
 
 def draw_ranks(names: list[str], ranks: Ranks, path: str | Path) -> None:
-    """Write a PNG: mean ranks with their intervals, and a bar beside each group that is not told apart.
+    """Write a PNG of mean ranks with their intervals, and a bar beside each group of indistinguishable methods.
 
     Args:
       names: [M].
-      ranks: of these.
-      path: of the PNG.
+      ranks: of these methods.
+      path: of the PNG file.
     """
     from matplotlib.figure import Figure
 
     order = np.argsort(ranks.mean, kind="stable")
     mean, low, high = ranks.mean[order], ranks.low[order], ranks.high[order]
     figure = Figure(figsize=(8.0, 1.2 + 0.2 * len(names)), dpi=100, layout="constrained")
-    panel, at = figure.subplots(), np.arange(len(names))
-    panel.errorbar(mean, at, xerr=np.maximum(0, [mean - low, high - mean]), fmt="o", markersize=4, capsize=2)
+    panel, positions = figure.subplots(), np.arange(len(names))
+    panel.errorbar(mean, positions, xerr=np.maximum(0, [mean - low, high - mean]), fmt="o", markersize=4, capsize=2)
     for number, (first, last) in enumerate(cliques(mean, ranks.critical)):
         x = len(names) + 0.6 + 0.25 * (number % 8)
         panel.plot([x, x], [first - 0.2, last + 0.2], color="0.4", linewidth=2, solid_capstyle="butt")
-    panel.set_yticks(at, [names[i] for i in order], fontsize=8)
+    panel.set_yticks(positions, [names[i] for i in order], fontsize=8)
     panel.invert_yaxis()
     bars = "" if np.isnan(ranks.critical) else "; bars join what is not told apart at 5 %"
     panel.set_xlabel(f"mean rank over the splits, with 95 % of the bootstrap{bars}")

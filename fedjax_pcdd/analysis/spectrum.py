@@ -1,4 +1,4 @@
-"""Dimensional collapse, seen in the eigenvalues of the features' correlation matrix (FedMR, Table 7).
+"""Dimensional collapse, measured by the eigenvalues of the features' correlation matrix (FedMR, Table 7).
 
 Computed on the host in float64. Letters: B samples, D feature dimensions.
 """
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 def correlation(features: ArrayLike, *, unbiased: bool = False) -> np.ndarray:
     """M = Z^T Z / (B - 1) [D, D] of the features [B, D] standardised over the batch; 0 for constant dimensions.
 
-    `unbiased` standardises with the divisor B - 1, which makes the diagonal 1; else with B, as the paper.
+    `unbiased` standardises with the divisor B - 1, which makes the diagonal 1; else with B, as in the paper.
     """
     standard = _standardised(features, unbiased)
     return standard.T @ standard / (len(standard) - 1)
@@ -29,7 +29,7 @@ def _standardised(features: ArrayLike, unbiased: bool) -> np.ndarray:
 def _eigenvalues(features: ArrayLike, unbiased: bool = False) -> np.ndarray:
     """Eigenvalues [D] of the correlation matrix in descending order.
 
-    With fewer samples than dimensions they are those of the [B, B] matrix of inner products, and zeros.
+    With fewer samples than dimensions, these are the eigenvalues of the [B, B] matrix of inner products, and zeros.
     """
     standard = _standardised(features, unbiased)
     samples, dimensions = standard.shape
@@ -39,11 +39,11 @@ def _eigenvalues(features: ArrayLike, unbiased: bool = False) -> np.ndarray:
 
 
 def eigenvalue_variance(features: ArrayLike, top: int = 50, *, unbiased: bool = False) -> tuple[np.ndarray, float]:
-    """Spread of the largest eigenvalues of the correlation matrix: large where features have collapsed.
+    """Variance of the largest eigenvalues of the correlation matrix: large if features have collapsed.
 
     Args:
       features: [B, D], all classes pooled, B >= 2.
-      top: how many of the largest eigenvalues enter; all of them if D is smaller.
+      top: number of largest eigenvalues to include; all of them if D is smaller.
       unbiased: as in `correlation`.
 
     Returns:
@@ -64,15 +64,15 @@ def class_eigenvalue_variance(features: ArrayLike, labels: ArrayLike, top: int =
 
 def mean_spectrum(batches: ArrayLike, top: int = 50) -> tuple[np.ndarray, float]:
     """The largest eigenvalues [min(top, D)] and the variance, means over mini-batches [n, B, D] (FedMR, Table 7)."""
-    each = [eigenvalue_variance(batch, top) for batch in np.asarray(batches)]
-    return np.mean([values[:top] for values, _ in each], axis=0), float(np.mean([value for _, value in each]))
+    spectra = [eigenvalue_variance(batch, top) for batch in np.asarray(batches)]
+    return np.mean([values[:top] for values, _ in spectra], axis=0), float(np.mean([value for _, value in spectra]))
 
 
 def class_spectra(features: ArrayLike, labels: ArrayLike, num_classes: int, top: int = 10) -> np.ndarray:
     """The largest eigenvalues [C, min(top, D)] within each class, descending; nan with fewer than two samples."""
     features, labels = np.asarray(features), np.asarray(labels)
     spectra = np.full((num_classes, min(top, features.shape[1])), np.nan)
-    for c, own in ((c, features[labels == c]) for c in range(num_classes)):
-        if len(own) >= 2:
-            spectra[c] = _eigenvalues(own)[:top]
+    for c, class_features in ((c, features[labels == c]) for c in range(num_classes)):
+        if len(class_features) >= 2:
+            spectra[c] = _eigenvalues(class_features)[:top]
     return spectra

@@ -1,10 +1,10 @@
 """The three-class example of FedMR's section 3.2: averaging classifiers that each miss a class turns class vectors.
 
-Three clients hold two of three classes each; every client's classifier is optimal for its own two. Their mean points
-elsewhere than the classifier that is optimal for all three: by exactly 45 degrees for the second and third class. The
-printed optimum is no regular simplex; with one, rows at 0 and +-120 degrees, the shift would be 15 degrees. It is a
-shift of direction, not of accuracy: on discs of radius 1/2 around the printed centres the printed optimum misplaces
-about 2 % of the second and third class, and the mean nothing (`error_rates`).
+Three clients hold two of three classes each; every client's classifier is optimal for its own two. Their mean deviates
+in direction from the classifier that is optimal for all three: by exactly 45 degrees for the second and third class.
+The printed optimum is not a regular simplex; with one, rows at 0 and +-120 degrees, the shift would be 15 degrees. It
+is a shift of direction, not of accuracy: on discs of radius 1/2 around the printed centres the printed optimum
+misclassifies about 2 % of the second and third class, and the mean nothing (`error_rates`).
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 CENTRES = np.array([[1.0, 0.0], [0.0, np.sqrt(3)], [0.0, -np.sqrt(3)]])
-"""[3, 2] of the printed discs."""
+"""[3, 2], centres of the printed discs."""
 
 
 class Aggregation(NamedTuple):
-    """Classifiers without bias; rows are class vectors."""
+    """Classifiers without bias, whose rows are class vectors."""
 
     optimal: np.ndarray  # [3, 2] w*, of all classes together
     clients: np.ndarray  # [3, 3, 2] w_k; the row of the class that a client lacks is 0
@@ -51,10 +51,10 @@ def angles_between(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def optimal_pair(present: tuple[int, int]) -> np.ndarray:
-    """The classifier [3, 2] of unit difference that separates two centres best: rows +-u / 2 times 2 on their line.
+    """The classifier [3, 2] that separates two classes best: rows u and -u, with u the direction between their centres.
 
-    Solved from the centres, where `three_class_aggregation` has it as printed: u is the direction between them, which
-    maximises the margin of two discs of equal radius.
+    Computed from the centres, whereas `three_class_aggregation` has it as printed: u maximises the margin of two discs
+    of equal radius.
     """
     first, second = present
     direction = CENTRES[first] - CENTRES[second]

@@ -1,9 +1,9 @@
-"""What a method sends and what a client holds, counted from the program itself: FedMR's Table 3, and its section 4.5.
+"""What a method sends and a client holds, counted from the program itself: FedMR's Table 3 and section 4.5.
 
-A job is traced, not run. Sent up is what `upload` returns, sent down is every array of the server's state that a
-client's job depends on and that `aggregate` changes (what never changes is handed out once), held is what the local
+A job is traced, not run. Sent up is what `upload` returns; sent down is every array of the server's state that a
+client's job depends on and that `aggregate` changes (what never changes is sent only once); held is what the local
 steps and the upload read. Unit: scalars of one client in one round. Letters: P parameters, Q running statistics, C
-classes, D features, N public images that a client speaks of in the round.
+classes, D features, N public images for which a client sends outputs in the round.
 """
 
 import math
@@ -30,72 +30,72 @@ from fedjax_pcdd.methods.participant import PublicBatch, model_of
 from fedjax_pcdd.models.classifier import Classifier, initialise
 from fedjax_pcdd.trees import select, size
 
-PUBLIC = 5000  # N where no run says it
-PARTICIPANTS = 100  # of an exchange, more than anybody hears of
+PUBLIC = 5000  # default of N, without a run
+PARTICIPANTS = 100  # of an exchange, more than any participant receives from
 
 
 class Traffic(NamedTuple):
     """Scalars of one client in one round."""
 
     up: int  # sent to the server
-    down: int  # sent by it
+    down: int  # sent by the server
     client: int  # kept between rounds
-    held: int  # in memory during local training, but for activations, optimiser and data
+    held: int  # in memory during local training, without activations, optimiser and data
     model: int  # P + Q of the model that this method trains
-    head: int  # of them in the head
+    head: int  # those of the head
     features: int  # D
     public: int = 0  # N
 
 
 def traffic(method: Method, model: Classifier, image_shape: tuple[int, ...], public: int = PUBLIC) -> Traffic:
-    """Count for one method.
+    """Count the traffic of one method.
 
     Args:
-      method: as made from its options.
+      method: with its hyper-parameters.
       model: the plain model, before `Method.build`.
       image_shape: (H, W, channels).
-      public: N, of a run as `training.build.spoken_of` counts them.
+      public: N; for a run as counted by `training.build.spoken_of`.
     """
     simulated = _simulation(method, model, image_shape, public)
     method, (job, server, client, lane, sent) = select(simulated.methods, 0), _traced(simulated)
-    needed = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
+    job_reads = _used(lambda server, client: job.uploaded(server, client, job.trained(server, client)), server, client)
     changed = _changed(simulated, method, server, sent)
     reads = _used(job.steps, server, client, lane)
-    leaves = zip(jax.tree.leaves(server), needed, changed, strict=False)
+    leaves = zip(jax.tree.leaves(server), job_reads, changed, strict=False)
     down = sum(x.size for x, used, moves in leaves if used and moves)
-    held = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
+    held_sizes = [x.size for x, used in zip(jax.tree.leaves((server, client)), reads, strict=False) if used]
     params = lane.variables["params"]
     traits = method.traits()
     exchanges, averaged = traits.exchange != "never", size(client) if traits.averages != "never" else 0
     logits, aims = _exchanged(simulated, method, client, image_shape, public) if exchanges else (0, 0)
     return Traffic(
         up=_travelling(sent) + logits + averaged, down=down + aims + averaged,
-        client=size(client), held=size(lane.variables) + sum(held),
+        client=size(client), held=size(lane.variables) + sum(held_sizes),
         model=size(_model_part(simulated, lane.variables)), head=size(params.get("head", {})),
         features=simulated.program.setting.feature_dim, public=public,
     )  # fmt: skip
 
 
 def uploaded(method: Method, model: Classifier, image_shape: tuple[int, ...]) -> int:
-    """Scalars that `Method.upload` sends, but for what is said of public images; arguments as `traffic`."""
+    """Scalars that `Method.upload` sends, without outputs for public images; arguments as for `traffic`."""
     return _travelling(_traced(_simulation(method, model, image_shape, PUBLIC))[-1])
 
 
 def _travelling(sent: Message) -> int:
-    """Scalars of a message, but for what the server makes itself."""
-    parts = jax.tree.leaves(sent, is_leaf=lambda part: isinstance(part, Derived))
-    return size([part for part in parts if not isinstance(part, Derived)])
+    """Scalars of a message, without those that the server derives itself."""
+    leaves = jax.tree.leaves(sent, is_leaf=lambda part: isinstance(part, Derived))
+    return size([part for part in leaves if not isinstance(part, Derived)])
 
 
 def _traced(simulated: Simulation) -> tuple["_Job", Tree, Tree, Any, Message]:
-    """A job, and the shapes of the server before it, of the client, of the loaded lane, and of what is sent."""
+    """A job, and the shapes of the server before it, the client, the loaded lane, and the message."""
     (server, client), job = _begun(simulated), _Job(simulated)
     lane = jax.eval_shape(job.loaded, server, client)
     return job, server, client, lane, jax.eval_shape(job.uploaded, server, client, lane)[1]
 
 
 def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
-    """Shapes of the server before the first round, and of a client."""
+    """Shapes of the server's and a client's state before the first round."""
     shape = simulated.image_shape
     fresh = jax.eval_shape(lambda: initialise(simulated.program.model, jax.random.key(0), shape))
 
@@ -105,7 +105,7 @@ def _begun(simulated: Simulation) -> tuple[Tree, Tree]:
 
     try:
         return jax.eval_shape(begin)
-    except jax.errors.ConcretizationTypeError:  # a server that numpy makes, from a number drawn
+    except jax.errors.ConcretizationTypeError:  # NumPy makes the server's state, from a random number
         return jax.eval_shape(lambda state: state, begin())
 
 
@@ -119,10 +119,10 @@ class _Job:
         self.program = simulated.program
 
     def inputs(self, server: Tree) -> Inputs:
-        one = self.simulated
+        simulated = self.simulated
         servers = jax.tree.map(lambda x: x[None], server)
-        keys = jnp.repeat(one.keys[:1], len(self.jobs.row))
-        return Inputs(one.methods, one.hyper, servers, one.data, self.jobs, keys, jnp.int32(0))
+        keys = jnp.repeat(simulated.keys[:1], len(self.jobs.row))
+        return Inputs(simulated.methods, simulated.hyper, servers, simulated.data, self.jobs, keys, jnp.int32(0))
 
     def loaded(self, server: Tree, client: Tree):
         stacked = jax.tree.map(lambda x: x[None], client)
@@ -148,21 +148,21 @@ class _Job:
 def _exchanged(
     simulated: Simulation, method: Any, client: Tree, image_shape: tuple[int, ...], number: int
 ) -> tuple[int, int]:
-    """What a participant says of N public images, and what it is to imitate."""
+    """Scalars of a participant's outputs for N public images, and of the targets that it imitates."""
     program = simulated.program
     images = jax.ShapeDtypeStruct((number, *image_shape), jnp.float32)
     public = jax.eval_shape(lambda: method.init_public(program.setting, number))
 
     def exchange(client, images):
-        first = jnp.zeros((), jnp.int32)
+        zero = jnp.zeros((), jnp.int32)
         context = Context(
             program.model, program.setting, select(simulated.hyper, 0), public, client, model_of(client),
-            facts_of(program, simulated.data, 0), first, first, first, first, Keys.of(jax.random.key(0)),
+            facts_of(program, simulated.data, 0), zero, zero, zero, zero, Keys.of(jax.random.key(0)),
         )  # fmt: skip
         logits = method.say(model_of(client), PublicBatch(images, images, ()), context)
-        of_all = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
+        all_logits = jax.tree.map(lambda x: jnp.broadcast_to(x, (PARTICIPANTS, *x.shape)), logits)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), public)
-        _, aims = method.agree(zeros, of_all, jnp.ones((PARTICIPANTS, program.setting.num_classes)))
+        _, aims = method.agree(zeros, all_logits, jnp.ones((PARTICIPANTS, program.setting.num_classes)))
         return logits, select(aims, 0)
 
     logits, aims = jax.eval_shape(exchange, client, images)
@@ -170,25 +170,25 @@ def _exchanged(
 
 
 def _used(function, *arguments) -> list[bool]:
-    """Which leaves of the arguments the results depend on."""
+    """For each leaf of the arguments whether the results depend on it."""
     closed = jax.make_jaxpr(function)(*arguments)
     jaxpr: Any = closed.jaxpr
     return dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
 
 
 def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message) -> list[bool]:
-    """Which leaves of the server's state a round changes."""
+    """For each leaf of the server's state whether a round changes it."""
     jobs = simulated.cohort_size
-    each = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
-    message = Message(sent.mean, sent.total, each)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((jobs, *x.shape), x.dtype), sent.each)
+    message = Message(sent.mean, sent.total, stacked)
     weights, program = jax.ShapeDtypeStruct((jobs,), jnp.float32), simulated.program
-    known = ServerContext(
+    context = ServerContext(
         program.model, program.setting, select(simulated.hyper, 0), jnp.int32(0), jnp.arange(jobs), jnp.int32(jobs),
         jax.random.key(0), unlabelled(program, simulated.data),
     )  # fmt: skip
 
     def aggregate(server, message, weights):
-        return method.aggregate(server, message, weights, known)
+        return method.aggregate(server, message, weights, context)
 
     jaxpr: Any = jax.make_jaxpr(aggregate)(server, message, weights).jaxpr
     before = jaxpr.invars[: len(jax.tree.leaves(server))]
@@ -196,31 +196,31 @@ def _changed(simulated: Simulation, method: Method, server: Tree, sent: Message)
 
 
 def _model_part(simulated: Simulation, variables: Tree) -> Tree:
-    """The variables that the model itself has; methods may train further ones."""
-    own = jax.eval_shape(
+    """The variables of the model itself; methods may train further ones."""
+    model_variables = jax.eval_shape(
         lambda: simulated.program.model.init(jax.random.key(0), jnp.zeros((1, *simulated.image_shape)), train=False)
     )
-    return {name: tree for name, tree in own.items() if name in variables}
+    return {name: tree for name, tree in model_variables.items() if name in variables}
 
 
 def _simulation(method: Method, model: Classifier, image_shape: tuple[int, ...], number: int) -> Simulation:
-    """Two clients with a few made-up samples; nothing of it is run."""
+    """A simulation of two clients with a few made-up samples, which is never run."""
     classes = model.num_classes
     labels = np.arange(2 * classes) % classes
     images = np.zeros((len(labels), *image_shape), np.uint8)
     halves = tuple(np.split(np.arange(len(labels)), 2))
-    held = Lists.of(halves) if method.traits().validation else None
-    parts = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), held)
+    validation = Lists.of(halves) if method.traits().validation else None
+    data = Federation(Dataset("none", images, labels, images, labels, classes), Partition(halves, halves), validation)
     pipeline = Pipeline(codes=hasattr(model.backbone, "vocabulary"))
     public = (np.zeros((number, *image_shape), np.uint8), pipeline) if method.traits().public else None
     return Simulation(
-        method.build(model), [Experiment(parts, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
+        method.build(model), [Experiment(data, method, Local(epochs=1, batch_size=4), 0)], pipeline=pipeline,
         cohort=2, public=public,
     )  # fmt: skip
 
 
 def in_words(count: int, sizes: Traffic, classes: int) -> str:
-    """A count as a sum of known sizes: P of the model (statistics included), C prototypes of D, N C logits, the head.
+    """Write a count as a sum of known sizes: P of the model (with statistics), C prototypes of D, N C logits, the head.
 
     >>> in_words(130, Traffic(0, 0, 0, 0, 100, 33, 8), 3)
     'P + 30'
@@ -234,14 +234,14 @@ def in_words(count: int, sizes: Traffic, classes: int) -> str:
     'P + N C'
     """
     prototypes, logits = classes * sizes.features, sizes.public * classes
-    known = {logits: "N C", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
-    known |= {prototypes * sizes.features + prototypes + classes: "C(1+D+D²)", sizes.features: "D"}
-    known |= {-sizes.head: "-head", 1 - sizes.head: "-head + 1"} if sizes.head else {}
-    known |= {1: "1", 0: ""}
-    fitting = [number for number in range(9) if count - number * sizes.model in known]
+    names = {logits: "N C", 2 * logits: "2 N C", classes: "C", prototypes: "C D", prototypes + classes: "C D + C"}
+    names |= {prototypes * sizes.features + prototypes + classes: "C(1+D+D²)", sizes.features: "D"}
+    names |= {-sizes.head: "-head", 1 - sizes.head: "-head + 1"} if sizes.head else {}
+    names |= {1: "1", 0: ""}
+    fitting = [number for number in range(9) if count - number * sizes.model in names]
     number = fitting[0] if fitting else count // sizes.model
-    rest = count - number * sizes.model
-    terms = [f"{number}P" if number > 1 else "P"] * (number > 0) + [known.get(rest, str(rest))]
+    remainder = count - number * sizes.model
+    terms = [f"{number}P" if number > 1 else "P"] * (number > 0) + [names.get(remainder, str(remainder))]
     return " + ".join(filter(None, terms)).replace("+ -", "- ") or "0"
 
 
@@ -263,11 +263,11 @@ COLUMNS = {
 
 
 class Upload(NamedTuple):
-    """Scalars of one client in one round: messages of FedAvg and FedMR, batch-norm layers, and C D of the latter.
+    """Scalars of one client in one round: messages of FedAvg and FedMR, batch-norm counters, and FedMR's C D.
 
     The table lists the whole state of the published model, which has, beside parameters and running statistics, one
-    counter of batches for each batch-norm layer, and of the prototypes [C, D] alone. Our models have no such counters,
-    and our clients send the number of samples of each class [C] beside the prototypes; so the printed numbers follow.
+    batch counter per batch-norm layer, and the prototypes [C, D] alone. Our models have no such counters, and our
+    clients also send the number of samples of each class [C]; the printed numbers follow from ours.
     """
 
     fedavg: int
@@ -277,30 +277,30 @@ class Upload(NamedTuple):
 
     @property
     def without_prototypes(self) -> int:
-        """As the paper counts."""
+        """FedAvg's message as the paper counts."""
         return self.fedavg + self.counters
 
     @property
     def with_prototypes(self) -> int:
-        """As the paper counts."""
+        """FedMR's message as the paper counts."""
         return self.without_prototypes + self.prototypes
 
 
 def upload(column: Column) -> Upload:
     """Counts for a column of the table; its model is traced, not run."""
-    plain = models.build(column.model, num_classes=column.classes, image_shape=column.shape)
-    fedavg, fedmr = (uploaded(METHODS[name](), plain, column.shape) for name in ("fedavg", "fedmr"))
-    counters = models.sizes(plain, column.shape).full - fedavg
+    model = models.build(column.model, num_classes=column.classes, image_shape=column.shape)
+    fedavg, fedmr = (uploaded(METHODS[name](), model, column.shape) for name in ("fedavg", "fedmr"))
+    counters = models.sizes(model, column.shape).full - fedavg
     return Upload(fedavg, fedmr, counters, fedmr - fedavg - column.classes)
 
 
 def as_printed(sent: Upload) -> tuple[float, float, float]:
     """Millions without and with prototypes, and the additional cost in percent, rounded as the paper does.
 
-    It adds rounded millions, and cuts the percentage of them off after three digits.
+    The paper adds rounded numbers of millions, and truncates their percentage to three digits.
 
     >>> as_printed(Upload(11182410, 11187540, 20, 5120))
     (11.182, 11.187, 0.044)
     """
-    without, more = (round(count / 1000) for count in (sent.without_prototypes, sent.prototypes))
-    return without / 1000, (without + more) / 1000, math.floor(1e5 * more / without) / 1000
+    without, prototypes = (round(count / 1000) for count in (sent.without_prototypes, sent.prototypes))
+    return without / 1000, (without + prototypes) / 1000, math.floor(1e5 * prototypes / without) / 1000

@@ -1,8 +1,8 @@
-"""Every client's model right after local training, which no simulation keeps: what a function finds in each of them.
+"""Apply a function to every client's model right after local training, a model that no simulation keeps.
 
-The local training of a round is repeated from the same state, with the same batches and keys, and each job hands over
-what `look` returns for its trained model, in the place of its message. So the round itself stays the program that it
-is, and memory is that of the lanes, but the local training costs its time once more. Letters: J jobs.
+The local training of a round is repeated from the same state, with the same batches and keys, and each job returns
+what `look` computes from its trained model instead of its message. So the program of the round itself is unchanged, and
+memory is that of the lanes, but the local training takes its time once more. Letters: J jobs.
 """
 
 from collections.abc import Callable
@@ -24,31 +24,32 @@ from fedjax_pcdd.methods.method import Context, Local, Message, Method
 from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.trees import select
 
-# Of (data, server, variables, row, logits) of one client, the last a function of prepared images: anything small.
+# A function of (data, server, variables, row, logits) of one client that returns something small; `logits` is itself
+# a function of prepared images.
 Look = Callable[[Data, Tree, Tree, jax.Array, Callable[[jax.Array], jax.Array]], Tree]
 
 STEPS = "steps"  # collection of a watched client's variables
 
 
 class Steps(NamedTuple):
-    """What the steps of a client's local training have shown so far."""
+    """Statistics of the steps of a client's local training so far."""
 
-    count: jax.Array  # of them
+    count: jax.Array  # number of steps
     norm: jax.Array  # sum of the gradients' norms before clipping
-    clipped: jax.Array  # how many were clipped
+    clipped: jax.Array  # number of clipped steps
 
     @classmethod
     def none(cls) -> "Steps":
-        """Before the first one."""
+        """Statistics before the first step."""
         return cls(*jnp.zeros((3,), jnp.result_type(float)))
 
     def after(self, gradients: Tree, limit: jax.Array, apart: tuple[str, ...]) -> "Steps":
-        """With one more.
+        """Statistics with one more step.
 
         Args:
-          gradients: as the optimiser gets them.
-          limit: their largest norm, inf for any.
-          apart: parts of the parameters that are clipped each by itself; one of them is enough to be counted.
+          gradients: as passed to the optimiser.
+          limit: their largest norm, inf for no limit.
+          apart: parts of the parameters that are clipped separately; a step counts as clipped if any of them is.
         """
         together = {name: tree for name, tree in gradients.items() if name not in apart}
         norms = jnp.stack([optax.tree.norm(tree) for tree in (together, *(gradients[name] for name in apart))])
@@ -57,9 +58,9 @@ class Steps(NamedTuple):
 
 @struct.dataclass
 class Watched(Method):
-    """The local training of another method; what it uploads is what `look` finds, which may read the data.
+    """The local training of another method; it uploads the result of `look`, which may read the data.
 
-    With `of_steps` the variables that `look` gets have a collection `STEPS`, which the other method never sees.
+    With `of_steps` the variables passed to `look` have a collection `STEPS`, which the other method never sees.
     """
 
     inner: Any
@@ -89,32 +90,32 @@ class Watched(Method):
         return self.inner.trainable(params, _known(context))
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """The other method's; of several steps that it asks for, the last one counts."""
+        """The other method's; if it takes several steps, the last one is counted."""
         gradients = []
 
-        def noted(given, **apart):
-            gradients.append(given)
-            return step(given, **apart)
+        def recording_step(step_gradients, **apart):
+            gradients.append(step_gradients)
+            return step(step_gradients, **apart)
 
-        known = without_collection(variables, STEPS)
-        loss, state, taken = self.inner.local_update(evaluate, noted, known, batch, _known(context))
+        inner_variables = without_collection(variables, STEPS)
+        loss, state, taken = self.inner.local_update(evaluate, recording_step, inner_variables, batch, _known(context))
         if self.of_steps and gradients:
-            moved = only(self.trainable(variables["params"], context), gradients[-1])
-            state = {**state, STEPS: variables[STEPS].after(moved, context.hyper.clip, self.traits().apart)}
+            trained_gradients = only(self.trainable(variables["params"], context), gradients[-1])
+            state = {**state, STEPS: variables[STEPS].after(trained_gradients, context.hyper.clip, self.traits().apart)}
         return loss, state, taken
 
     def upload(self, variables, summary, context):
-        """The client's state as it was, and what is found."""
+        """The client's unchanged state, and the result of `look`."""
         server, client, facts = context.server, context.client, context.facts
-        known = without_collection(variables, STEPS)
+        inner_variables = without_collection(variables, STEPS)
 
         def logits(images):
-            return self.inner.logits(context.model, known, images, server, client, facts, scope="local")
+            return self.inner.logits(context.model, inner_variables, images, server, client, facts, scope="local")
 
         return client, Message(each=self.look(self.data, server, variables, facts.client, logits))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Nothing is tested."""
+        """Zeros, as nothing is evaluated."""
         return jnp.zeros((images.shape[0], model.num_classes))
 
 
@@ -136,14 +137,14 @@ def look_after_training(
     *,
     of_steps: bool = False,
 ) -> Tree:
-    """What is found in each job's model after the local training of a round, leaves [J, ...]; to be compiled.
+    """The results of `look` for each job's model after the local training of a round, leaves [J, ...]; to be compiled.
 
     Args:
       program: of one experiment.
-      look: what is looked for.
-      methods, hyper, data, keys, sent: as a `Simulation` hands them to its round.
+      look: the function to apply.
+      methods, hyper, data, keys, sent: as a `Simulation` passes them to its round.
       state: before the round, as fetched for these jobs.
-      of_steps: whether `look` is to know of the steps, too, see `Watched`.
+      of_steps: whether `look` also gets the statistics of the steps, see `Watched`.
     """
     program, (plan, jobs, round) = replace(program, in_place=False), opened(sent)  # the state stays as it is
     watched = Watched(methods, jax.tree.map(lambda x: x[None], data), look, of_steps)
@@ -155,20 +156,20 @@ def look_after_training(
 def look_between_rounds(
     program: Program, look: Look, methods: Method, data: Data, state: State, rows: jax.Array
 ) -> Tree:
-    """What is found in the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
+    """The results of `look` for the personal models that clients keep between rounds, leaves [n, ...]; to be compiled.
 
     Args:
       program: of one experiment.
-      look: what is looked for.
+      look: the function to apply.
       methods, data: of the `Simulation`.
       state: with the clients [n, ...] of the rows.
       rows: [n].
     """
     method, server = select((methods, state.servers), 0)
 
-    def one(entry):
+    def look_at(entry):
         row, client, statistics = entry
         logits = personal_logits(program, methods, state, data, entry, "local")
         return look(data, server, with_own(method.personal_variables(server, client), statistics), row, logits)
 
-    return by_client(program, one, (rows, state.clients, state.statistics))
+    return by_client(program, look_at, (rows, state.clients, state.statistics))

@@ -1,7 +1,7 @@
-"""What is asked of one model for the analyses: its class vectors, the mean features of classes, features of samples.
+"""Views of one model for the analyses: its class vectors, the mean features of classes, features of samples.
 
-A simplex ETF has no trained head; there the class vectors are those of the ETF, and features count by their direction,
-as that is what it sees. All passes are in eval mode over images that are not augmented.
+A model with a simplex ETF has no trained head; its class vectors are those of the ETF, and its features are normalised,
+as the ETF only depends on their direction. All passes are in eval mode, over images without augmentation.
 Letters: C classes, D features, B samples.
 """
 
@@ -21,22 +21,22 @@ from fedjax_pcdd.losses.prototypes import class_sums
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.pair import Pair, part
 
-PROBE = 128  # B of the paper whose spectra are compared, FedMR
+PROBE = 128  # B in FedMR, the paper whose spectra are compared
 PROBES = 10
 
 
 class View(NamedTuple):
-    """One model, and the samples it is looked at with.
+    """One model, and the samples used to analyse it.
 
     Attributes:
-      program: what is static, as model, pipeline and setting.
-      server: its state, which may hold a fixed classifier.
+      program: the static parts, such as model, pipeline and setting.
+      server: the server's state, which may hold a fixed classifier.
       variables: of the model.
-      logits: of prepared images the model's answers [B, C], as the method reads them.
+      logits: a function of prepared images that returns the model's logits [B, C] as the method defines them.
       samples: a split of the data set.
-      row: whose samples; None for those of all clients, each once.
+      row: the client whose samples are used; None for those of all clients, each once.
       present: [C] bool, classes that the client has in training; [S, C] for a global model, of S clients.
-      tests: all of them, where a client's model is looked at.
+      tests: all test samples, for a client's model.
       steps: `Steps` of its local training, for quantities that are `of_steps`; None between rounds.
     """
 
@@ -52,7 +52,7 @@ class View(NamedTuple):
 
 
 def _head(view: View) -> Tree:
-    """The trained head, None without one."""
+    """The trained head; None if there is none."""
     variables = part(view.variables, "private") if isinstance(view.program.model, Pair) else view.variables
     return variables["params"].get("head")
 
@@ -66,7 +66,7 @@ def class_vectors(view: View) -> jax.Array | None:
 
 
 def features(view: View, index: jax.Array) -> jax.Array:
-    """Features [B, D] of samples."""
+    """Features [B, D] of the samples with these indices [B]."""
     program = view.program
     images = prepare(program.pipeline, view.samples.images[index], None, train=False, dtype=program.dtype)
     return forward(program.model, view.variables, images, train=False)[0].features
@@ -85,15 +85,15 @@ def class_means(view: View) -> tuple[jax.Array, jax.Array]:
     if view.row is not None:
         total, counts = client_batches(sums, samples, view.row, program.train_pass)
     else:
-        whole = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
+        all_samples = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
         batch = program.eval_batch
         template = jax.eval_shape(sums, jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool))
-        total, counts = sum_over_samples(sums, whole, 0, samples.labels.shape[0], Pass(batch), template)
+        total, counts = sum_over_samples(sums, all_samples, 0, samples.labels.shape[0], Pass(batch), template)
     return total / jnp.maximum(counts, 1)[:, None], counts
 
 
 def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
-    """Up to PROBE samples of the view's client, evenly spread over its list, so over its classes: index and mask."""
+    """Indices and mask of up to PROBE samples of the client, evenly spread over its list and so over its classes."""
     size = view.samples.size[view.row]
     used = jnp.minimum(size, PROBE)
     position = jnp.arange(PROBE) * size // jnp.maximum(used, 1)
@@ -102,7 +102,7 @@ def client_probe(view: View) -> tuple[jax.Array, jax.Array]:
 
 
 def random_probe(samples: int, seed: int) -> np.ndarray:
-    """Random samples of a test set of so many, each once: [n, B] in up to PROBES batches of PROBE, or a smaller one."""
+    """Draw test samples without replacement: [n, B], up to PROBES batches of PROBE, or one smaller batch."""
     batch = min(PROBE, samples)
     batches = min(PROBES, samples // batch)
     return np.random.default_rng(seed).permutation(samples)[: batches * batch].reshape(batches, batch).astype(np.int32)

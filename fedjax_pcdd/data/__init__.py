@@ -1,1 +1,1 @@
-"""Data sets, partitions, federations, and what happens to images on their way into a model."""
+"""Data sets, partitions, federations, and the processing of images on their way into a model."""

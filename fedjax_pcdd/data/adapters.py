@@ -1,6 +1,6 @@
 """Data sets of other libraries, and folders of images, as a `Dataset`; none of these libraries is imported.
 
-Where there is no test set, a fifth of each class is drawn from the training samples. Letters: n samples, C classes.
+If there is no test set, a fifth of each class is drawn from the training samples. Letters: n samples, C classes.
 """
 
 import os
@@ -30,7 +30,7 @@ def from_huggingface(
       image: column of the samples; None for the one of type Image, or one called image, img or x.
       label: column of the labels; None for the one of type ClassLabel, or one called label or y.
       groups: column of the writers, patients or domains, for the partition "natural".
-      name: by which the customary normalisation is chosen.
+      name: of the data set; it selects the customary normalisation.
 
     Raises:
       UserError: a column is missing, images differ in size, or labels are no integers.
@@ -47,13 +47,13 @@ def from_huggingface(
     parts = []
     for part in (train, test):
         rows = [] if part is None else list(part)
-        own = None if groups is None else [row[_column(features, groups, "", (), "groups")] for row in rows]
-        parts.append(([row[image] for row in rows], [row[label] for row in rows], own))
+        part_groups = None if groups is None else [row[_column(features, groups, "", (), "groups")] for row in rows]
+        parts.append(([row[image] for row in rows], [row[label] for row in rows], part_groups))
     return _dataset(parts, getattr(features[label], "names", None), name)
 
 
-def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], what: str) -> str:
-    """The column that was named, or that of a type, or with a usual name."""
+def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: Sequence[str], content: str) -> str:
+    """The column `wanted`, else one whose type is `kind`, else one with a usual name."""
     if wanted is not None:
         if not isinstance(wanted, str):
             raise UserError(f"a column is given by its name, not as {shortened(wanted)}.")
@@ -61,23 +61,23 @@ def _column(features: Mapping[str, Any], wanted: str | None, kind: str, usual: S
             raise UserError(f"the data set has no column '{wanted}': {nearest(wanted, features)}")
         return wanted
     typed = [column for column, feature in features.items() if type(feature).__name__ == kind]
-    known = typed or [column for column in usual if column in features]
-    if not known:
-        raise UserError(f"none of the columns {', '.join(features)} is known to hold {what}: name it.")
-    return known[0]
+    candidates = typed or [column for column in usual if column in features]
+    if not candidates:
+        raise UserError(f"none of the columns {', '.join(features)} is known to hold {content}: name it.")
+    return candidates[0]
 
 
 def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset:
-    """A data set like those of torchvision and medmnist: `len(train)`, `train[i]` gives an image and its label.
+    """A data set like those of torchvision and medmnist: it has a length, and `train[i]` is an image and its label.
 
-    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken whole, where the first sample
-    is what they hold; else each sample is asked for once, so that what is drawn at random in a transform is drawn
-    once: leave augmentation to the engine.
+    Without transforms its arrays (`data` or `imgs`, and `targets` or `labels`) are taken as a whole if they agree with
+    the first sample; else each sample is read once, so that random transforms are drawn only once: leave augmentation
+    to the engine.
 
     Args:
-      train, test: images are Pillow's, arrays or tensors; `classes` (of medmnist `info["label"]`) gives their names,
-        where it is there.
-      name: by which the customary normalisation is chosen.
+      train, test: images are Pillow's, arrays or tensors; class names are taken from `classes` (`info["label"]` for
+        medmnist), if present.
+      name: of the data set; it selects the customary normalisation.
 
     Raises:
       UserError: images differ in size, or labels are no integers.
@@ -95,28 +95,28 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
 def _samples(part: Any) -> tuple[Any, Any]:
     changed = any(getattr(part, key, None) is not None for key in ("transform", "transforms", "target_transform"))
     for images, labels in (("data", "targets"), ("data", "labels"), ("imgs", "labels")):
-        whole = [np.asarray(getattr(part, key, ())) for key in (images, labels)]
-        fits = not changed and whole[0].ndim > 1 and len(whole[0]) == len(whole[1]) == len(part) > 0
-        if fits and all(np.array_equal(np.squeeze(a), np.squeeze(b[0])) for a, b in zip(part[0], whole, strict=False)):
-            return whole[0], whole[1]
+        arrays = [np.asarray(getattr(part, key, ())) for key in (images, labels)]
+        fits = not changed and arrays[0].ndim > 1 and len(arrays[0]) == len(arrays[1]) == len(part) > 0
+        if fits and all(np.array_equal(np.squeeze(a), np.squeeze(b[0])) for a, b in zip(part[0], arrays, strict=False)):
+            return arrays[0], arrays[1]
     pairs = [part[i] for i in range(len(part))]
     try:
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     except (TypeError, IndexError, KeyError):
-        found = shortened(pairs[0])
-        raise UserError(f"from_torch takes samples that are an image and its label, not {found}: pair them.") from None
+        kind = shortened(pairs[0])
+        raise UserError(f"from_torch takes samples that are an image and its label, not {kind}: pair them.") from None
 
 
 def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str | None = None) -> Dataset:
-    """Images in a folder for each class, perhaps below `train` and `test` (or `val`).
+    """Images in one folder per class, which may lie below `train` and `test` (or `val`).
 
     Args:
-      path: of the folder; class names are those of its folders, in alphabetical order.
-      side: S, to which all images are stretched; None where they are all of one size.
-      name: by which the customary normalisation is chosen; None for the folder's name.
+      path: of the folder; the names of its subfolders, in alphabetical order, are the class names.
+      side: S, to which all images are stretched; None if they all have the same size.
+      name: of the data set; it selects the customary normalisation; None for the folder's name.
 
     Raises:
-      UserError: there are no classes, a file is no image, or images differ in size.
+      UserError: there are no classes, a file is not an image, or images differ in size.
     """
     if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 1):
         raise UserError(f"takes a number of pixels of at least 1, not {shortened(side)}.", field="side")
@@ -129,18 +129,18 @@ def from_folder(path: str | os.PathLike, *, side: int | None = None, name: str |
     if not classes:
         raise UserError(f"{train} has no folders: put the images of each class into a folder of its own there.")
     names = [folder.name for folder in classes]
-    strange = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
-    if strange:
-        raise UserError(f"{test} has a class {strange[0]} that {train} has not: {nearest(strange[0], names)}")
+    unknown = [folder.name for folder in (_visible(test, Path.is_dir) if test else []) if folder.name not in names]
+    if unknown:
+        raise UserError(f"{test} has a class {unknown[0]} that {train} has not: {nearest(unknown[0], names)}")
     parts = []
     for folder in (train, test):
-        pairs = [(file, c) for c, one in enumerate(names) for file in _visible(folder / one)] if folder else []
+        pairs = [(file, c) for c, label in enumerate(names) for file in _visible(folder / label)] if folder else []
         parts.append(([_opened(file, side) for file, _ in pairs], [c for _, c in pairs], None))
     return _dataset(parts, names, name or root.resolve().name)
 
 
 def _visible(folder: Path, kind: Callable[[Path], bool] = Path.is_file) -> list[Path]:
-    """Files of a folder, or its folders, in alphabetical order."""
+    """Entries of a folder that are not hidden, files or (by `kind`) folders, in alphabetical order."""
     try:
         entries = list(folder.iterdir()) if folder.is_dir() else []
         return sorted(entry for entry in entries if kind(entry) and not entry.name.startswith("."))
@@ -158,7 +158,7 @@ def _opened(file: Path, side: int | None) -> Image.Image:
 
 
 def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None, name: str) -> Dataset:
-    """A data set of images, labels and groups of training and test samples, the latter perhaps none."""
+    """Make a data set of images, labels and groups of training and test samples; the latter may be empty."""
     (x_train, y_train, groups_train), (x_test, y_test, groups_test) = parts
     x, y = _stack([*x_train, *x_test]), _labels([*y_train, *y_test])
     groups = None if groups_train is None else np.unique([*groups_train, *(groups_test or ())], return_inverse=True)[1]
@@ -168,15 +168,15 @@ def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None,
         test = stratified(y, int(TEST_SHARE * len(y)), np.random.default_rng(0))
     train = np.setdiff1d(rows, test)
     classes = None if names is None else tuple(map(str, names))
-    both = (None, None) if groups is None else (groups[train], groups[test])
+    group_arrays = (None, None) if groups is None else (groups[train], groups[test])
     count = count_classes(y) if classes is None else len(classes)
-    return Dataset(name, x[train], y[train], x[test], y[test], count, classes, *both)
+    return Dataset(name, x[train], y[train], x[test], y[test], count, classes, *group_arrays)
 
 
 def _stack(images: Sequence[Any]) -> np.ndarray:
-    """Images of Pillow, arrays or tensors as [n, H, W, channels]; in colour where one of them is.
+    """Stack Pillow images, arrays or tensors as [n, H, W, channels]; all in colour if one of them is.
 
-    Grey values of more than 8 bits are kept as they are, which in colour they cannot be.
+    Grey values of more than 8 bits are kept as they are, so they cannot be mixed with colour images.
     """
     modes = {image.mode for image in images if isinstance(image, Image.Image)}
     deep = {mode for mode in modes if mode.startswith(("I", "F"))}

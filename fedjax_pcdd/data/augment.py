@@ -1,11 +1,11 @@
-"""What happens to images inside the compiled step: crop, flip, rotation, then scaling and normalisation.
+"""Image processing inside the compiled step: crop, flip, rotation, then scaling and normalisation.
 
 Order and constants are those of the papers' published code (table in docs/data.md). Images stay uint8 until
-they are scaled, and the random part moves whole pixels. Letters: B batch, H and W rows and columns.
+they are scaled, and the random transforms move whole pixels. Letters: B batch, H and W rows and columns.
 
 The transforms are composed as index arithmetic, backwards from the result, so that the image is read once:
-on a CPU core 0.16 ms (CIFAR10) or 0.42 ms (CIFAR100) a batch of 100. Padding, slicing and one step after the
-other took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, selecting among shifts 5.6 ms.
+on a CPU core 0.16 ms (CIFAR10) or 0.42 ms (CIFAR100) for a batch of 100. Padding and slicing, one step after the
+other, took 0.5 and 1.0 ms; one-hot products took 0.7 ms for the crop alone, selecting among shifts 5.6 ms.
 """
 
 import math
@@ -27,19 +27,19 @@ class Pipeline:
     """A data set's path from stored images to the model's input; hashable, static in compiled code.
 
     Args:
-      mean, std: of each channel in units of [0, 1]; one value serves all channels.
+      mean, std: of each channel in units of [0, 1]; a single value applies to all channels.
       crop: "none", or a window of the image's size, placed uniformly at random in the image with a border of
         `padding` pixels: "reflect" (mirrored without repeating the edge) or "zero".
       flip: mirror left to right with probability 1/2.
       rotate: largest angle in degrees; uniform in [-rotate, rotate], nearest pixel, zero fill.
       padding: width of the crop's border in pixels.
-      codes: the stored integers are characters, which go to the model as they are.
-      own: a function of one image [H, W, channels] uint8 and a key that gives another such image, applied last; of
-        `window` rows and columns where there is one.
-      window: side of the square in the middle that the model sees where nothing is drawn; 0 for the whole image.
+      codes: the stored integers are characters, which are passed to the model as they are.
+      own: a function of one image [H, W, channels] uint8 and a key that returns another such image, applied last; with
+        a `window`, its result has that many rows and columns.
+      window: side of the central square that the model sees when `own` is not applied; 0 for the whole image.
 
     Raises:
-      UserError: an unknown crop, or constants that are no finite numbers.
+      UserError: an unknown crop, or constants that are not finite numbers.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -55,23 +55,23 @@ class Pipeline:
     def __post_init__(self):
         for name in ("mean", "std"):
             values = getattr(self, name)
-            if not isinstance(values, tuple | list) or not all(isinstance(one, int | float) for one in values):
+            if not isinstance(values, tuple | list) or not all(isinstance(value, int | float) for value in values):
                 raise UserError(f"takes a number for each channel, as (0.5,), not {shortened(values)}.", field=name)
             if not all(map(math.isfinite, values)):
                 raise UserError("must be finite numbers: correct them.", field=name)
             object.__setattr__(self, name, tuple(values))
-        if not all(one > 0 for one in self.std):
+        if not all(value > 0 for value in self.std):
             raise UserError("must be above 0, as images are divided by it.", field="std")
         if self.crop not in ("none", "reflect", "zero"):
             raise UserError(f"crop must be 'none', 'reflect' or 'zero', not {self.crop!r}.")
 
     @property
     def random(self) -> bool:
-        """Whether training draws anything."""
+        """Whether training uses random transforms."""
         return self.moves or self.own is not None
 
     def shape(self, image_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what the model sees of images [H, W, channels]."""
+        """Shape of what the model sees of an image [H, W, channels]."""
         return (self.window, self.window, *image_shape[2:]) if self.window else image_shape
 
     @property
@@ -88,13 +88,13 @@ _CUSTOMARY = {
     "cifar10": Pipeline((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2615), crop="reflect", flip=True),
     "cifar100": _CIFAR100,
     "cifar100_subset": _CIFAR100,
-    "isic2019": Pipeline((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # and what `draws_once`
+    "isic2019": Pipeline((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # further transforms: see `draws_once`
     "svhn": Pipeline((0.4376821, 0.4437697, 0.47280442), (0.19803012, 0.20101562, 0.19703614)),
 }
 
 
 class Draws(NamedTuple):
-    """What chance decides for each image."""
+    """Random draws for each image."""
 
     offset: jax.Array  # [B, 2] rows and columns by which the crop window moves, in [-padding, padding]
     flip: jax.Array  # [B] booleans
@@ -102,7 +102,7 @@ class Draws(NamedTuple):
 
 
 AUGMENTATIONS: Registry[Callable] = Registry("augmentation", "augmentations")
-"""Functions from outside of one image and a key, by name, as `Pipeline.own`."""
+"""Augmentations from outside by name: functions of one image and a key, as `Pipeline.own`."""
 
 
 def stem(name: str) -> str:
@@ -111,7 +111,7 @@ def stem(name: str) -> str:
 
 
 def draws_once(dataset_name: str) -> bool:
-    """Whether its customary augmentation has a draw for the whole data set, so that it depends on the seed."""
+    """Whether the customary augmentation is drawn once for the whole data set, so that it depends on the seed."""
     return stem(dataset_name) == "isic2019"
 
 
@@ -119,15 +119,15 @@ def pipeline(
     dataset_name: str, augment: bool, image_shape: tuple[int, int, int], *, text: bool = False, own: str | None = None,
     seed: int = 0,
 ) -> Pipeline:  # fmt: skip
-    """The pipeline of a data set (table in docs/data.md); UserError where its images do not suit the constants.
+    """The pipeline of a data set (table in docs/data.md); UserError if its images do not fit the constants.
 
     Args:
       dataset_name: as in `sources.DATASETS`; unknown ones are scaled to [0, 1] and not augmented.
       augment: False leaves the images as they are, as FedGELA's published code does on CIFAR10.
       image_shape: (H, W, channels).
-      text: whether the data set is a text, whose codes nothing is done to.
-      own: an augmentation from outside in place of what is customary, by its name or import path.
-      seed: of what is drawn once for the whole data set.
+      text: whether the data set is a text, whose codes are left as they are.
+      own: name or import path of an augmentation from outside, which replaces the customary one.
+      seed: for draws that are made once for the whole data set.
     """
     if text and own is not None:
         raise UserError("the codes of a text are not augmented: drop `augmentation`.")
@@ -137,8 +137,8 @@ def pipeline(
     plain = Pipeline(customary.mean, customary.std)
     height, width, channels = image_shape
     if len(plain.mean) not in (1, channels):
-        wanted = len(plain.mean)
-        raise UserError(f"'{dataset_name}' is normalised with {wanted} channels but has {channels}; rename it.")
+        expected = len(plain.mean)
+        raise UserError(f"'{dataset_name}' is normalised with {expected} channels but has {channels}; rename it.")
     if own is not None:
         function = AUGMENTATIONS.find(own)
         if not callable(function):
@@ -155,16 +155,16 @@ def pipeline(
 
 
 def public_pipeline(name: str, side: int = 32) -> Pipeline:
-    """The pipeline of public images, augmented as CIFAR-100 is (FCCL), which alone keeps its own constants.
+    """The pipeline of public images, augmented like CIFAR-100 (FCCL); only CIFAR-100 keeps its own constants.
 
-    `side` of the images is in pixels; the crop's border is an eighth of it, 4 for the published 32.
+    `side` is that of the images in pixels; the crop's border is an eighth of it, 4 for the published 32.
     """
     constants = _CUSTOMARY.get(stem(name), Pipeline()) if name.startswith("cifar100") else DOMAIN_PIPELINE
     return replace(_CIFAR100, mean=constants.mean, std=constants.std, padding=side // 8)
 
 
 def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
-    """UserError unless the pipeline's constants and own function, if it has one, fit images [H, W, channels]."""
+    """Raise a UserError unless the pipeline's constants and `own` function, if any, fit images [H, W, channels]."""
     for name, values in () if pipeline.codes else (("mean", pipeline.mean), ("std", pipeline.std)):
         if len(values) not in (1, shape[-1]):
             unfit = f"is for {len(values)} channels but the images have {shape[-1]}"
@@ -173,10 +173,10 @@ def check_own(pipeline: Pipeline, shape: tuple[int, ...], dtype: Any) -> None:
         return
     name, wanted = getattr(pipeline.own, "__name__", "of your own"), (pipeline.shape(shape), jnp.dtype(dtype))
     with from_outside(f"augmentation {name} fails on an image of {dtype} {list(shape)} and a key"):
-        made = jax.eval_shape(pipeline.own, jax.ShapeDtypeStruct(shape, dtype), jax.random.key(0))
-    given = f"{made.dtype} {list(made.shape)}" if isinstance(made, jax.ShapeDtypeStruct) else type(made).__name__
-    if given != f"{wanted[1]} {list(wanted[0])}":
-        raise UserError(f"augmentation {name} must return an image of {wanted[1]} {list(wanted[0])}, not {given}.")
+        out = jax.eval_shape(pipeline.own, jax.ShapeDtypeStruct(shape, dtype), jax.random.key(0))
+    actual = f"{out.dtype} {list(out.shape)}" if isinstance(out, jax.ShapeDtypeStruct) else type(out).__name__
+    if actual != f"{wanted[1]} {list(wanted[0])}":
+        raise UserError(f"augmentation {name} must return an image of {wanted[1]} {list(wanted[0])}, not {actual}.")
 
 
 def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
@@ -185,16 +185,16 @@ def prepare(pipeline: Pipeline, images, key, *, train: bool, dtype=jnp.float32):
     Args:
       pipeline: static.
       images: [B, H, W, channels] uint8 or float32.
-      key: consumed only if `train` and the pipeline is random; may else be None.
+      key: consumed only if `train` and the pipeline is random; may be None otherwise.
       train: whether to augment.
-      dtype: of the result [B, H, W, channels], H and W as `Pipeline.shape` has them, rounded to once, at the end; a
-        text stays uint8.
+      dtype: of the result [B, H, W, channels], H and W as in `Pipeline.shape`; rounding takes place once, at the
+        end. A text stays uint8.
     """
     if pipeline.codes:
         return jnp.asarray(images)
     if train and pipeline.moves:
-        chosen = draw(pipeline, key, len(images))
-        images = jax.vmap(lambda image, own: transform(pipeline, image, own))(images, chosen)
+        draws = draw(pipeline, key, len(images))
+        images = jax.vmap(lambda image, image_draws: transform(pipeline, image, image_draws))(images, draws)
     if train and pipeline.own is not None:
         keys = jax.random.split(jax.random.fold_in(key, len(images)), len(images))
         images = jax.vmap(pipeline.own)(images, keys)
@@ -214,7 +214,7 @@ def draw(pipeline: Pipeline, key, count: int) -> Draws:
 
 
 def transform(pipeline: Pipeline, image, own: Draws):
-    """Crop, flip, rotate ONE image [H, W, channels] as `own` (its leaves have no [B]) says; same dtype."""
+    """Crop, flip and rotate ONE image [H, W, channels] as given by `own` (leaves without [B]); same dtype."""
     height, width, channels = image.shape
     row = jnp.arange(height, dtype=jnp.int32)[:, None]
     column = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -235,10 +235,10 @@ def transform(pipeline: Pipeline, image, own: Draws):
 
 
 def _rotated(row, column, degrees, height: int, width: int):
-    """Where the pixels of an image rotated counter-clockwise about its centre come from: nearest pixels.
+    """Source pixels, nearest neighbours, of an image that is rotated counter-clockwise about its centre.
 
     In fixed point with 16 binary digits, a quarter faster than floats on a CPU. `row` [H, 1] and `column`
-    [1, W] are integers, `degrees` is a scalar; gives rows and columns [H, W], some outside the image.
+    [1, W] are integers, `degrees` is a scalar; returns rows and columns [H, W], some outside the image.
     """
     angle = degrees * (math.pi / 180)
     cos = jnp.round(65536 * jnp.cos(angle)).astype(jnp.int32)
@@ -258,7 +258,7 @@ def _reflected(index, size: int):
 
 
 def normalise(pipeline: Pipeline, images, dtype=jnp.float32):
-    """Scale images [..., channels] of uint8 to [0, 1], subtract the mean, divide by the deviation."""
+    """Scale images [..., channels] to [0, 1] if they are uint8, subtract the mean, divide by the deviation."""
     precision = jnp.promote_types(dtype, jnp.float32)
     scaled = jnp.asarray(images).astype(precision) / (255 if images.dtype == jnp.uint8 else 1)
     mean, std = (jnp.asarray(values, precision) for values in (pipeline.mean, pipeline.std))

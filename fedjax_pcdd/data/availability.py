@@ -1,11 +1,11 @@
-"""Which clients are there in a round, and which of them are lost before it ends: by a model, or from a file.
+"""Which clients are available in a round, and which of them drop out before it ends: by a model, or from a file.
 
 FedScale (Lai et al., ICML 2022) replays traces of devices that charge at night; FLGo (Wang et al., 2023) draws each
-client with a probability of its own that swings in time. Here a client is there in round t with probability p_k(t);
-the model has p_k(t) = a_k (1 + sin(2 pi (t / 24 + z_k))) / 2 + a_k / 10, at most 1: a day of 24 rounds, a time zone z_k
-uniform in [0, 1) and a_k uniform in [0.3, 1). All draws are functions of (seed, round, client), each of a stream of its
-own: who is there, who is lost and who is drawn are independent. Letters: K clients, T rounds after which
-probabilities repeat.
+client with its own probability, which oscillates over time. Here a client is available in round t with probability
+p_k(t); the model has p_k(t) = a_k (1 + sin(2 pi (t / 24 + z_k))) / 2 + a_k / 10, at most 1: a day of 24 rounds, a time
+zone z_k uniform in [0, 1) and a_k uniform in [0.3, 1). All draws are functions of (seed, round, client), each from its
+own stream: availability, dropout and the selection of clients are independent. Letters: K clients, T rounds after
+which probabilities repeat.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import numpy as np
 from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError
 
-DAY = 24  # rounds of the model
+DAY = 24  # rounds in a day of the model
 THERE, LOST, MODEL = 1, 2, 3  # streams of random numbers
 
 
@@ -26,38 +26,38 @@ class Availability:
     """Probabilities of K clients.
 
     Args:
-      probability: [T, K] of being there, in rounds t modulo T.
-      lost: [K] of being lost in the middle of a round.
+      probability: [T, K] of being available, in rounds t modulo T.
+      lost: [K] of dropping out in the middle of a round.
     """
 
     probability: np.ndarray
     lost: np.ndarray
 
     def there(self, seed: int, round: int) -> np.ndarray:
-        """Which clients are there, [K] bool."""
+        """Which clients are available, [K] bool."""
         chances = self.probability[round % len(self.probability)]
         return _random(seed, round, THERE).random(len(chances)) < chances
 
     def stay(self, seed: int, round: int) -> np.ndarray:
-        """Which clients, if they are there, are so until the round ends, [K] bool."""
+        """Which clients, if available, stay until the round ends, [K] bool."""
         return _random(seed, round, LOST).random(len(self.lost)) >= self.lost
 
 
-def _random(seed: int, round: int, what: int) -> np.random.Generator:
-    counter = np.array([0, 0, 2**63 + what, 0], np.uint64)  # a list of such numbers would be rounded to floats
+def _random(seed: int, round: int, stream: int) -> np.random.Generator:
+    counter = np.array([0, 0, 2**63 + stream, 0], np.uint64)  # a list of such numbers would be rounded to floats
     return np.random.Generator(np.random.Philox(key=[seed, round], counter=counter))
 
 
 def availability(source: str | None, lost: float, clients: int, seed: int) -> Availability | None:
-    """What an experiment's options say; None where all clients are always there.
+    """Make the availability of an experiment from its options; None if all clients are always available.
 
     Args:
-      source: "model", the path of an npz file with `probability` [K] or [T, K] and perhaps `lost` [K], or None.
-      lost: share of the clients that are lost in the middle of each round.
+      source: "model", the path of an npz file with `probability` [K] or [T, K] and optionally `lost` [K], or None.
+      lost: share of the clients that drop out in the middle of each round.
 
     Raises:
-      UserError: the file holds something else, or of another number of clients, says itself who is lost, or nobody is
-        ever there.
+      UserError: the file has other content or another number of clients, both it and `lost` set dropouts, or no client
+        is ever available until a round ends.
     """
     if source is None and not lost:
         return None
@@ -66,9 +66,9 @@ def availability(source: str | None, lost: float, clients: int, seed: int) -> Av
         return Availability(np.ones((1, clients), np.float32), shares)
     if source == "model":
         random = _random(seed, 0, MODEL)
-        zone, most = random.random(clients), random.uniform(0.3, 1, clients)
+        zone, amplitude = random.random(clients), random.uniform(0.3, 1, clients)
         swing = (1 + np.sin(2 * np.pi * (np.arange(DAY)[:, None] / DAY + zone))) / 2
-        return Availability(np.minimum(1, most * swing + most / 10).astype(np.float32), shares)
+        return Availability(np.minimum(1, amplitude * swing + amplitude / 10).astype(np.float32), shares)
     arrays = read_arrays(Path(source).expanduser(), ("probability", "lost"))
     if "probability" not in arrays:
         raise UserError(f"{source} holds no probability of clients: store [K] or [rounds, K] of it, and lost [K].")

@@ -1,4 +1,4 @@
-"""A data set: images and labels with their official split, and fewer of them.
+"""A data set: images and labels with their official split, and subsets of it.
 
 Letters: C classes, n samples.
 """
@@ -12,14 +12,14 @@ from numpy.typing import ArrayLike
 
 from fedjax_pcdd.errors import UserError
 
-# Of "train" or "test" and its labels [n]: positions of the samples that are wanted, None for all of them.
+# A function of "train" or "test" and its labels [n]: positions of the samples to keep, None for all of them.
 Keep = Callable[[str, np.ndarray], np.ndarray | None]
 
-LOOKED_AT = 1000  # images that tell, mostly, whether there are levels above 1
+LOOKED_AT = 1000  # images that are inspected first: they mostly show whether there are levels above 1
 
 
 def keep_all(part: str, labels: np.ndarray) -> None:
-    """Every sample is wanted."""
+    """Keep every sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Dataset:
 
     Args:
       name: as on the command line.
-      x_train: [n_train, H, W, channels] images, uint8, or float32 that are not scaled any more.
+      x_train: [n_train, H, W, channels] images, uint8, or float32 that are not scaled further.
       y_train: [n_train] labels in [0, C), kept as int32.
       x_test: [n_test, H, W, channels] of the same type; n_test may be 0.
       y_test: [n_test] labels in [0, C), kept as int32.
@@ -36,7 +36,7 @@ class Dataset:
       class_names: C names, if known.
       groups_train: [n_train] writer, speaker, centre or domain of each training sample, if known.
       groups_test: [n_test] the same for the test samples.
-      text: whether the images are windows of T character codes, [n, T, 1, 1], and the classes the characters.
+      text: whether the images are windows of T character codes, [n, T, 1, 1], and the classes are characters.
 
     Raises:
       UserError: the arrays do not fit together.
@@ -87,8 +87,8 @@ class Dataset:
                 f"y_{part} must have a label for each of the {len(x)} entries of x_{part}, not {list(y.shape)}"
             )
         if groups is not None and (np.shape(groups) != (len(x),) or np.asarray(groups).dtype.kind not in "iuUS"):
-            given = f"{np.asarray(groups).dtype} {list(np.shape(groups))}"
-            self._reject(f"groups_{part} must be a number or name for each of the {len(x)} of x_{part}, not {given}")
+            actual = f"{np.asarray(groups).dtype} {list(np.shape(groups))}"
+            self._reject(f"groups_{part} must be a number or name for each of the {len(x)} of x_{part}, not {actual}")
         if y.size and not (y.dtype.kind in "iu" and y.min() >= 0 and y.max() < self.num_classes):
             self._reject(f"y_{part} must hold integers in [0, {self.num_classes})")
         object.__setattr__(self, f"y_{part}", y.astype(np.int32))
@@ -102,26 +102,26 @@ class Dataset:
         return None if self.groups_train is None or self.groups_test is None else (self.groups_train, self.groups_test)
 
     def take(self, **rows: np.ndarray) -> "Dataset":
-        """The data set with some of its samples: positions [n] or booleans for `train`, `test` or both."""
-        fields = [(f"{field}_{part}", kept) for part, kept in rows.items() for field in ("x", "y", "groups")]
-        kept = {name: getattr(self, name)[rows] for name, rows in fields if getattr(self, name) is not None}
-        return replace(self, **kept)
+        """The data set with some of its samples, given as positions [n] or booleans for `train`, `test` or both."""
+        fields = [(f"{field}_{part}", index) for part, index in rows.items() for field in ("x", "y", "groups")]
+        arrays = {name: getattr(self, name)[index] for name, index in fields if getattr(self, name) is not None}
+        return replace(self, **arrays)
 
 
 def as_images(x: ArrayLike, name: str) -> np.ndarray:
     """Samples as a `Dataset` keeps them: [n, H, W, channels] uint8 or float32.
 
-    Images of integers in [0, 255] are kept as uint8, which models get scaled to [0, 1]. All other numbers, and images
-    of nothing but 0 and 1, are kept as float32 and reach the model as they are, but for the normalisation that is
-    customary for the data set's name. A warning tells of integers outside of [0, 255].
+    Images of integers in [0, 255] are kept as uint8, which is scaled to [0, 1] for the model. All other numbers, and
+    images that contain only 0 and 1, are kept as float32 and reach the model as they are, except for the normalisation
+    that is customary for the data set's name. Integers outside [0, 255] cause a warning.
 
     Args:
       x: images [n, H, W] or [n, H, W, channels], or feature vectors [n, D], which become images [n, 1, D, 1]; images
         with 1, 3 or 4 channels first are recognised, and a warning names them.
-      name: of the array, for sentences.
+      name: of the array, for messages.
 
     Raises:
-      UserError: it holds something else, or numbers that are not finite.
+      UserError: `x` holds something else, or numbers that are not finite.
     """
     try:
         x = np.asarray(x)
@@ -142,7 +142,7 @@ def as_images(x: ArrayLike, name: str) -> np.ndarray:
 
 
 def _has_levels(x: np.ndarray, name: str) -> bool:
-    """Whether these numbers are levels of [0, 255]; says so where integers of images are none."""
+    """Whether these numbers are levels in [0, 255]; warns of image integers that are not and of floats that look so."""
     if x.dtype.kind == "f" and x.ndim > 2 and x.size and 200 < x.max() <= 255 and not (x[:LOOKED_AT] % 1).any():
         warnings.warn(
             f"{name} holds levels from 0 to 255 as {x.dtype}, which reach the model as they are: give integers to have "
@@ -153,7 +153,7 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
         return False
     if not x.size:
         return x.dtype == np.uint8
-    if x.dtype == np.uint8:  # of which there may be more than fit into memory
+    if x.dtype == np.uint8:  # there may be more of them than fit into memory
         return x[:LOOKED_AT].max() != 1 or x.max() != 1
     low, high = x.min(), x.max()
     if low < 0 or high > 255:
@@ -166,7 +166,7 @@ def _has_levels(x: np.ndarray, name: str) -> bool:
 
 
 def count_classes(y: np.ndarray) -> int:
-    """C, one more than the largest of all labels [n]; a warning where class 0, or most classes, have no sample."""
+    """C, one more than the largest of all labels [n]; warns if class 0 or most classes have no sample."""
     count, present = 1 + int(y.max(initial=0)), len(np.unique(y))
     if y.size and y.min() == 1:
         warnings.warn("the labels begin at 1, so that class 0 has no sample: number classes from 0.", stacklevel=3)
@@ -179,7 +179,7 @@ def count_classes(y: np.ndarray) -> int:
 
 
 def as_groups(numbers: np.ndarray) -> np.ndarray:
-    """Numbers [n] of groups, int32 where all fit."""
+    """Group numbers [n], as int32 if all of them fit, else as int64."""
     return numbers.astype(np.int32 if np.array_equal(numbers.astype(np.int32), numbers) else np.int64)
 
 
@@ -187,10 +187,10 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
     """The data set cut down to the groups (writers, speakers, domains) with the most training samples.
 
     Args:
-      count: of groups to keep; of equally large ones those with the lower number.
+      count: groups to keep; of equally large ones those with the lower numbers.
 
     Raises:
-      UserError: there are no groups, or fewer.
+      UserError: there are no groups, or fewer than `count`.
     """
     if dataset.groups_train is None or dataset.groups_test is None:
         raise UserError(
@@ -204,20 +204,20 @@ def largest_groups(dataset: Dataset, count: int) -> Dataset:
         )
     if count == len(values) and np.isin(dataset.groups_test, values).all():
         return dataset
-    kept = values[np.argsort(-sizes, kind="stable")[:count]]
-    return dataset.take(train=np.isin(dataset.groups_train, kept), test=np.isin(dataset.groups_test, kept))
+    largest = values[np.argsort(-sizes, kind="stable")[:count]]
+    return dataset.take(train=np.isin(dataset.groups_train, largest), test=np.isin(dataset.groups_test, largest))
 
 
 def subset(dataset: Dataset, keep: Keep) -> Dataset:
-    """The data set with the samples that are wanted of it."""
+    """The data set with the samples that `keep` selects."""
     rows = {"train": keep("train", dataset.y_train), "test": keep("test", dataset.y_test)}
-    return dataset.take(**{part: wanted for part, wanted in rows.items() if wanted is not None})
+    return dataset.take(**{part: positions for part, positions in rows.items() if positions is not None})
 
 
 def sampler(name: str, train: int | None, test: int | None, seed: int) -> Keep:
-    """Fewer training or test samples of a data set, drawn class by class; None for all of them.
+    """A `Keep` that draws this many training and test samples of a data set class by class; None keeps all of them.
 
-    The function raises a `UserError` where there are fewer than asked for. Applied again, it keeps all.
+    It raises a `UserError` if there are fewer samples than requested. Applied again, it keeps all.
     """
 
     def keep(part: str, labels: np.ndarray) -> np.ndarray | None:
@@ -234,12 +234,12 @@ def sampler(name: str, train: int | None, test: int | None, seed: int) -> Keep:
 
 
 def stratified(labels: ArrayLike, samples: int, random: np.random.Generator) -> np.ndarray:
-    """Positions of `samples` of the labels [n], in rising order; every class keeps its share to within one sample."""
+    """Positions of `samples` of the labels [n], ascending; every class keeps its share to within one sample."""
     labels = np.asarray(labels)
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     share = counts * (samples / len(labels))
-    taken = share.astype(int)
-    left_over = samples - taken.sum()
-    taken[np.argsort(taken - share, kind="stable")[:left_over]] += 1
+    sizes = share.astype(int)
+    left_over = samples - sizes.sum()
+    sizes[np.argsort(sizes - share, kind="stable")[:left_over]] += 1
     members = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
-    return np.sort(np.concatenate([random.permutation(own)[:n] for own, n in zip(members, taken, strict=True)]))
+    return np.sort(np.concatenate([random.permutation(rows)[:n] for rows, n in zip(members, sizes, strict=True)]))

@@ -2,11 +2,11 @@
 
 Each of these with probability 1/2: a scale in [0.93, 1.07], a rotation by up to 50 degrees, brightness by up to 0.15
 and contrast by up to 0.1, a flip (left to right, upside down, or both), a shear of 0.1 degrees, holes of 16 x 16
-pixels; and always a window of 200 x 200, drawn for training and the middle one for tests. The number of holes is drawn
-once for the data set, from 1 to 8: the reference gives it as the most that an image may have, which its library takes
-for the least, too. The moves are one map from pixels of the result to pixels of the image, the nearest
-taken and edges mirrored (ours; the reference interpolates after each). Lengths are those of images of 224 x 224 and
-grow with the side.
+pixels; and always a window of 200 x 200, random for training and central for tests. The number of holes is drawn
+once for the data set, from 1 to 8: the reference passes it as the maximum per image, which its library also uses as
+the minimum. The geometric transforms are combined into one map from pixels of the result to pixels of the image, with
+nearest neighbours and mirrored edges (ours; the reference interpolates after each). Lengths are for images of
+224 x 224 and scale with the side.
 """
 
 import math
@@ -22,10 +22,10 @@ SCALE, ROTATION, SHEAR, BRIGHTNESS, CONTRAST = 0.07, 50.0, 0.1, 0.15, 0.1
 
 
 def colour_constancy(image: np.ndarray, power: float = 6.0) -> np.ndarray:
-    """An image [H, W, 3] uint8 under white light, by the shades of grey.
+    """Colour-correct an image [H, W, 3] uint8 to white light, by the shades-of-grey method.
 
-    Channel c is multiplied by |v| / (sqrt(3) v_c), v_c the mean of x^power over its pixels to the power 1 / power.
-    Larger values than 255 become 255 (ours; in the reference they begin again at 0). A black channel stays black.
+    Channel c is multiplied by |v| / (sqrt(3) v_c), where v_c is the mean of x^power over its pixels, to the power
+    1 / power. Values above 255 become 255 (ours; in the reference they wrap around to 0). A black channel stays black.
     """
     light = np.mean(image.astype(float) ** power, axis=(0, 1)) ** (1 / power)
     gain = np.divide(np.linalg.norm(light), math.sqrt(3) * light, out=np.zeros(3), where=light > 0)
@@ -33,7 +33,7 @@ def colour_constancy(image: np.ndarray, power: float = 6.0) -> np.ndarray:
 
 
 def window_of(side: int) -> int:
-    """Side of the window that a model sees of images with this side.
+    """Side of the window that a model sees in images with this side.
 
     >>> window_of(224)
     200
@@ -42,17 +42,17 @@ def window_of(side: int) -> int:
 
 
 class Draws(NamedTuple):
-    """What chance decides for one image; where a thing is left out, its neutral value."""
+    """Random draws for one image; a transform that is not applied has its neutral value."""
 
     scale: jax.Array
     rotation: jax.Array  # radians
-    flip: jax.Array  # [2] of rows and of columns
+    flip: jax.Array  # [2] bool, of rows and of columns
     shear: jax.Array  # radians
     gain: jax.Array  # factor on pixels
     offset: jax.Array  # added to them
-    corner: jax.Array  # [2] of the window, as a share of the room it has
+    corner: jax.Array  # [2] of the window, as a share of its range
     holed: jax.Array  # whether there are holes
-    places: jax.Array  # [holes, 2] of their first row and column, as a share of the room
+    places: jax.Array  # [holes, 2] of their first row and column, as a share of their range
 
 
 @dataclass(frozen=True)
@@ -61,31 +61,31 @@ class Dermoscopy:
 
     Args:
       window: side of the result.
-      holes: number of them, in an image that has any.
+      holes: number of holes in an image that has any.
     """
 
     window: int = WINDOW
     holes: int = MOST_HOLES
 
     def __call__(self, image: jax.Array, key: jax.Array) -> jax.Array:
-        """Draw, and transform to [window, window, channels]."""
+        """Draw and apply the transforms; the result is [window, window, channels]."""
         return self.apply(image, self.draw(key))
 
     def draw(self, key: jax.Array) -> Draws:
         """Independent draws for one image."""
-        use, values, corner, places = jax.random.split(key, 4)
-        used = jax.random.bernoulli(use, 0.5, (6,))
-        drawn = jax.random.uniform(values, (6,), jnp.float32, -1.0, 1.0)
+        use_key, values_key, corner_key, places_key = jax.random.split(key, 4)
+        used = jax.random.bernoulli(use_key, 0.5, (6,))
+        drawn = jax.random.uniform(values_key, (6,), jnp.float32, -1.0, 1.0)
         scale, turn, shear, gain, offset, kind = jnp.where(used[jnp.array([0, 1, 2, 3, 3, 4])], drawn, 0.0)
-        both = jnp.array([kind < 1 / 3, kind > -1 / 3]) & used[4]  # thirds: rows alone, both, columns alone
+        flips = jnp.array([kind < 1 / 3, kind > -1 / 3]) & used[4]  # a third each: rows only, both, columns only
         return Draws(
-            1 + SCALE * scale, jnp.deg2rad(ROTATION * turn), both, jnp.deg2rad(SHEAR * shear), 1 + CONTRAST * gain,
-            255 * BRIGHTNESS * offset, jax.random.uniform(corner, (2,)),
-            used[5], jax.random.uniform(places, (self.holes, 2)),
+            1 + SCALE * scale, jnp.deg2rad(ROTATION * turn), flips, jnp.deg2rad(SHEAR * shear), 1 + CONTRAST * gain,
+            255 * BRIGHTNESS * offset, jax.random.uniform(corner_key, (2,)),
+            used[5], jax.random.uniform(places_key, (self.holes, 2)),
         )  # fmt: skip
 
     def apply(self, image: jax.Array, own: Draws) -> jax.Array:
-        """One image as the draws say; uint8."""
+        """Transform one image as given by the draws `own`; uint8."""
         side, rows = image.shape[0], jnp.arange(self.window, dtype=jnp.float32)
         scaled = jnp.floor(side * own.scale)
         y, x = (rows + jnp.floor(share * (scaled - self.window + 1)) for share in own.corner)
@@ -101,15 +101,15 @@ class Dermoscopy:
         return jnp.where(self._hole(own, side)[..., None], jnp.uint8(0), pixels)
 
     def _hole(self, own: Draws, side: int) -> jax.Array:
-        """Which pixels of the result are in a hole, [window, window]."""
+        """Which pixels of the result lie in a hole, [window, window]."""
         size = max(1, round(side * HOLE / SIDE))
-        first = jnp.floor(own.places * (self.window - size + 1))[:, :, None]
-        within = (jnp.arange(self.window) >= first) & (jnp.arange(self.window) < first + size)  # [holes, 2, window]
+        start = jnp.floor(own.places * (self.window - size + 1))[:, :, None]
+        within = (jnp.arange(self.window) >= start) & (jnp.arange(self.window) < start + size)  # [holes, 2, window]
         return (within[:, 0, :, None] & within[:, 1, None, :]).any(0) & own.holed
 
 
 def drawn_once(window: int, seed: int) -> Dermoscopy:
-    """The transforms of a run, with the number of holes that its seed draws, 1 to 8."""
+    """The transforms of a run, with its number of holes, 1 to 8, drawn from the seed."""
     return Dermoscopy(window, int(np.random.default_rng([seed, MOST_HOLES]).integers(1, MOST_HOLES + 1)))
 
 

@@ -1,14 +1,14 @@
-"""Pictures for tasks by domain: resizing as published, and domains made from scikit-learn's digits.
+"""Images for tasks by domain: resizing as published, and domains made from scikit-learn's digits.
 
-Letters: n images, S side in pixels. The shifts work on floats in [0, 1], their lengths scale with S / 16, and what
-chance decides in them is drawn from a constant seed: a domain's pictures are the same on every machine. The
-federated seed decides only which of them are private.
+Letters: n images, S side in pixels. The shifts work on floats in [0, 1], their lengths scale with S / 16, and their
+random numbers come from a constant seed: a domain's images are the same on every machine. The federated seed only
+decides which of them are private.
 """
 
 from collections.abc import Callable
 
 import numpy as np
-import scipy  # which loads its parts, a third of a second, when they are asked for
+import scipy  # loads its submodules (a third of a second) only when they are used
 from PIL import Image
 
 from fedjax_pcdd.data import sources
@@ -42,7 +42,7 @@ def resize(images: np.ndarray, side: int) -> np.ndarray:
 
 
 def windows(images: np.ndarray, side: int, random: np.random.Generator) -> np.ndarray:
-    """A window [n, S, S, channels] of each image at random; UserError where images are smaller."""
+    """Cut a random window from each image, [n, S, S, channels]; UserError if images are smaller."""
     count, height, width, _ = images.shape
     if min(height, width) < side:
         raise UserError(f"Images of {height}x{width} are too small for windows of {side}x{side}; use a smaller side.")
@@ -53,20 +53,20 @@ def windows(images: np.ndarray, side: int, random: np.random.Generator) -> np.nd
 
 
 def _rotated(x, random):
-    """By 40 degrees, a fifth smaller so that the corners stay in the picture."""
+    """Rotate by 40 degrees and shrink by a fifth, so that the corners stay in the image."""
     angle = np.deg2rad(40)
     return _warped(x, 1.25 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]))
 
 
 def _warped(x, matrix):
-    """Pixels [n, S, S] fetched from `matrix` [2, 2] times their offset from the centre: bilinear, zero fill."""
+    """Read each pixel [n, S, S] at `matrix` [2, 2] times its offset from the centre: bilinear, zero fill."""
     middle = np.full(2, (x.shape[1] - 1) / 2)
     pixels = [scipy.ndimage.affine_transform(image, matrix, middle - matrix @ middle, order=1) for image in x]
     return np.stack(pixels)
 
 
 def _blurred(x, random):
-    """White digits out of focus on a background that runs from one colour to another."""
+    """White, blurred digits on a background that fades from one colour to another."""
     unit = x.shape[1] / 16
     ink = scipy.ndimage.gaussian_filter(x, (0, unit, unit))[..., None]
     left, right = random.uniform(0, 0.7, (2, len(x), 1, 1, 3))
@@ -81,13 +81,13 @@ def _outlined(x, random):
 
 
 def _noisy(x, random):
-    """A fifth of the pixels is black or white."""
+    """Make a fifth of the pixels black or white."""
     chance = random.uniform(size=x.shape)
     return np.where(chance < 0.1, 0, np.where(chance > 0.9, 1, x))
 
 
 def _tinted(x, random):
-    """Ink of one colour on paper of another."""
+    """Draw the digits in one random colour on another."""
     ink, paper = random.uniform(0, 1, (2, len(x), 1, 1, 3))
     return paper + (ink - paper) * x[..., None]
 
@@ -107,13 +107,13 @@ PUBLIC_SHIFTS: dict[str, Shift] = {
     "noisy": _noisy,
     "tinted": _tinted,
 }
-"""What makes the unlabelled `digits_public` images; no private domain looks like these."""
+"""The shifts of the unlabelled `digits_public` images; no private domain looks like these."""
 
 
 def shifted_digits(name: str, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """One private domain made of its own tenth of the digits for training and another tenth for tests.
+    """Make a private domain from its own tenth of the digits for training and another tenth for tests.
 
-    Gives x_train [n, S, S, 3] uint8, y_train [n], x_test [m, S, S, 3] uint8, y_test [m].
+    Returns x_train [n, S, S, 3] uint8, y_train [n], x_test [m, S, S, 3] uint8, y_test [m].
     """
     position = list(DOMAIN_SHIFTS).index(name)
     images, labels, slots = digit_slots()
@@ -128,13 +128,13 @@ def shifted_digits(name: str, side: int) -> tuple[np.ndarray, np.ndarray, np.nda
 def public_digits(side: int) -> np.ndarray:
     """The last two tenths of the digits, all of them under each public shift in turn: [n, S, S, 3] uint8."""
     images, _, slots = digit_slots()
-    chosen = images[slots >= 2 * len(DOMAIN_SHIFTS)]
+    public_images = images[slots >= 2 * len(DOMAIN_SHIFTS)]
     shifts = enumerate(PUBLIC_SHIFTS.values(), _SLOTS)
-    return np.concatenate([_shifted(shift, chosen, side=side, seed=seed) for seed, shift in shifts])
+    return np.concatenate([_shifted(shift, public_images, side=side, seed=seed) for seed, shift in shifts])
 
 
 def public_digit_labels() -> np.ndarray:
-    """Labels [n] of these, in [0, 10)."""
+    """Labels [n] of the `public_digits`, in [0, 10)."""
     _, labels, slots = digit_slots()
     return np.tile(labels[slots >= 2 * len(DOMAIN_SHIFTS)], len(PUBLIC_SHIFTS))
 
@@ -142,7 +142,7 @@ def public_digit_labels() -> np.ndarray:
 def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All digits [1797, 8, 8, 1] uint8, labels [1797], and which tenth [1797] of [0, 10) each belongs to.
 
-    Those of a class are dealt out in turn, which spreads each writer, whose digits lie together, over all tenths.
+    The images of a class are dealt out in turn, which spreads each writer, whose digits are adjacent, over all tenths.
     """
     digits = sources.load("digits")
     labels = np.concatenate([digits.y_train, digits.y_test])
@@ -150,7 +150,7 @@ def digit_slots() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _shifted(shift: Shift, images: np.ndarray, *, side: int, seed: int) -> np.ndarray:
-    """Grey or colour floats [n, S, S(, 3)] of a shift as [n, S, S, 3] uint8."""
+    """Resize images and apply a shift, whose grey or colour floats [n, S, S(, 3)] become [n, S, S, 3] uint8."""
     grey = resize(images, side)[..., 0] / 255
     pixels = shift(grey, np.random.default_rng(seed))
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]

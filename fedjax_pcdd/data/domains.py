@@ -1,4 +1,4 @@
-"""Tasks by domain: the same classes in several looks, one participant a look, and unlabelled public images.
+"""Tasks by domain: the same classes in several styles, one participant per style, and unlabelled public images.
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022 (FCCL). The two
 published tasks are `digits` and `office_home`; the others need less or no data. Sizes, transformations and file
@@ -30,7 +30,7 @@ _ARCHIVE = ("x", "y", "domain", "domains")
 
 
 class Domain(NamedTuple):
-    """One participant's data: its name, private images [n, S, S, 3] uint8, labels [n] int32 in [0, C), and tests."""
+    """One participant's data: name, private images [n, S, S, 3] uint8, labels [n] int32 in [0, C), and test data."""
 
     name: str
     x_train: np.ndarray
@@ -40,21 +40,21 @@ class Domain(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What is known of a task before its data is read.
+    """The description of a task, known before its data is read.
 
     Args:
       description: a line for the help.
       layout: where the images lie: "shifts" (made from the built-in digits), "files" (a data set for each domain) or
         "archive" (one file without a split).
       domains: names, one for each participant.
-      private: number of private images of each domain; None for all that are not tests.
+      private: number of private images of each domain; None for all that are not test images.
       local_epochs: E of each domain.
       num_classes: C.
-      top: an answer is right if it is among the first `top`.
+      top: an answer is right if the label is among the first `top`.
       public: data set of the public images, for `load_public`.
-      public_samples: how many of them.
-      public_epochs: passes over them in a round.
-      side: S unless told otherwise.
+      public_samples: number of public images.
+      public_epochs: passes over the public images in a round.
+      side: default of S.
     """
 
     description: str
@@ -94,7 +94,7 @@ TASKS = {
 
 
 class Task(NamedTuple):
-    """A task, read and drawn."""
+    """A task whose data is read and whose private images are drawn."""
 
     name: str
     recipe: Recipe
@@ -116,9 +116,9 @@ def load_task(
     Args:
       name: a key of TASKS.
       data_dir: as for `sources.load`.
-      seed: >= 0; decides which images are private and, where there is no original split, which are tests.
+      seed: >= 0; decides which images are private and, without an original split, which are test images.
       split: "held_out" tests on 30 % of each class that are never private; "code" (`office_home` only) is FCCL's
-        published code: all images of the domain are tests, and the private ones are, of the other 70 %, the first
+        published code: all images of the domain are test images, and the private ones are the first of the other 70 %,
         in order of their class.
       side: S; by default 16 for `digits_domains`, else 32.
 
@@ -158,7 +158,7 @@ def load_public(
       data_dir: as for `sources.load`.
       samples: N_0, drawn without replacement from the training images.
       seed: >= 0.
-      side: S. Images are resized, but of "tiny_imagenet" a window of S x S is cut from each, as published.
+      side: S. Images are resized, except that for "tiny_imagenet" a window of S x S is cut from each, as published.
 
     Returns:
       [N_0, S, S, 3] uint8; `augment.public_pipeline(name, side)` feeds them to a model.
@@ -181,7 +181,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
     """Labels [N_0] int32 of the images that `load_public` draws with these arguments.
 
     Raises:
-      UserError: as there, or the images have no labels.
+      UserError: as in `load_public`, or the images have no labels.
     """
     images = _public_images(name, data_dir, TASKS["digits_domains"].side)
     labels = public_digit_labels() if name == "digits_public" else _labels(name, sources.root_of(data_dir))
@@ -191,7 +191,7 @@ def load_public_labels(name: str, data_dir: str | os.PathLike | None = None, *, 
 
 
 def _public_images(name: str, data_dir: str | os.PathLike | None, side: int) -> np.ndarray:
-    """All that are drawn from."""
+    """All images from which public ones are drawn."""
     return public_digits(side) if name == "digits_public" else _unlabelled(name, sources.root_of(data_dir))
 
 
@@ -212,19 +212,19 @@ def _check_draw(seed: int, side: int):
 
 
 def _generator(seed: int, purpose: str) -> np.random.Generator:
-    """A stream that no other domain or purpose shares."""
+    """A random stream for one purpose, independent of all other domains and purposes."""
     return np.random.default_rng([seed, *purpose.encode()])
 
 
 def _drawn(pool: Domain, size: int | None, side: int, random: np.random.Generator | None) -> Domain:
-    """The first `size` training images in random order, or in their own; all images resized."""
+    """A domain with the first `size` training images, in random order or (without `random`) as given; all resized."""
     available = len(pool.y_train)
     if size is not None and size > available:
         advice = "put the whole data set there."
         raise UserError(f"The domain '{pool.name}' needs {size} training images but has {available}; {advice}")
-    chosen = (np.arange(available) if random is None else random.permutation(available))[:size]
-    x_train, x_test = resize(pool.x_train[chosen], side), resize(pool.x_test, side)
-    return Domain(pool.name, x_train, pool.y_train[chosen].astype(np.int32), x_test, pool.y_test.astype(np.int32))
+    rows = (np.arange(available) if random is None else random.permutation(available))[:size]
+    x_train, x_test = resize(pool.x_train[rows], side), resize(pool.x_test, side)
+    return Domain(pool.name, x_train, pool.y_train[rows].astype(np.int32), x_test, pool.y_test.astype(np.int32))
 
 
 def _from_files(name: str, root: Path) -> list[Domain]:
@@ -234,11 +234,11 @@ def _from_files(name: str, root: Path) -> list[Domain]:
         raise UserError(f"The task '{name}' lacks {', '.join(missing)} in {root}; put them there ({layout}).")
     pools = []
     for domain in recipe.domains:
-        own = sources.load(domain, root)
-        if max(own.y_train.max(), own.y_test.max(initial=0)) >= recipe.num_classes:
+        dataset = sources.load(domain, root)
+        if max(dataset.y_train.max(), dataset.y_test.max(initial=0)) >= recipe.num_classes:
             wanted = f"labels from 0 to {recipe.num_classes - 1}"
             raise UserError(f"'{domain}' in {root} has labels of other classes; the task '{name}' needs {wanted}.")
-        pools.append(Domain(domain, own.x_train, own.y_train, own.x_test, own.y_test))
+        pools.append(Domain(domain, dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test))
     return pools
 
 
@@ -257,17 +257,17 @@ def _from_archive(name: str, root: Path, seed: int, split: str) -> list[Domain]:
         raise UserError(f"{file} cannot be used: {fault}; docs/data.md describes its layout.")
     x, y, domain = arrays["x"], arrays["y"], arrays["domain"]
     names, pools = arrays["domains"].astype(str).ravel().tolist(), []
-    for wanted in TASKS[name].domains:
-        rows = np.flatnonzero(domain == names.index(wanted))
+    for domain_name in TASKS[name].domains:
+        rows = np.flatnonzero(domain == names.index(domain_name))
         rows = rows[np.argsort(y[rows], kind="stable")]
-        tests = _held_out(y[rows], _generator(seed, f"{wanted} tests"))
+        tests = _held_out(y[rows], _generator(seed, f"{domain_name} tests"))
         train, test = rows[~tests], rows if split == "code" else rows[tests]
-        pools.append(Domain(wanted, x[train], y[train], x[test], y[test]))
+        pools.append(Domain(domain_name, x[train], y[train], x[test], y[test]))
     return pools
 
 
 def _held_out(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """[n] booleans: of each class, 30 % at random, rounded down."""
+    """Which images are held out, [n] bool: 30 % of each class at random, rounded down."""
     tests = np.zeros(len(labels), bool)
     for label in np.unique(labels):
         members = random.permutation(np.flatnonzero(labels == label))
@@ -276,7 +276,7 @@ def _held_out(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
-    """What makes the arrays of an archive useless, if anything."""
+    """Why the arrays of an archive cannot be used; None if they can."""
     if absent := [key for key in _ARCHIVE if key not in arrays]:
         return f"it lacks {', '.join(absent)}"
     x, y, domain, names = (arrays[key] for key in _ARCHIVE)
@@ -287,8 +287,8 @@ def _fault(arrays: dict[str, np.ndarray], recipe: Recipe) -> str | None:
             return f"{key} must be integers [{len(x)}], not {values.dtype} {list(values.shape)}"
     if y.size and not 0 <= y.min() <= y.max() < recipe.num_classes:
         return f"y must lie in [0, {recipe.num_classes}), not from {y.min()} to {y.max()}"
-    known = names.astype(str).ravel().tolist()
-    absent = [name for name in recipe.domains if name not in known or not np.any(domain == known.index(name))]
+    present = names.astype(str).ravel().tolist()
+    absent = [name for name in recipe.domains if name not in present or not np.any(domain == present.index(name))]
     return f"it has no images of {', '.join(absent)}" if absent else None
 
 

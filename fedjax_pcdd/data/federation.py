@@ -1,4 +1,4 @@
-"""A data set shared out to clients: who holds which part of it, counted and drawn.
+"""A data set distributed over clients: which client holds which samples, with counts and heat maps.
 
 Letters: K clients, C classes.
 """
@@ -17,20 +17,20 @@ from fedjax_pcdd.data.lists import Lists, Partition, class_counts, save_partitio
 from fedjax_pcdd.errors import UserError, check_file, shortened
 
 MOST_LABELLED_CELLS = 300
-MOST_DRAWN_CLIENTS = 2000  # of more every n-th is drawn
+MOST_DRAWN_CLIENTS = 2000  # if there are more, only every n-th is drawn
 
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A data set shared out to K clients.
+    """A data set distributed over K clients.
 
     Args:
-      dataset: what is shared out.
-      partition: to whom.
+      dataset: the samples.
+      partition: which client holds which of them.
       validation: K lists of training samples that are kept out of training, see `hold_out`.
 
     Raises:
-      UserError: the partition has no client or was made for another data set.
+      UserError: the partition has no clients or was made for another data set.
     """
 
     dataset: Dataset
@@ -99,18 +99,18 @@ class Federation:
         return class_counts(self.dataset.y_test, self.partition.test, self.dataset.num_classes)
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw who holds what: clients across, classes upwards, training samples as colour, absent classes blank.
+        """Draw training samples per client (across) and class (upwards) as colours; absent classes are blank.
 
-        Counts are written into the cells where there are few.
+        Counts are written into the cells if there are few cells.
 
         Args:
-          axes: where to draw; None for those of a new figure of pyplot.
+          axes: where to draw; None for a new pyplot figure.
 
         Returns:
           The axes.
         """
         if axes is None:
-            import matplotlib.pyplot as plt  # chooses a backend, which nothing else needs
+            import matplotlib.pyplot as plt  # here, as it chooses a backend, which nothing else needs
 
             axes = plt.figure(figsize=_map_size(self.class_counts), layout="constrained").add_subplot()
         _draw_map(map_of(self), axes)
@@ -118,21 +118,21 @@ class Federation:
 
     def save(self, path: str | Path):
         """Write the partition (not the images) to an `.npz` file that `load_partition` reads."""
-        more = {} if self.validation is None else {"validation": self.validation}
-        save_partition(self.partition, path, more)
+        extra_lists = {} if self.validation is None else {"validation": self.validation}
+        save_partition(self.partition, path, extra_lists)
 
 
 def hold_out(federation: Federation, share: float, seed: int) -> Federation:
     """The federation with a share of each client's training samples kept for validation.
 
-    They are drawn class by class: each class of a client gives its share to within one sample, the client's total is
-    rounded. What is drawn depends on the seed and the partition alone.
+    They are drawn class by class: each class of a client gives up its share to within one sample, and the client's
+    total is rounded. The draw depends on the seed and the partition alone.
 
     Args:
       share: in (0, 1).
 
     Raises:
-      UserError: a client would have no training sample left, or samples are dealt twice.
+      UserError: a client would be left without training samples, or samples are dealt twice.
     """
     lists, y = Lists.of(federation.partition.train), federation.dataset.y_train
     if len(np.unique(lists.flat)) < len(lists.flat):
@@ -151,7 +151,7 @@ def hold_out(federation: Federation, share: float, seed: int) -> Federation:
 
 
 class Map(NamedTuple):
-    """Who holds what: a name, training samples [K, C], and the names of the classes, if they have any."""
+    """Data of a heat map: its name, training samples [K, C], and class names, if there are any."""
 
     name: str
     counts: np.ndarray
@@ -159,12 +159,12 @@ class Map(NamedTuple):
 
 
 def map_of(federation: Federation) -> Map:
-    """The counts of a federation."""
+    """The heat map data of a federation."""
     return Map(federation.dataset.name, federation.class_counts, federation.dataset.class_names)
 
 
 def read_counts(path: Path) -> Map:
-    """The training samples of a CSV file with the columns centre, fold, class and count.
+    """Read the training samples from a CSV file with the columns centre, fold, class and count.
 
     Raises:
       UserError: there is no such file, or it has other columns.
@@ -187,18 +187,18 @@ def read_counts(path: Path) -> Map:
 
 
 def heat_map(federation: Federation, path: str | Path):
-    """Write the picture of `Federation.plot` to a file, whose suffix sets the format (.png, .pdf, .svg)."""
+    """Write the picture of `Federation.plot` to a file; its suffix sets the format (.png, .pdf, .svg)."""
     heat_maps([map_of(federation)], path)
 
 
 def heat_maps(maps: Sequence[Map], path: str | Path):
-    """Draw several of them side by side, as `heat_map`."""
-    from matplotlib.figure import Figure  # whose start takes longer than that of a run's help
+    """Draw several maps side by side into one file, as `heat_map` does one."""
+    from matplotlib.figure import Figure  # here, as its import takes longer than printing a run's help
 
-    widths, heights = zip(*(_map_size(one.counts) for one in maps), strict=True)
+    widths, heights = zip(*(_map_size(chart.counts) for chart in maps), strict=True)
     figure = Figure(figsize=(sum(widths), max(heights)), dpi=150 if len(maps) == 1 else 100, layout="constrained")
-    for axes, one in zip(figure.subplots(1, len(maps), squeeze=False, width_ratios=widths)[0], maps, strict=True):
-        _draw_map(one, axes)
+    for axes, chart in zip(figure.subplots(1, len(maps), squeeze=False, width_ratios=widths)[0], maps, strict=True):
+        _draw_map(chart, axes)
     figure.savefig(path)
 
 
@@ -208,11 +208,11 @@ def _map_size(counts: np.ndarray) -> tuple[float, float]:
     return float(np.clip(0.5 * clients, 5.0, 13.0)) + 2.0, float(np.clip(0.35 * classes, 2.5, 9.0)) + 1.2
 
 
-def _draw_map(one: Map, axes):
+def _draw_map(chart: Map, axes):
     from matplotlib.colors import PowerNorm
     from matplotlib.ticker import MaxNLocator
 
-    counts, names = one.counts, one.class_names
+    counts, names = chart.counts, chart.class_names
     clients, classes = counts.shape
     norm = PowerNorm(0.5, vmin=0, vmax=max(1, counts.max()))
     shown = np.ma.masked_equal(counts[:: -(-clients // MOST_DRAWN_CLIENTS)].T, 0)
@@ -221,7 +221,7 @@ def _draw_map(one: Map, axes):
         shown, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis_r", norm=norm, extent=extent
     )
     axes.set(xlabel="client", ylabel="class")
-    axes.set_title(f"{one.name}: {clients} clients, {classes} classes, {counts.sum()} samples")
+    axes.set_title(f"{chart.name}: {clients} clients, {classes} classes, {counts.sum()} samples")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=20, integer=True, min_n_ticks=1))
     if names is not None and len(names) <= 30:

@@ -1,7 +1,7 @@
-"""What a partition is: the index lists of all clients, in memory and in files.
+"""The index lists of all clients that make up a partition, in memory and in files.
 
-A file is the `partition.npz` of any run, or an npz archive of lists `train_0`, `train_1`, ... and, unless the test
-samples are to follow the training samples, `test_0`, `test_1`, ... Letters: K clients, C classes, n samples.
+A file is the `partition.npz` of any run, or an npz archive of lists `train_0`, `train_1`, ... and, unless test
+samples are to be divided like the training samples, `test_0`, `test_1`, ... Letters: K clients, C classes, n samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ from fedjax_pcdd.errors import UserError
 
 
 class Lists(Sequence[np.ndarray]):
-    """The lists of K clients one after the other in a single array, so that a client costs no Python object.
+    """The lists of K clients, concatenated in a single array so that a client costs no Python object.
 
     Attributes:
       flat: [n] int64 positions of samples.
-      sizes: [K] int64, how many of them each client has.
-      starts: [K] int64, where each client's begin.
+      sizes: [K] int64, number of samples of each client.
+      starts: [K] int64, where each client's list begins.
     """
 
     def __init__(self, flat: ArrayLike, sizes: ArrayLike):
@@ -30,7 +30,7 @@ class Lists(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, lists: Sequence[np.ndarray]) -> "Lists":
-        """Any sequence of index arrays in this form."""
+        """Convert any sequence of index arrays."""
         if isinstance(lists, Lists):
             return lists
         return cls(
@@ -39,15 +39,15 @@ class Lists(Sequence[np.ndarray]):
 
     @classmethod
     def join(cls, several: Sequence[Sequence[np.ndarray]]) -> "Lists":
-        """The lists of several partitions, one partition after the other."""
-        lists = [cls.of(one) for one in several]
-        return cls(np.concatenate([one.flat for one in lists]), np.concatenate([one.sizes for one in lists]))
+        """Concatenate the lists of several partitions."""
+        lists = [cls.of(part) for part in several]
+        return cls(np.concatenate([part.flat for part in lists]), np.concatenate([part.sizes for part in lists]))
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, k: Any) -> Any:
-        """The list of client k, a view; of a slice of clients a tuple."""
+        """The list of client k, a view; a tuple of lists for a slice of clients."""
         if isinstance(k, slice):
             return tuple(self[i] for i in range(*k.indices(len(self))))
         return self.flat[self.starts[k] : self.starts[k] + self.sizes[k]]
@@ -60,8 +60,8 @@ class Partition(NamedTuple):
     """Index lists of all clients.
 
     Attributes:
-      train: K int64 arrays, positions of each client's training samples among the data set's.
-      test: K int64 arrays, of its test samples.
+      train: K int64 arrays, positions of each client's training samples in the data set.
+      test: K int64 arrays, the same for its test samples.
     """
 
     train: Sequence[np.ndarray]
@@ -84,7 +84,7 @@ def class_counts(y: ArrayLike, lists: Sequence[np.ndarray], num_classes: int) ->
 
 
 def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike) -> Lists:
-    """Test lists in which every class is cut in proportion to its training samples, in the order of the clients."""
+    """Test lists that divide every class in proportion to the clients' training samples, in client order."""
     y_train, y_test = np.asarray(y_train), np.asarray(y_test)
     if not y_test.size:
         return Lists([], np.zeros(len(train)))
@@ -95,30 +95,30 @@ def following(train: Sequence[np.ndarray], y_train: ArrayLike, y_test: ArrayLike
     owners = np.repeat(np.tile(np.arange(len(train)), num_classes), dealt.T.ravel())
     members = np.argsort(y_test, kind="stable")
     ranks = np.arange(len(y_test)) - np.repeat(np.cumsum(tests) - tests, tests)
-    members = members[ranks < np.repeat(ends[-1], tests)]  # a class that nobody trains on is nobody's test
+    members = members[ranks < np.repeat(ends[-1], tests)]  # a class without training samples is not tested
     return Lists(members[np.argsort(owners, kind="stable")], dealt.sum(1))
 
 
 def save_partition(partition: Partition, path: str | Path, more: Mapping[str, Lists]) -> None:
-    """Write a partition, and more lists, to an npz file: of each the lists one after the other, starts and sizes."""
+    """Write a partition and further lists to an npz file: for each the concatenated lists, starts and sizes."""
     arrays = {}
-    for name, given in (*partition._asdict().items(), *more.items()):
-        lists = Lists.of(given)
+    for name, index_lists in (*partition._asdict().items(), *more.items()):
+        lists = Lists.of(index_lists)
         arrays |= {name: lists.flat, f"{name}_start": lists.starts, f"{name}_size": lists.sizes}
     with open(path, "wb") as file:
         np.savez_compressed(file, **{name: array.astype(np.int32) for name, array in arrays.items()})
 
 
 def load_validation(path: str | Path) -> Lists | None:
-    """The validation samples of the clients in the partition file of a run, if it has any."""
+    """Read the clients' validation samples from the partition file of a run; None if it has none."""
     arrays = read_arrays(path, ("validation", "validation_size"))
     return _one_after_the_other(path, "validation", arrays) if len(arrays) == 2 else None
 
 
 def _one_after_the_other(path: str | Path, part: str, arrays: dict[str, np.ndarray]) -> Lists:
-    """The lists of a part from its samples and its sizes."""
+    """Lists of a part from its concatenated samples and its sizes; UserError if they do not fit together."""
     flat, sizes = arrays[part], arrays[f"{part}_size"]
-    if any(one.ndim != 1 or (one.size and one.dtype.kind not in "iu") for one in (flat, sizes)):
+    if any(array.ndim != 1 or (array.size and array.dtype.kind not in "iu") for array in (flat, sizes)):
         raise UserError(f"{path}: {part} and {part}_size must be integers [n], not {flat.dtype} and {sizes.dtype}.")
     if sizes.min(initial=0) < 0 or sizes.sum() != len(flat):
         raise UserError(f"{path}: {part}_size adds up to {sizes.sum()}, but {part} has {len(flat)} samples.")
@@ -126,10 +126,10 @@ def _one_after_the_other(path: str | Path, part: str, arrays: dict[str, np.ndarr
 
 
 def load_partition(path: str | Path) -> Partition:
-    """The partition of a file; that of lists `train_0`, ... may have no test lists at all.
+    """Read the partition of a file; one of lists `train_0`, ... need not have any test lists.
 
     Raises:
-      UserError: there is no such file, it holds no partition, or a list that is not numbered as the others.
+      UserError: there is no such file, it holds no partition, or a list's number does not fit the others.
     """
     arrays = read_arrays(path)
     if {"train", "train_size", "test", "test_size"} <= set(arrays):
@@ -145,21 +145,21 @@ def load_partition(path: str | Path) -> Partition:
 
 
 def _numbered(arrays: dict[str, np.ndarray], part: str) -> tuple[np.ndarray, ...]:
-    """The arrays part_0, part_1, ... in their order."""
+    """The arrays part_0, part_1, ... in order; none if a number is missing."""
     count = sum(name.startswith(f"{part}_") and name.removeprefix(f"{part}_").isdigit() for name in arrays)
     names = [f"{part}_{k}" for k in range(count)]
     return tuple(arrays[name] for name in names) if all(name in arrays for name in names) else ()
 
 
 def checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> Partition:
-    """The partition of training lists alone, or of both; UserError where one does not fit the labels.
+    """Make a partition of training lists, or of training and test lists; UserError if a list does not fit the labels.
 
     Args:
-      lists: K of training samples, a tuple of two such, or a `Partition`, whose test lists may be ().
-      source: for sentences.
+      lists: K training lists, a tuple of training and test lists, or a `Partition`, whose test lists may be ().
+      source: where the lists come from, for messages.
     """
-    both = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
-    train, test = lists if isinstance(lists, Partition) or both else (lists, ())
+    is_pair = isinstance(lists, tuple) and len(lists) == 2 and all(map(_nested, lists))
+    train, test = lists if isinstance(lists, Partition) or is_pair else (lists, ())
     if not (several(train) and len(train) and several(test)):
         raise UserError(f"{source} must give a list of samples for each client, or (training lists, test lists).")
     train = _integers(train, len(np.asarray(y_train)), source, "training")
@@ -170,33 +170,33 @@ def checked(lists: Any, y_train: ArrayLike, y_test: ArrayLike, source: str) -> P
 
 
 def several(lists: Any) -> bool:
-    """Whether something is a sequence that can hold the lists of clients."""
+    """Whether a value is a sequence that can hold the lists of clients."""
     return isinstance(lists, list | tuple | Lists) or (isinstance(lists, np.ndarray) and lists.ndim > 0)
 
 
 def _nested(lists: Any) -> bool:
-    """Whether something is a sequence of lists, not one list."""
+    """Whether a value is a sequence of lists rather than one list."""
     return isinstance(lists, list | tuple | Lists) and (not len(lists) or several(lists[0]))
 
 
 def whole_numbers(given: Any, source: str, part: str) -> None:
-    """UserError where the list of a client holds anything but whole numbers."""
-    for k, one in enumerate(() if isinstance(given, Lists) else map(_array, given)):
-        if one.ndim != 1 or (one.size and one.dtype.kind not in "iu"):
-            kind = f"{one.dtype} {list(one.shape)}"
+    """Raise a UserError if the list of a client holds anything but whole numbers."""
+    for k, array in enumerate(() if isinstance(given, Lists) else map(_array, given)):
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            kind = f"{array.dtype} {list(array.shape)}"
             raise UserError(f"{source}: the {part} list of client {k} must be integers [n], not {kind}.")
 
 
-def _array(one: Any) -> np.ndarray:
+def _array(values: Any) -> np.ndarray:
     try:
-        return np.asarray(one)
+        return np.asarray(values)
     except ValueError:  # lists of several lengths
-        return np.asarray(one, object)
+        return np.asarray(values, object)
 
 
-def _integers(given: Any, samples: int, source: str, part: str) -> Lists:
-    whole_numbers(given, source, part)
-    lists = Lists.of(given)
+def _integers(index_lists: Any, samples: int, source: str, part: str) -> Lists:
+    whole_numbers(index_lists, source, part)
+    lists = Lists.of(index_lists)
     outside = np.flatnonzero((lists.flat < 0) | (lists.flat >= samples))
     if len(outside):
         k = np.searchsorted(np.cumsum(lists.sizes), outside[0], side="right")

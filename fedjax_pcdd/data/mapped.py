@@ -1,7 +1,7 @@
-"""Rows of arrays in mapped files, which are read as of a file.
+"""Rows of arrays in memory-mapped files, read with ordinary file reads.
 
-A page of a mapped file that was cut meanwhile would end the process; reading it so gives a sentence instead, costs less
-than a page fault for each page, and leaves no pages in the process.
+If a mapped file is truncated meanwhile, touching a missing page kills the process; file reads give an error message
+instead, cost less than a page fault per page, and leave no pages in the process.
 """
 
 import mmap
@@ -16,10 +16,10 @@ from fedjax_pcdd.errors import UserError
 
 
 class Rows:
-    """Rows [n, ...] that are read some at a time."""
+    """Rows [n, ...] of which some are read at a time."""
 
     def __init__(self, array: Any):
-        """Args: array: numpy's; of a view of a mapped file that has all of some rows, the file is read."""
+        """Args: array: of NumPy; if it is a contiguous view of a mapped file, the rows are read from the file."""
         self.array, self.shape, self.dtype = array, array.shape[1:], array.dtype
         self.width = int(np.prod(self.shape)) * self.dtype.itemsize
         mapped = _mapped(array)
@@ -32,8 +32,8 @@ class Rows:
 
     def _state(self) -> tuple[int, int]:
         assert self._file is not None
-        known = os.fstat(self._file)
-        return known.st_size, known.st_mtime_ns
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def _check(self, same: bool) -> None:
         if not same:
@@ -43,27 +43,27 @@ class Rows:
         """Write the rows with these numbers [m] to the first m of an array [>= m, ...] of the same type.
 
         Raises:
-          UserError: the file is not what it was.
+          UserError: the file has changed.
         """
         if self._file is None:
             into[: len(numbers)] = self.array[numbers]
             return
         self._check(self._state() == self._known)
         edges = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
-        for first, last in pairwise(edges):  # rows that lie one after another are read as one
+        for first, last in pairwise(edges):  # consecutive rows are read at once
             self._read(int(numbers[first]) if last > first else 0, into[first:last])
 
     def _read(self, row: int, into: np.ndarray) -> None:
         assert self._file is not None
-        left, position = into.reshape(-1).view(np.uint8).data, self._start + row * self.width
-        while left:
-            got = os.preadv(self._file, [left], position)
-            self._check(got > 0)
-            left, position = left[got:], position + got
+        remaining, position = into.reshape(-1).view(np.uint8).data, self._start + row * self.width
+        while remaining:
+            count = os.preadv(self._file, [remaining], position)
+            self._check(count > 0)
+            remaining, position = remaining[count:], position + count
 
 
 def _mapped(array: Any) -> tuple[str, int] | None:
-    """Of an array in a mapped file, the file and where in it the array begins."""
+    """The mapped file that holds an array, and the offset where the array begins; None if there is none."""
     base = array
     while isinstance(base, np.ndarray) and not isinstance(base.base, mmap.mmap):
         base = base.base

@@ -1,8 +1,8 @@
-"""Natural federations of any size: samples client by client in memory-mapped files, so that nobody holds them all.
+"""Natural federations of any size: samples client by client in memory-mapped files, never all in memory.
 
 A folder holds `federation.json` (name, classes, their names) and, for the training and the test samples, `x_*.npy`
-[n, H, W, channels], `y_*.npy` [n] int32 and `offsets_*.npy` [K + 1] int64: client k has the rows from offsets[k] to
-offsets[k + 1]. Letters: K clients, n samples, C classes.
+[n, H, W, channels], `y_*.npy` [n] int32 and `offsets_*.npy` [K + 1] int64: client k has the rows from offsets[k] up
+to offsets[k + 1]. Letters: K clients, n samples, C classes.
 """
 
 import json
@@ -25,15 +25,15 @@ _PARTS = ("train", "test")
 
 
 class _Growing:
-    """An npy file that rows are appended to; its header is written again in the end, when their number is known."""
+    """An npy file to which rows are appended; the header is rewritten at the end, when their number is known."""
 
     def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]):
         self.file, self.dtype, self.shape, self.rows = open(path, "wb"), dtype, shape, 0  # noqa: SIM115
         self._head()
 
     def _head(self) -> None:
-        content = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.shape)}
-        np.lib.format.write_array_header_1_0(self.file, content)  # numpy leaves space for the number of rows to grow
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.rows, *self.shape)}
+        np.lib.format.write_array_header_1_0(self.file, header)  # numpy leaves space for the number of rows to grow
 
     def append(self, rows: np.ndarray) -> None:
         self.file.write(np.ascontiguousarray(rows, self.dtype).tobytes())
@@ -53,12 +53,12 @@ def write_federation(
     class_names: Sequence[str] | None = None,
     name: str | None = None,
 ) -> Path:
-    """Write the samples of clients, one client after another, into a folder that `load_dataset` and `dataset` take.
+    """Write the samples of clients, one client after another, into a folder that `load_dataset` and `dataset` accept.
 
     Args:
       path: a folder that does not exist yet.
-      clients: a federation, or for each client (x_train, y_train) or (x_train, y_train, x_test, y_test); a generator
-        will do, as one client at a time is in memory.
+      clients: a federation, or for each client (x_train, y_train) or (x_train, y_train, x_test, y_test); this can be a
+        generator, as only one client at a time is in memory.
       num_classes: C; None for one more than the largest label.
       class_names: C names.
       name: of the data set; None for the folder's.
@@ -77,23 +77,23 @@ def write_federation(
         clients = _clients_of(clients)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        half = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
     try:
         with ExitStack() as files:
-            most = _write_clients(half, clients, files)
-        _write_meta(half, name or folder.name, most, num_classes, class_names)
-        half.rename(folder)
+            largest = _write_clients(temporary, clients, files)
+        _write_meta(temporary, name or folder.name, largest, num_classes, class_names)
+        temporary.rename(folder)
     except OSError as error:
         raise failed_write(error, folder, "another folder") from error
     finally:
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
 def _write_meta(folder: Path, name: str, largest: int, classes: int | None, names: Sequence[str] | None) -> None:
-    """Write name, classes and their names; UserError where there are labels of more classes."""
+    """Write name, number of classes and class names; UserError if labels need more classes."""
     count = largest + 1 if classes is None else classes
     if largest >= count:
         raise UserError(f"labels run to {largest}, but there are {count} classes: give `num_classes` as it is.")
@@ -105,47 +105,49 @@ def _clients_of(federation: Federation) -> Iterator[tuple[np.ndarray, ...]]:
     if federation.validation is not None:
         raise UserError("validation samples would be nobody's: write the federation before they are held out.")
     data, (train, test) = federation.dataset, federation.partition
-    for own, tests in zip(train, test, strict=True):
-        yield data.x_train[own], data.y_train[own], data.x_test[tests], data.y_test[tests]
+    for train_rows, test_rows in zip(train, test, strict=True):
+        yield data.x_train[train_rows], data.y_train[train_rows], data.x_test[test_rows], data.y_test[test_rows]
 
 
 def _write_clients(folder: Path, clients: Iterable[Sequence[Any]], opened: ExitStack) -> int:
-    """Write the samples of all clients; the largest label."""
+    """Write the samples of all clients and return the largest label."""
     files: dict[str, _Growing] = {}
     sizes: dict[str, list[int]] = {part: [] for part in _PARTS}
-    most = -1
+    largest = -1
     if not isinstance(clients, Iterable):
         raise UserError(f"takes the samples of one client after another, not {shortened(clients)}.", field="clients")
-    for k, given in enumerate(clients):
-        if not isinstance(given, list | tuple) or len(given) not in (2, 4):
-            raise UserError(f"client {k} must be (x_train, y_train, x_test, y_test), not {shortened(given)}.")
-        for part, (x, y) in zip(_PARTS, (given[:2], given[2:] or ((), ())), strict=True):
+    for k, samples in enumerate(clients):
+        if not isinstance(samples, list | tuple) or len(samples) not in (2, 4):
+            raise UserError(f"client {k} must be (x_train, y_train, x_test, y_test), not {shortened(samples)}.")
+        for part, (x, y) in zip(_PARTS, (samples[:2], samples[2:] or ((), ())), strict=True):
             y = np.asarray(y, None if len(y) else np.int32)
             sizes[part].append(len(y))
             if not len(y):
                 continue
-            x, whole = as_images(x, f"the {part} samples of client {k}"), np.asarray(x).dtype.kind in "iu"
+            x, is_integer = as_images(x, f"the {part} samples of client {k}"), np.asarray(x).dtype.kind in "iu"
             if y.dtype.kind not in "iu" or y.shape != (len(x),) or y.min() < 0:
                 raise UserError(f"the {part} labels of client {k} must be {len(x)} integers from 0.")
             files = files or _opened(folder, x, opened)
-            kept = files[f"x_{part}"]
-            if whole and kept.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
-                x = x.astype(np.uint8)  # levels of a client all of whose images are as good as black
-            if (kept.shape, kept.dtype) != (x.shape[1:], x.dtype):
-                first, own = f"{kept.dtype} {list(kept.shape)}", f"{x.dtype} {list(x.shape[1:])}"
-                raise UserError(f"the {part} samples of client {k} are {own}, those before {first}: give all the same.")
-            kept.append(x)
+            file = files[f"x_{part}"]
+            if is_integer and file.dtype == np.uint8 and x.dtype != np.uint8 and 0 <= x.min() <= x.max() <= 1:
+                x = x.astype(np.uint8)  # levels, of a client whose images are all practically black
+            if (file.shape, file.dtype) != (x.shape[1:], x.dtype):
+                expected, actual = f"{file.dtype} {list(file.shape)}", f"{x.dtype} {list(x.shape[1:])}"
+                raise UserError(
+                    f"the {part} samples of client {k} are {actual}, those before {expected}: give all the same."
+                )
+            file.append(x)
             files[f"y_{part}"].append(y)
-            most = max(most, int(y.max()))
+            largest = max(largest, int(y.max()))
     if not files:
         raise UserError("there are no clients with samples: give (x_train, y_train, x_test, y_test) of each.")
     for part, counts in sizes.items():
         np.save(folder / f"offsets_{part}.npy", np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]))
-    return most
+    return largest
 
 
 def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growing]:
-    """The files of images like these and of labels, closed with `opened`."""
+    """Open the files for images like `x` and for labels; `opened` closes them."""
     files: dict[str, _Growing] = {}
     for part in _PARTS:
         files[f"x_{part}"] = _Growing(folder / f"x_{part}.npy", x.dtype, x.shape[1:])
@@ -156,15 +158,15 @@ def _opened(folder: Path, x: np.ndarray, opened: ExitStack) -> dict[str, _Growin
 
 
 def is_federation(folder: Path) -> bool:
-    """Whether a folder is one that `write_federation` wrote."""
+    """Whether a folder was written by `write_federation`."""
     return is_there(folder / META)
 
 
 def read_federation(folder: Path) -> Dataset:
-    """The data set of such a folder, its images memory-mapped, its groups the clients' numbers.
+    """Read the data set of such a folder: images are memory-mapped, groups are the clients' numbers.
 
     Raises:
-      UserError: a file is missing, cut or changed.
+      UserError: a file is missing, truncated or changed.
     """
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))

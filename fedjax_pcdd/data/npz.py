@@ -1,7 +1,7 @@
-"""Data sets in npz files: read without pickles, checked, and what is wrong with them said in a sentence.
+"""Data sets in npz files: read without pickles and checked, with a sentence that says what is wrong.
 
-An array that is larger than the samples that are wanted of it is read in parts, and what does not fit into memory is
-refused by its header. docs/data.md describes the layouts. Letters: n images, C classes.
+If only some samples of an array are needed, it is read in parts, and arrays that do not fit into memory are refused
+by their header. docs/data.md describes the layouts. Letters: n images, C classes.
 """
 
 import math
@@ -22,7 +22,7 @@ from fedjax_pcdd.data.unpacked import unpacked
 from fedjax_pcdd.errors import UserError, check_file, in_one_line, unreadable
 
 _GROUPS = ("writer", "domain")
-_CHUNK = 1 << 24  # bytes that are read at once of an array of which only some rows are wanted
+_CHUNK = 1 << 24  # bytes read at once from an array of which only some rows are needed
 _UNREADABLE = (
     OSError, ValueError, TypeError, KeyError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -31,7 +31,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Archive:
-    """An npz file whose arrays are read one by one; `UserError` names the file and what is wrong with it."""
+    """An npz file whose arrays are read one by one; a `UserError` names the file and what is wrong with it."""
 
     def __init__(self, file: str | os.PathLike):
         self.file = file
@@ -60,7 +60,7 @@ class Archive:
             raise UserError(f"{self.file} is no readable npz archive ({in_one_line(error)}); {advice}") from error
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
-        """An array, or the rows [m] of it, in rising order; then the others are never in memory together."""
+        """Read an array, or its rows [m], ascending; the other rows are then never all in memory."""
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             shape, fortran, dtype = _header(stream)
             if rows is not None and shape and not fortran and not dtype.hasobject:
@@ -71,17 +71,17 @@ class Archive:
             return np.lib.format.read_array(stream, allow_pickle=False)[... if rows is None else rows]
 
     def header(self, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-        """Shape, whether it lies column by column, and type of an array."""
+        """Shape of an array, whether it is stored column by column, and its dtype."""
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             return _header(stream)
 
     def checksum(self, name: str) -> str:
-        """Of an array, as the archive has it."""
+        """Checksum and size of an array as recorded in the archive."""
         info = self._zip.getinfo(f"{name}.npy")
         return f"{info.CRC:08x} {info.file_size}"
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
-        """An array that lies row by row, some rows [m, ...] at a time."""
+        """Read an array that is stored row by row, some rows [m, ...] at a time."""
         with self._reading(), self._zip.open(f"{name}.npy") as stream:
             shape, _, dtype = _header(stream)
             for _, content in _chunks(stream, shape, dtype):
@@ -103,7 +103,7 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _chunks(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows of an array whose content comes next in a stream, some at a time, each with the number of its first."""
+    """Read rows of the array that comes next in a stream, some at a time, each chunk with its first row number."""
     width = dtype.itemsize * math.prod(shape[1:])
     chunk = max(1, _CHUNK // max(1, width))
     for start in range(0, shape[0], chunk):
@@ -112,26 +112,26 @@ def _chunks(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> Itera
 
 
 def _rows(stream: IO[bytes], rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Some rows of an array whose content comes next in a stream."""
-    kept = np.empty((len(rows), *shape[1:]), dtype)
+    """Read some rows of the array that comes next in a stream."""
+    result = np.empty((len(rows), *shape[1:]), dtype)
     for start, content in _chunks(stream, shape, dtype):
         first, last = np.searchsorted(rows, (start, start + len(content)))
-        kept[first:last] = content[rows[first:last] - start]
-    return kept
+        result[first:last] = content[rows[first:last] - start]
+    return result
 
 
 def free_memory() -> float:
-    """Bytes of main memory that can still be had, infinity where the system does not say."""
+    """Bytes of main memory that are available, infinity if the system does not tell."""
     info = Path("/proc/meminfo")
-    known = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
-    return int(known[1]) * 1024 if known else math.inf
+    match = re.search(r"MemAvailable:\s*(\d+) kB", info.read_text()) if info.is_file() else None
+    return int(match[1]) * 1024 if match else math.inf
 
 
 def read_arrays(file: str | os.PathLike, wanted: Iterable[str] | None = None) -> Arrays:
-    """The wanted arrays of an npz file, in this order and as far as they are there; None for all there are.
+    """Read the wanted arrays of an npz file that exist, in this order; None for all arrays.
 
     Raises:
-      UserError: it is no readable archive, a wanted array is a pickle, or they do not fit into memory.
+      UserError: the file is not a readable archive, a wanted array is a pickle, or they do not fit into memory.
     """
     archive = Archive(file)
     return {key: archive.read(key) for key in (archive.names if wanted is None else wanted) if key in archive.names}
@@ -145,8 +145,8 @@ def read_npz(file: str | os.PathLike, name: str | None = None, keep: Keep = keep
         `x_train_delta`, `x_test_delta`) and, where known, `classes` and `writer_train`, `writer_test` (or
         `writer`: training, then test rows); groups may also be called `domain`.
       name: the data set's name; by default the file's stem.
-      keep: which samples are wanted; the images of the others are not kept in memory.
-      mapped: unpack the images of all samples into files, once, and map these.
+      keep: which samples to keep; the images of the others are not kept in memory.
+      mapped: unpack the images of all samples into files, once, and memory-map these.
 
     Raises:
       UserError: the file is unreadable or does not hold a data set; names the file and what is wrong.
@@ -161,7 +161,7 @@ def read_npz(file: str | os.PathLike, name: str | None = None, keep: Keep = keep
 
 
 def _dataset(archive: Archive, name: str, keep: Keep, mapped: bool) -> Dataset:
-    """The data set of an archive of images, as far as its samples are wanted."""
+    """The data set of an archive of images, with the samples to keep."""
     if not {"x_train", "x_train_delta"} & set(archive.names):
         no_split = "it has no train/test split: x_train is missing, and x_test."
         nothing = "it holds neither images (x_train, ...) nor a text (text, speech_start, ...)."
@@ -173,20 +173,20 @@ def _dataset(archive: Archive, name: str, keep: Keep, mapped: bool) -> Dataset:
     for part, labels in y.items():
         rows, number = keep(part, labels), _number_of(archive, f"x_{part}")
         fits = number == len(labels)
-        # What is too large is said first.
+        # Read first, so that an array that is too large is reported first.
         x = read_images(archive, f"x_{part}", rows, mapped) if fits or rows is None else ()
         if not fits:
             raise UserError(f"y_{part} must be integers [{number}], not {list(labels.shape)}.")
-        chosen = slice(None) if rows is None else rows
-        fields |= {f"x_{part}": x, f"y_{part}": labels[chosen]}
-        fields |= {f"groups_{part}": groups[part][chosen]} if groups else {}
+        selected = slice(None) if rows is None else rows
+        fields |= {f"x_{part}": x, f"y_{part}": labels[selected]}
+        fields |= {f"groups_{part}": groups[part][selected]} if groups else {}
     if not len(fields["x_train"]):
         raise UserError("x_train must be non-empty.")
     return Dataset(name, **fields, num_classes=num_classes, class_names=names)
 
 
 def _number_of(archive: Archive, key: str) -> int:
-    """Of the images of `key`, or of `<key>_delta`."""
+    """Number of images in `key`, or in `<key>_delta`."""
     name = next((name for name in (f"{key}_delta", key) if name in archive.names), None)
     if name is None:
         raise UserError(f"{key} is missing; it needs x_train, y_train, x_test and y_test.")
@@ -194,10 +194,10 @@ def _number_of(archive: Archive, key: str) -> int:
 
 
 def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapped: bool = False) -> np.ndarray:
-    """The images [n, H, W, channels] of `key`, or of `<key>_delta`, or the rows of them.
+    """Read the images [n, H, W, channels] of `key`, or of `<key>_delta`, or only these rows.
 
     Args:
-      mapped: unpack all of them into a file, once, and map it; see `unpacked.unpacked`.
+      mapped: unpack all images into a file, once, and memory-map it; see `unpacked.unpacked`.
     """
     coded = f"{key}_delta" in archive.names
     name = f"{key}_delta" if coded else key
@@ -208,9 +208,9 @@ def read_images(archive: Archive, key: str, rows: np.ndarray | None = None, mapp
         raise UserError(f"{name} must be uint8 [n, 3, H, W], not {dtype} {list(shape)}.")
     decode = decode_delta if coded else np.asarray
     if mapped and rows is None and shape and math.prod(shape) and not fortran and not dtype.hasobject:
-        like, digest = decode(np.zeros((1, *shape[1:]), dtype))[0], archive.checksum(name)
-        x = unpacked(Path(archive.file), key, digest, like, shape[0], lambda: map(decode, archive.pieces(name)))
-    elif rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # whether they are levels, all of them say
+        example, digest = decode(np.zeros((1, *shape[1:]), dtype))[0], archive.checksum(name)
+        x = unpacked(Path(archive.file), key, digest, example, shape[0], lambda: map(decode, archive.pieces(name)))
+    elif rows is not None and dtype.kind in "iu" and dtype != np.uint8:  # all of them tell whether they are levels
         return as_images(archive.read(name), key)[rows]
     else:
         x = decode(archive.read(name, rows))
@@ -227,18 +227,18 @@ def _labels(archive: Archive, part: str) -> np.ndarray:
 
 
 def _groups(archive: Archive, n_train: int, n_test: int) -> Arrays | None:
-    """Groups of training and test rows, [n_train] and [n_test], if there are any."""
+    """Groups of training and test rows, [n_train] and [n_test]; None if there are none."""
     for key in _GROUPS:
-        both = [archive.read(f"{key}_{part}") for part in ("train", "test") if f"{key}_{part}" in archive.names]
-        if not both and key not in archive.names:
+        splits = [archive.read(f"{key}_{part}") for part in ("train", "test") if f"{key}_{part}" in archive.names]
+        if not splits and key not in archive.names:
             continue
-        if not both:
-            whole = archive.read(key)
-            both = [whole[:n_train], whole[n_train:]] if whole.ndim == 1 else []
-        fits = [group.shape for group in both] == [(n_train,), (n_test,)]
-        if not fits or any(group.dtype.kind not in "iu" for group in both):
+        if not splits:
+            combined = archive.read(key)
+            splits = [combined[:n_train], combined[n_train:]] if combined.ndim == 1 else []
+        fits = [group.shape for group in splits] == [(n_train,), (n_test,)]
+        if not fits or any(group.dtype.kind not in "iu" for group in splits):
             raise UserError(f"{key}_train, {key}_test (or {key}) must give one integer an image.")
-        return {part: as_groups(group) for part, group in zip(("train", "test"), both, strict=True)}
+        return {part: as_groups(group) for part, group in zip(("train", "test"), splits, strict=True)}
     return None
 
 
@@ -256,7 +256,7 @@ def _classes(archive: Archive, y: np.ndarray) -> tuple[tuple[str, ...] | None, i
 
 
 def decode_delta(delta: np.ndarray) -> np.ndarray:
-    """Undo the delta coding of colour images: red and blue less green, then each pixel less its left one.
+    """Undo the delta coding of colour images: red and blue minus green, then each pixel minus its left neighbour.
 
     Args:
       delta: [n, 3, H, W] uint8 differences modulo 256.

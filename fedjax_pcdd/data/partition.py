@@ -1,8 +1,8 @@
 """Partitions: which client holds which sample, as a pure function of labels, options and seed.
 
-Letters: K clients, C classes, n samples. Randomness comes from the legacy NumPy generator and from Python's
-`random`, each an instance of its own seeded with `seed`, so that splits published with these streams come out
-index by index and nothing global is touched.
+Letters: K clients, C classes, n samples. Random numbers come from separate instances of NumPy's legacy generator and
+of Python's `random`, both seeded with `seed`, so that splits published with these streams are reproduced index by
+index and no global state is touched.
 """
 
 import inspect
@@ -18,28 +18,28 @@ from fedjax_pcdd.data.lists import Lists, Partition, checked, load_partition
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.registry import Registry, from_outside, is_import_path, located, nearest_part
 
-OPTIONS = (  # what a partition can ask for
+OPTIONS = (  # arguments that a partition function can take
     *("y_train", "y_test", "num_classes", "clients", "seed", "beta", "classes_per_client", "retry", "min_size"),
     *("doubled", "groups"),
 )
-CLIENTS = 10  # of a partition that asks how many there are to be, where nobody says
+CLIENTS = 10  # default for partitions that take `clients`
 
 
 def is_file(name: str) -> bool:
-    """Whether the name of a partition is that of a file of index lists."""
+    """Whether a partition's name is that of a file of index lists."""
     return name.endswith(".npz")
 
 
 def has_clients(name: str) -> bool:
-    """Whether a partition says by itself how many clients there are; a function from outside may."""
+    """Whether a partition can determine the number of clients itself, as a file or a function from outside can."""
     return name == "natural" or name not in OWN
 
 
 def asked_for(name: str) -> frozenset[str] | None:
-    """The options that a function from outside has parameters for; None for a file and for those of this package.
+    """Options that a function from outside has parameters for; None for files and for this package's partitions.
 
     Raises:
-      UserError: there is no such function, or it asks for what there is not.
+      UserError: there is no such function, or it requires an argument that does not exist.
     """
     if is_file(name) or name in OWN:
         return None
@@ -47,59 +47,59 @@ def asked_for(name: str) -> frozenset[str] | None:
 
 
 def check_name(name: str) -> None:
-    """UserError where there is no such partition; files and import paths are looked at when they are used."""
+    """Raise a UserError if there is no such partition; files and import paths are checked only when they are used."""
     if not (is_file(name) or is_import_path(name) or name in PARTITIONS):
         raise UserError(f"unknown partition '{name}': {nearest_part(name, PARTITIONS)}")
 
 
 def partition(name: str, y_train: ArrayLike, y_test: ArrayLike, **options: Any) -> Partition:
-    """Split a data set by a partition of this package or from outside.
+    """Split a data set with a partition of this package or from outside.
 
     Args:
       name: one of `PARTITIONS`, an import path, or a file of index lists.
       y_train: [n_train] integer labels in [0, C).
-      y_test: [n_test] the same, possibly none.
-      options: of `OPTIONS` those that there are; each partition gets those that it has parameters for, and where
-        `clients` is None and it asks for them, 10. A function from outside returns the training lists, or training and
-        test lists.
+      y_test: [n_test] the same, may be empty.
+      options: any of `OPTIONS`; each partition receives those that it has parameters for, and 10 for `clients` if that
+        is None. A function from outside returns the training lists, or training and test lists.
 
     Raises:
-      UserError: there is none, an option is out of range, or one from outside fails or gives lists that do not fit.
+      UserError: the partition is unknown, an option is out of range, or a function from outside fails or returns lists
+        that do not fit.
     """
     check_name(name)
     if is_file(name):
         return checked(load_partition(located(name)), y_train, y_test, name)
     function = PARTITIONS.find(name)
-    asked = options.get("clients")
-    known = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
-    if asked is None:
-        known["clients"] = CLIENTS
-    taken = _taken(name, function, known)
+    requested = options.get("clients")
+    available = {"y_train": np.asarray(y_train), "y_test": np.asarray(y_test), **options}
+    if requested is None:
+        available["clients"] = CLIENTS
+    arguments = _taken(name, function, available)
     if function in OWN.values():
-        return function(**taken)
+        return function(**arguments)
     with from_outside(f"partition {name} fails"):
-        lists = function(**deepcopy(taken))  # which it may shuffle or sort in their place
-    parts = checked(lists, y_train, y_test, name)
-    there, wanted = len(parts.train), taken.get("clients", asked)
-    if wanted not in (None, there):
-        advice = "give as many" if "clients" in taken else "drop it, as the function does not ask for it"
-        raise UserError(f"{name} gives {there} lists where `clients` is {wanted}: {advice}.")
-    return parts
+        lists = function(**deepcopy(arguments))  # a copy, as the function may shuffle or sort in place
+    result = checked(lists, y_train, y_test, name)
+    num_lists, expected = len(result.train), arguments.get("clients", requested)
+    if expected not in (None, num_lists):
+        advice = "give as many" if "clients" in arguments else "drop it, as the function does not ask for it"
+        raise UserError(f"{name} gives {num_lists} lists where `clients` is {expected}: {advice}.")
+    return result
 
 
-def _taken(name: str, function: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a function has parameters for; those named otherwise have no value."""
+def _taken(name: str, function: Any, available: dict[str, Any]) -> dict[str, Any]:
+    """Those of the available arguments that a function has parameters for; UserError if it requires another one."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # no function, or one of C that does not tell
-        raise UserError(f"partition {name} must be a function of some of {', '.join(known)}.") from None
+    except (TypeError, ValueError):  # not a function, or one in C without a signature
+        raise UserError(f"partition {name} must be a function of some of {', '.join(available)}.") from None
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return known
-    needed = (name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
-    missing = [name for name in needed if name not in known]
+        return available
+    required = (name for name, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
+    missing = [name for name in required if name not in available]
     if missing:
-        raise UserError(f"{name} asks for {missing[0]}, which there is not: take some of {', '.join(known)}.")
-    return {name: known[name] for name in parameters if name in known}
+        raise UserError(f"{name} asks for {missing[0]}, which there is not: take some of {', '.join(available)}.")
+    return {name: available[name] for name in parameters if name in available}
 
 
 def dirichlet(
@@ -114,7 +114,7 @@ def dirichlet(
     min_size: int = 10,
     max_tries: int = 2000,
 ) -> Partition:
-    """Every class is spread over the clients by proportions drawn from Dirichlet(beta), as FedMR, FedGELA and MOON do.
+    """Spread every class over the clients by proportions drawn from Dirichlet(beta), as FedMR, FedGELA and MOON do.
 
     Class by class: shuffle, draw q ~ Dirichlet(beta), set q_k = 0 for clients that hold n/K samples or more,
     renormalise, cut. The cap is applied to training and test lists separately, so their proportions can
@@ -139,17 +139,17 @@ def dirichlet(
     rng = _generator(clients, seed)
     _check_beta(beta)
     splits = [_positions(y, num_classes) for y in (y_train, () if y_test is None else y_test)]
-    wanted = min_size if retry else 0
-    _check_enough(sum(map(len, splits[0])), clients, wanted)
+    least = min_size if retry else 0
+    _check_enough(sum(map(len, splits[0])), clients, least)
     for _ in range(max_tries):
         drawn = _draw(splits, clients, beta, rng)
-        if drawn[0][1].sum(0).min() >= wanted:
+        if drawn[0][1].sum(0).min() >= least:
             train, test = (_cut(shuffled, shares) for shuffled, shares in drawn)
-            for indices in (*train, *test):  # views, shuffled in their place
+            for indices in (*train, *test):  # views, shuffled in place
                 rng.shuffle(indices)
             return Partition(train, test)
     raise UserError(
-        f"no Dirichlet draw in {max_tries} gave every client {wanted} samples: "
+        f"no Dirichlet draw in {max_tries} gave every client {least} samples: "
         "use a larger `beta`, fewer `clients` or a smaller `min_samples`."
     )
 
@@ -157,28 +157,28 @@ def dirichlet(
 def _draw(
     splits: list[list[np.ndarray]], clients: int, beta: float, rng: np.random.RandomState
 ) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """One draw, the same proportions for all splits: of each its classes, shuffled, and shares [C, K] of them."""
+    """Draw once, with the same proportions for all splits: for each its shuffled classes, and their shares [C, K]."""
     shuffled = [[indices.copy() for indices in split] for split in splits]
     shares = [np.zeros((len(split), clients), np.int64) for split in splits]
     sizes = [np.zeros(clients, np.int64) for _ in splits]
-    fair = [sum(map(len, split)) / clients for split in splits]
+    caps = [sum(map(len, split)) / clients for split in splits]
     for c in range(len(splits[0])):
         for split in shuffled:
             rng.shuffle(split[c])
         q = rng.dirichlet(np.repeat(beta, clients))
-        for split, share, held, full in zip(shuffled, shares, sizes, fair, strict=True):
+        for split, share, size, cap in zip(shuffled, shares, sizes, caps, strict=True):
             if not len(split[c]):
                 continue
-            own = np.where(held < full, q, 0.0)
-            if not 0 < own.sum() < np.inf:
-                own = np.where(np.arange(clients) == np.argmin(held), 1.0, 0.0)
-            share[c] = _in_proportion(len(split[c]), own)
-            held += share[c]
+            weights = np.where(size < cap, q, 0.0)
+            if not 0 < weights.sum() < np.inf:
+                weights = np.where(np.arange(clients) == np.argmin(size), 1.0, 0.0)
+            share[c] = _in_proportion(len(split[c]), weights)
+            size += share[c]
     return list(zip(shuffled, shares, strict=True))
 
 
 def _in_proportion(samples: int, weights: np.ndarray) -> np.ndarray:
-    """How many of the samples each of the weights [K] gets, rounded down along their running sum."""
+    """Number of samples for each of the weights [K]; the running sum of the weights is rounded down."""
     cuts = (np.cumsum(weights / weights.sum()) * samples).astype(np.int64)[:-1]
     return np.diff(cuts, prepend=0, append=samples)
 
@@ -207,12 +207,12 @@ def pcdd(
     are not shuffled. `classes_per_client == num_classes` means IID: the result is that of `iid`.
 
     Args:
-      y_train, y_test: [n] integer labels, those of the tests possibly none.
+      y_train, y_test: [n] integer labels; y_test may be empty.
       clients: K, with K * classes_per_client >= C.
       num_classes: C.
       seed: in [0, 2**32).
       classes_per_client: number of classes each client owns, at most C. Where a class has fewer samples than
-        owners, the last of them get none of it.
+        owners, its last owners get none.
       doubled: deal the training samples twice to the same owners, as the published FedMR code does: every
         sample appears twice, on one client or on two. IID is not affected.
 
@@ -231,7 +231,7 @@ def pcdd(
 
 
 def _assign_classes(clients: int, classes_per_client: int, num_classes: int, seed: int) -> list[list[int]]:
-    """The classes of each of the K clients: in order until every class is dealt, then at random, none twice."""
+    """Classes of each of the K clients: dealt in order until every class has an owner, then at random, none twice."""
     if not 1 <= classes_per_client <= num_classes:
         raise UserError(f"`classes_per_client` must lie in [1, {num_classes}], not {classes_per_client}.")
     if clients * classes_per_client < num_classes:
@@ -242,25 +242,25 @@ def _assign_classes(clients: int, classes_per_client: int, num_classes: int, see
     rng = random.Random(seed)
     fresh = iter(range(num_classes))
     owned: list[dict[int, None]] = [{} for _ in range(clients)]
-    for own in owned:
+    for client_classes in owned:
         for _ in range(classes_per_client):
             c = next(fresh, None)
-            while c is None or c in own:
+            while c is None or c in client_classes:
                 c = rng.randint(0, num_classes - 1)
-            own[c] = None
+            client_classes[c] = None
     return list(map(list, owned))
 
 
 def _deal(positions: list[np.ndarray], owned: list[list[int]], rng: np.random.RandomState) -> Lists:
-    """Permute each class and share it equally among its owners, in the order of the clients: K lists by class."""
+    """Permute each class and divide it equally among its owners, in client order; K lists, each class by class."""
     shares = np.zeros((len(positions), len(owned)), np.int64)
     owners: list[list[int]] = [[] for _ in positions]
-    for k, own in enumerate(owned):
-        for c in own:
+    for k, client_classes in enumerate(owned):
+        for c in client_classes:
             owners[c].append(k)
-    for share, who, indices in zip(shares, owners, positions, strict=True):
-        share[who] = len(indices) // len(who)
-        share[who[: len(indices) % len(who)]] += 1
+    for share, class_owners, indices in zip(shares, owners, positions, strict=True):
+        share[class_owners] = len(indices) // len(class_owners)
+        share[class_owners[: len(indices) % len(class_owners)]] += 1
     return _cut([rng.permutation(indices) for indices in positions], shares)
 
 
@@ -274,15 +274,15 @@ def extended_dirichlet(
     beta: float = 0.5,
     classes_per_client: int = 2,
 ) -> Partition:
-    """Every client owns a fixed number of classes, and of each its share by a draw from Dirichlet(beta).
+    """Every client owns a fixed number of classes and gets a share of each, drawn from Dirichlet(beta).
 
     Classes are assigned as in `pcdd`; each is spread over its owners by proportions drawn from Dirichlet(beta), test
     samples by the same proportions. Li and Lyu, "Convergence Analysis of Sequential Federated Learning on
-    Heterogeneous Data", NeurIPS 2023. A client may stay empty where beta is tiny.
+    Heterogeneous Data", NeurIPS 2023. A client may stay empty if beta is tiny.
 
     Args:
-      y_train, y_test: [n] integer labels, those of the tests possibly none.
-      beta: concentration, > 0; large ones give `pcdd`.
+      y_train, y_test: [n] integer labels; y_test may be empty.
+      beta: concentration, > 0; large values give `pcdd`.
 
     Raises:
       UserError: the classes cannot be dealt, or an option is out of range.
@@ -291,8 +291,8 @@ def extended_dirichlet(
     _check_beta(beta)
     splits = [_positions(y, num_classes) for y in (y_train, y_test)]
     owned = np.zeros((num_classes, clients), bool)
-    for k, own in enumerate(_assign_classes(clients, classes_per_client, num_classes, seed)):
-        owned[own, k] = True
+    for k, client_classes in enumerate(_assign_classes(clients, classes_per_client, num_classes, seed)):
+        owned[client_classes, k] = True
     shares = [np.zeros((num_classes, clients), np.int64) for _ in splits]
     for c, owners in enumerate(owned):
         q = _proportions(int(owners.sum()), beta, rng)
@@ -302,7 +302,7 @@ def extended_dirichlet(
 
 
 def _proportions(count: int, beta: float, rng: np.random.RandomState) -> np.ndarray:
-    """A draw from Dirichlet(beta), [count]; all for one, its limit, where a tiny beta underflows."""
+    """Draw from Dirichlet(beta), [count]; where a tiny beta underflows its limit, all for one entry at random."""
     q = rng.dirichlet(np.full(count, beta))
     return q if np.isfinite(q).all() else np.eye(count)[rng.randint(count)]
 
@@ -315,8 +315,8 @@ def quantity(
     Li et al., "Federated Learning on Non-IID Data Silos", ICDE 2022. Test samples by the same proportions.
 
     Args:
-      y_train, y_test: [n] labels, of which only the number matters.
-      min_size: training samples that each client has before the rest is dealt by the draw.
+      y_train, y_test: [n] labels; only their number matters.
+      min_size: training samples that each client gets before the rest is divided by the draw.
 
     Raises:
       UserError: an option is out of range, or there are too few samples.
@@ -332,7 +332,7 @@ def quantity(
 def iid(y_train: ArrayLike, y_test: ArrayLike, *, clients: int, seed: int) -> Partition:
     """Permute the training samples, then the test samples, and cut each into K parts (so lists are shuffled).
 
-    The first n mod K clients get one sample more; of the labels only their number matters.
+    The first n mod K clients get one more sample; only the number of labels matters.
     """
     rng = _generator(clients, seed)
     train, test = (rng.permutation(np.arange(np.size(y), dtype=np.int64)) for y in (y_train, y_test))
@@ -342,22 +342,22 @@ def iid(y_train: ArrayLike, y_test: ArrayLike, *, clients: int, seed: int) -> Pa
 def natural(groups: tuple[ArrayLike, ArrayLike] | None) -> Partition:
     """One client per distinct group (writer, speaker, centre, domain), in increasing order of the group's value.
 
-    A group that occurs in one of the two sets only is a client whose other list is empty. Lists keep the
+    A group that occurs in only one of the two sets is a client whose other list is empty. Lists keep the
     order of the data set; they are not shuffled.
 
     Args:
-      groups: of each training sample [n_train] and of each test sample [n_test].
+      groups: group of each training sample [n_train] and of each test sample [n_test].
 
     Raises:
-      UserError: there are none.
+      UserError: `groups` is None.
     """
     if groups is None:
         raise UserError("this data set names no writers or domains: choose another `partition` than natural.")
-    both = [np.asarray(g) for g in groups]
-    values = np.unique(np.concatenate([np.unique(g) for g in both if g.size] or [()]))
-    owners = [np.searchsorted(values, g) for g in both]
+    arrays = [np.asarray(g) for g in groups]
+    values = np.unique(np.concatenate([np.unique(g) for g in arrays if g.size] or [()]))
+    owners = [np.searchsorted(values, g) for g in arrays]
     return Partition(
-        *(Lists(np.argsort(own, kind="stable"), np.bincount(own, minlength=len(values))) for own in owners)
+        *(Lists(np.argsort(owner, kind="stable"), np.bincount(owner, minlength=len(values))) for owner in owners)
     )
 
 

@@ -1,4 +1,4 @@
-"""Data sets that TensorFlow Datasets prepared: read without TensorFlow, into memory or into mapped files.
+"""Data sets prepared by TensorFlow Datasets, read without TensorFlow into memory or into mapped files.
 
 Letters: n images, C classes.
 """
@@ -27,11 +27,11 @@ def prepared_version(folder: Path) -> Path | None:
     """
     files = [file for depth in ("*", "*/*") for file in folder.glob(f"{depth}/dataset_info.json")]
     versions = [file.parent for file in files if _VERSION.fullmatch(file.parent.name)]
-    above = sorted({path.parent for path in versions})
-    if len(above) > 1 and folder not in above:
-        names = [f"{folder.name}/{path.name}" for path in above]
+    parents = sorted({path.parent for path in versions})
+    if len(parents) > 1 and folder not in parents:
+        names = [f"{folder.name}/{path.name}" for path in parents]
         raise UserError(f"{folder} holds several configurations; name one of {', '.join(names)}.")
-    versions = [path for path in versions if path.parent == folder or folder not in above]
+    versions = [path for path in versions if path.parent == folder or folder not in parents]
     return max(versions, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
 
 
@@ -41,19 +41,19 @@ def read_tfds(folder: str | os.PathLike, name: str, mapped: bool = False) -> Dat
     Args:
       folder: `.../<name>/<version>` as TFDS wrote it, in the array_record format.
       name: the data set's name.
-      mapped: decode images into files, once, and map these; see `unpacked.unpacked`.
+      mapped: decode images into files, once, and memory-map these; see `unpacked.unpacked`.
 
     Raises:
-      UserError: damaged, in another format, without such features or splits, or images of several sizes; or there is
-        no room for the files.
+      UserError: the data set is damaged, in another format, lacks these features or splits, or has images of several
+        sizes; or there is no room for the files.
     """
     import tensorflow_datasets as tfds
 
     try:
         return _from_builder(tfds.builder_from_directory(folder), name, mapped)
     except NotImplementedError as error:
-        again = f"remove it and prepare it anew by fedjax-pcdd prepare {name} with the same `data_dir`."
-        raise UserError(f"{folder} is not in the array_record format; {again}") from error
+        advice = f"remove it and prepare it anew by fedjax-pcdd prepare {name} with the same `data_dir`."
+        raise UserError(f"{folder} is not in the array_record format; {advice}") from error
     except ImportError as error:
         raise UserError(f"{folder} is read by array-record, which is missing: pip install array-record.") from error
     except Exception as error:  # TFDS, protobuf and array_record raise all kinds for damaged files
@@ -79,29 +79,29 @@ def _from_builder(builder: Any, name: str, mapped: bool) -> Dataset:
 def _stacked(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Images [n, H, W, channels] and labels [n] of a split."""
     examples = builder.as_data_source(split)
-    like, labels = examples[0]["image"], np.zeros(len(examples), np.int64)
-    images = np.empty((len(examples), *like.shape), like.dtype)
+    first, labels = examples[0]["image"], np.zeros(len(examples), np.int64)
+    images = np.empty((len(examples), *first.shape), first.dtype)
     for i, example in enumerate(examples):
-        images[i], labels[i] = _like(example["image"], like), example["label"]
+        images[i], labels[i] = _like(example["image"], first), example["label"]
     return images, labels
 
 
 def _mapped(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same, from files that images and labels are decoded into one by one."""
+    """The same, memory-mapped from files into which images and labels are decoded one by one."""
     import tensorflow_datasets as tfds
 
     examples = builder.as_data_source(split)
-    count, like, folder = len(examples), examples[0]["image"], Path(builder.data_dir)
+    count, first, folder = len(examples), examples[0]["image"], Path(builder.data_dir)
     digest = _digest([folder / "features.json", *map(Path, builder.info.splits[split].filepaths)])
 
     def images() -> Iterator[np.ndarray]:
-        return (_like(example["image"], like)[None] for example in examples)
+        return (_like(example["image"], first)[None] for example in examples)
 
     def labels() -> Iterator[np.ndarray]:
         encoded = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
         return (np.array([example["label"]], np.int32) for example in encoded)
 
-    x = unpacked(folder, f"x_{split}", digest, like, count, images)
+    x = unpacked(folder, f"x_{split}", digest, first, count, images)
     return x, np.array(unpacked(folder, f"y_{split}", digest, np.zeros((), np.int32), count, labels))
 
 
@@ -112,9 +112,9 @@ def _like(image: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Of what files hold, in their order."""
+    """Digest of the contents of files, in order."""
     digests = b""
     for file in files:
-        with file.open("rb") as opened:
-            digests += hashlib.file_digest(opened, "sha256").digest()
+        with file.open("rb") as stream:
+            digests += hashlib.file_digest(stream, "sha256").digest()
     return hashlib.sha256(digests).hexdigest()

@@ -36,7 +36,7 @@ DATASETS = {
     "odir": "ODIR, images of one label: colour 128x128 images, 8 classes; a file of your own",
 }
 
-# What a file that nobody prepares for you must hold.
+# Required contents of files that the user has to provide.
 _ARRAYS = "x_train, y_train, x_test and y_test"
 _CONTENTS = {
     "isic2019": f"{_ARRAYS}, and the centres as domain_train and domain_test",
@@ -53,9 +53,9 @@ _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
 def root_of(data_dir: str | os.PathLike | None) -> Path:
-    """The folder that is searched: the one named, or TFDS_DATA_DIR, or ~/tensorflow_datasets."""
-    usual = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    return Path(usual if data_dir is None else data_dir).expanduser()
+    """The folder to search: `data_dir`, or TFDS_DATA_DIR, or ~/tensorflow_datasets."""
+    default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return Path(default if data_dir is None else data_dir).expanduser()
 
 
 def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep_all, mapped: bool = False) -> Dataset:
@@ -64,14 +64,14 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     Tried in order: built in ("digits"); `<data_dir>/<name>.npz`; a prepared TFDS folder below data_dir.
 
     Args:
-      name: one of `DATASETS`, the stem of an npz file, any TFDS name, as "stl10" or "emnist/letters"; or from outside:
-        the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
+      name: one of `DATASETS`, the stem of an npz file, any TFDS name, such as "stl10" or "emnist/letters"; or from
+        outside: the path of an npz file, a registered name or an import path of a function that returns a `Dataset`.
       data_dir: folder of npz files or TFDS root; without it the TFDS default root is searched.
-      keep: which samples are wanted; others of an npz file are left out.
-      mapped: map images of npz files and of prepared folders, which are unpacked for it once.
+      keep: which samples to keep; the others of an npz file are left out.
+      mapped: memory-map images of npz files and of prepared folders, which are unpacked once for this.
 
     Raises:
-      UserError: it is in none of these places, or what lies there cannot be used.
+      UserError: the data set is in none of these places, or what is there cannot be used.
     """
     if name == "digits":
         return _digits()
@@ -82,10 +82,12 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
     if name.endswith(".npz"):
         return read_npz(located(name), keep=keep, mapped=mapped)
     if is_import_path(name) or name in LOADERS:
-        made = called(f"data set {name}", LOADERS.find(name))
-        if not isinstance(made, Dataset):
-            raise UserError(f"data set {name} must be a function that returns a Dataset, not a {type(made).__name__}.")
-        return made
+        dataset = called(f"data set {name}", LOADERS.find(name))
+        if not isinstance(dataset, Dataset):
+            raise UserError(
+                f"data set {name} must be a function that returns a Dataset, not a {type(dataset).__name__}."
+            )
+        return dataset
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be the name of a data set; {nearest(name, DATASETS)}")
     file = root / f"{name}.npz"
@@ -99,20 +101,20 @@ def load(name: str, data_dir: str | os.PathLike | None = None, keep: Keep = keep
 
 
 def _advice(name: str, root: Path, file: Path, folder: Path) -> str:
-    where = f"looked for {file} and for a prepared TFDS data set in {folder}"
+    places = f"looked for {file} and for a prepared TFDS data set in {folder}"
     if name in TFDS_NAMES:
         command = f"fedjax-pcdd prepare {name} `data_dir={root}`"
-        return f"The data set '{name}' was not found ({where}); prepare it by: {command}"
+        return f"The data set '{name}' was not found ({places}); prepare it by: {command}"
     if name in DATASETS:
-        holds = _CONTENTS.get(name, _ARRAYS)
-        return f"The data set '{name}' was not found ({where}); put {name}.npz there, with {holds} (docs/data.md)."
-    return f"There is no data set '{name}' ({where}); {nearest_part(name, DATASETS)}"
+        contents = _CONTENTS.get(name, _ARRAYS)
+        return f"The data set '{name}' was not found ({places}); put {name}.npz there, with {contents} (docs/data.md)."
+    return f"There is no data set '{name}' ({places}); {nearest_part(name, DATASETS)}"
 
 
 def _digits() -> Dataset:
-    """Scikit-learn's digits; of the images of each class, in their order, every fifth is a test image.
+    """Scikit-learn's digits; in each class every fifth image, in the given order, is a test image.
 
-    So the split is about 80/20, stratified, and without randomness. Values 0..16 become 0..255 (rounded).
+    So the split is about 80/20, stratified, and deterministic. Values 0..16 become 0..255 (rounded).
     """
     rows = np.loadtxt(_digits_file(), delimiter=",")
     x = np.rint(rows[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
@@ -122,12 +124,12 @@ def _digits() -> Dataset:
 
 
 def _digits_file() -> str:
-    """The table that `sklearn.datasets.load_digits` reads; to import that takes longer than to set up a run."""
+    """The table that `sklearn.datasets.load_digits` reads; importing that takes longer than setting up a run."""
     return str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
 
 
 def ranks(labels: np.ndarray) -> np.ndarray:
-    """How many of the labels before each one [n] are the same."""
+    """For each of the labels [n], how many labels before it are equal."""
     order, counts = np.argsort(labels, kind="stable"), np.unique(labels, return_counts=True)[1]
     ranks = np.empty(len(labels), np.int64)
     ranks[order] = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)

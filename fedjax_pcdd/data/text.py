@@ -1,7 +1,7 @@
 """Text by speaker as a classification problem: windows of characters, and the character after each as its label.
 
 Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019 (Shakespeare). docs/data.md describes the file.
-Letters: V characters of the vocabulary, T characters of a window, m speeches, n characters or windows.
+Letters: V characters in the vocabulary, T characters in a window, m speeches, n characters or windows.
 """
 
 from collections.abc import Iterable
@@ -18,27 +18,28 @@ TEST_SHARE = 10  # one window in ten
 
 
 def is_text(names: Iterable[str]) -> bool:
-    """Whether the arrays of a file are a text rather than images."""
+    """Whether arrays of these names are a text rather than images."""
     return not {"x", "x_train", "x_train_delta"} & set(names) and bool(set(KEYS) & set(names))
 
 
 def read_text(arrays: dict[str, np.ndarray], name: str) -> Dataset:
-    """The windows of every speaker who has enough to say for a training and a test window.
+    """Make windows for every speaker who has enough text for a training and a test window.
 
-    A speaker's speeches are joined by newlines (by nothing in a text without any) and cut into windows of T characters
-    that begin every `stride` characters. The last tenth of the windows are the test set; windows before them that
-    share a character with them, labels included, are left out. Classes are the characters of the whole text, sorted.
+    A speaker's speeches are joined by newlines (directly in a text without newlines) and cut into windows of T
+    characters that begin every `stride` characters. The last tenth of the windows are the test set; windows before them
+    that share a character with them, labels included, are left out. Classes are the characters of the whole text,
+    sorted.
 
     Args:
       arrays: `text` [n] uint8; `speech_start`, `speech_end`, `speech_speaker` [m] integers; `window` (T, 80) and
-        `stride` (1) where they are not the usual ones.
+        `stride` (1) if they differ from these defaults.
       name: the data set's name.
 
     Returns:
-      Windows as uint8 codes [n, T, 1, 1], labels [n] in [0, V), groups the speakers' numbers.
+      A data set of windows, uint8 codes [n, T, 1, 1], with labels [n] in [0, V) and the speakers' numbers as groups.
 
     Raises:
-      UserError: the arrays do not fit together, or no speaker says enough.
+      UserError: the arrays do not fit together, or no speaker has enough text.
     """
     _check(arrays)
     window, stride = (_option(arrays, key) for key in OPTIONS)
@@ -69,12 +70,12 @@ def split(stream: np.ndarray, window: int, stride: int) -> tuple[np.ndarray, np.
 
 
 def _streams(arrays: dict[str, np.ndarray], codes: np.ndarray) -> dict[int, np.ndarray]:
-    """What each speaker says, as codes, by the speaker's number."""
+    """The text of each speaker, as codes, by the speaker's number."""
     newline = codes[arrays["text"] == ord("\n")][:1]
     pieces: dict[int, list[np.ndarray]] = {}
     for start, end, speaker in zip(*(arrays[key].tolist() for key in KEYS[1:]), strict=True):
         pieces.setdefault(speaker, []).extend((codes[start:end], newline))
-    return {speaker: np.concatenate(own[:-1]) for speaker, own in sorted(pieces.items())}
+    return {speaker: np.concatenate(speeches[:-1]) for speaker, speeches in sorted(pieces.items())}
 
 
 def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -86,7 +87,7 @@ def _stack(parts: list[tuple[np.ndarray, int]]) -> tuple[np.ndarray, np.ndarray,
 
 
 def _check(arrays: dict[str, np.ndarray]):
-    """UserError where the text or its speeches do not fit together."""
+    """Raise a UserError if the text and its speeches do not fit together."""
     missing = [key for key in KEYS if key not in arrays]
     if missing:
         raise UserError(f"{missing[0]} is missing; a text needs {', '.join(KEYS)}.")

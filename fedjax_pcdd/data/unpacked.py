@@ -1,7 +1,7 @@
 """Arrays of archives and of prepared data sets, unpacked once into files that are mapped into memory.
 
-The files lie in `<source>.unpacked`, or where that cannot be written in the user's cache folder (XDG_CACHE_HOME, else
-~/.cache), and are used again where their checksums are right; that one is written is said.
+The files lie in `<source>.unpacked`, or if that cannot be written in the user's cache folder (XDG_CACHE_HOME, else
+~/.cache), and are reused if their checksums match; a warning reports each file that is written.
 """
 
 import json
@@ -18,20 +18,21 @@ import numpy as np
 
 from fedjax_pcdd.errors import UserError
 
-_CHUNK = 1 << 24  # bytes that are read at once
+_CHUNK = 1 << 24  # bytes read at once
 
 
 def unpacked(
     source: Path, name: str, digest: str, like: np.ndarray, count: int, pieces: Callable[[], Iterable[np.ndarray]]
 ) -> np.ndarray:
-    """An array that is read from a source piece by piece, mapped; beside it, its checksum and the source's digest.
+    """Unpack an array piece by piece and memory-map it; its checksum and the source's digest are stored beside it.
 
     Args:
-      source: file or folder that is unpacked.
-      digest: of all of the source that the array depends on.
-      like: a row, of the shape and type of all.
-      count: n, of rows.
-      pieces: makes rows [m, ...], n in all; called only where the file is not there, or is of another digest.
+      source: file or folder to unpack.
+      name: of the array.
+      digest: of everything in the source that the array depends on.
+      like: a row, of the shape and dtype of all rows.
+      count: n, number of rows.
+      pieces: makes rows [m, ...], n in total; called only if the file is missing or has another digest.
 
     Returns:
       [n, ...], read-only.
@@ -42,10 +43,10 @@ def unpacked(
 
     source, head = source.absolute(), {"descr": like.dtype.str, "fortran_order": False, "shape": (count, *like.shape)}
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedjax_pcdd" / "unpacked"
-    second = cache / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
-    files = [folder / f"{name}.npy" for folder in (source.with_name(f"{source.name}.unpacked"), second)]
+    fallback = cache / f"{source.stem}-{zlib.crc32(str(source).encode()):08x}"
+    files = [folder / f"{name}.npy" for folder in (source.with_name(f"{source.name}.unpacked"), fallback)]
     for file in files:
-        with suppress(OSError, ValueError):  # it is not there, or no such file
+        with suppress(OSError, ValueError):  # the file is missing or not of this kind
             if json.loads(file.with_suffix(".json").read_text()) == _note(digest, file):
                 return np.load(file, mmap_mode="r")
     errors: list[OSError] = []
@@ -64,7 +65,7 @@ def unpacked(
 
 
 def _note(digest: str, file: Path) -> dict[str, Any]:
-    """What lies beside an unpacked file."""
+    """The record that is stored beside an unpacked file."""
     return {"source": digest, "checksum": checksum(file)}
 
 
@@ -80,20 +81,20 @@ def _write(file: Path, digest: str, head: dict[str, Any], pieces: Iterable[np.nd
 
 @contextmanager
 def _whole_or_nothing(file: Path) -> Iterator[IO[bytes]]:
-    """Opened for writing; the file is there once all is written, whoever else writes the same one."""
-    half = file.with_name(f".{secrets.token_hex(4)}.{file.name}")
+    """Open a file for writing; it appears only once it is complete, even if several processes write it."""
+    temporary = file.with_name(f".{secrets.token_hex(4)}.{file.name}")
     try:
-        with half.open("wb") as target:
+        with temporary.open("wb") as target:
             yield target
-        half.replace(file)
+        temporary.replace(file)
     finally:
-        half.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def checksum(file: Path) -> int:
     """CRC-32 of a file of any size."""
     crc = 0
-    with file.open("rb") as opened:
-        while part := opened.read(_CHUNK):
-            crc = zlib.crc32(part, crc)
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
     return crc

@@ -1,9 +1,10 @@
-"""A Gaussian for the features of each class, from sums over samples that may lie with any number of clients.
+"""A Gaussian for the features of each class, from sums over samples that may be spread over many clients.
 
 CCVR: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS
 2021. Letters: B batch, C classes, D features, M drawn features of a class.
-Sums may be of z - a, the same a of all samples: in float32 a spread of a hundredth of |z - a| is off by a thousandth,
-one of two thousandths by some ten per cent, and eigenvalues that should be 0 may not be. So a is best a mean feature.
+Sums may be of z - a, with the same a for all samples: in float32 a spread of a hundredth of |z - a| has an error of a
+thousandth, one of two thousandths of some ten per cent, and eigenvalues that should be 0 may not be. So a mean feature
+is the best choice of a.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from fedjax_pcdd.losses.membership import membership
 
 
 class Moments(NamedTuple):
-    """Sums over samples of 1 [C], x [C, D] and x x^T [C, D, D], or only of its diagonal [C, D]; x = z - a."""
+    """Sums over samples of 1 [C], x [C, D] and x x^T [C, D, D] or only its diagonal [C, D]; x = z - a."""
 
     counts: Array
     sums: Array
@@ -25,17 +26,17 @@ class Moments(NamedTuple):
 
 def no_moments(classes: int, features: int, *, diagonal: bool) -> Moments:
     """The sums over no samples."""
-    first = jnp.zeros((classes, features))
-    return Moments(jnp.zeros(classes), first, first if diagonal else jnp.zeros((classes, features, features)))
+    zeros = jnp.zeros((classes, features))
+    return Moments(jnp.zeros(classes), zeros, zeros if diagonal else jnp.zeros((classes, features, features)))
 
 
 def class_moments(
     features: Array, labels: Array, num_classes: int, *, diagonal: bool, mask: Mask = None, shift: Array | float = 0.0
 ) -> Moments:
-    """The sums over a batch of features [B, D] with labels [B], of the samples that the mask [B] counts.
+    """The sums over the unmasked samples of a batch of features [B, D] with labels [B].
 
     Args:
-      shift: a [D], taken off every feature.
+      shift: a [D], subtracted from every feature.
     """
     features = features - shift
     members = membership(labels, num_classes, mask, features.dtype).of_samples
@@ -49,11 +50,11 @@ def class_moments(
 def gaussians(moments: Moments, shift: Array | float = 0.0) -> tuple[Array, Array]:
     """Means [C, D] and unbiased covariances [C, D, D], or variances [C, D], of the pooled samples.
 
-    They are those of the paper's merging of clients' means and covariances. A class with one sample has covariance 0,
-    one without samples has mean a, too.
+    They equal the paper's merged means and covariances of the clients. A class with one sample has covariance 0; a
+    class without samples also has mean a.
 
     Args:
-      shift: a [D], which was taken off the features.
+      shift: a [D], which was subtracted from the features.
     """
     counts, sums, squares = moments
     means = sums / jnp.maximum(counts, 1)[:, None]
@@ -66,13 +67,13 @@ def gaussians(moments: Moments, shift: Array | float = 0.0) -> tuple[Array, Arra
 def draw_features(means: Array, covariances: Array, normal: Array) -> Array:
     """Features [C, M, D] from standard normal numbers [C, M, D]: mu_c + R_c xi, R_c the symmetric root of Sigma_c.
 
-    A covariance has eigenvalues of 0 where a class has no more samples than features; what rounding makes of these,
-    below D times the machine's precision of the largest one, is taken for 0.
+    A covariance has eigenvalues of 0 if a class has no more samples than features; eigenvalues below the largest one
+    times D times the machine precision, which rounding makes of them, are treated as 0.
     """
     if covariances.ndim == 2:
         return means[:, None] + normal * jnp.sqrt(jnp.maximum(covariances, 0))[:, None]
     values, vectors = jnp.linalg.eigh(covariances)
     least = values.shape[1] * jnp.finfo(values.dtype).eps * jnp.max(values, axis=1, keepdims=True)
     roots = jnp.sqrt(jnp.where(values > least, values, 0))
-    turned = jnp.einsum("cmd,cde->cme", normal, vectors, precision="highest") * roots[:, None]
-    return means[:, None] + jnp.einsum("cme,cde->cmd", turned, vectors, precision="highest")
+    scaled = jnp.einsum("cmd,cde->cme", normal, vectors, precision="highest") * roots[:, None]
+    return means[:, None] + jnp.einsum("cme,cde->cmd", scaled, vectors, precision="highest")

@@ -14,11 +14,11 @@ def cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, classes: A
     """Mean softmax cross-entropy over the unmasked samples.
 
     Args:
-      classes: [C] bool, classes in the softmax denominator; None for all. The labels of unmasked samples must
-        be among them.
+      classes: [C] bool, classes in the softmax denominator; None for all. They must include the labels of
+        unmasked samples.
 
     Returns:
-      Scalar; 0 with zero gradient if no sample counts or one class is left.
+      Scalar; 0 with zero gradient if no sample counts or only one class is left.
     """
     logits = precise(logits)
     # The target is gathered from the full logits and the fill is finite, so that no -inf meets a zero.
@@ -31,8 +31,8 @@ def cross_entropy(logits: Array, labels: Array, *, mask: Mask = None, classes: A
 def focal_loss(logits: Array, labels: Array, *, gamma: Any, weights: Array | None = None, mask: Mask = None) -> Array:
     """Mean over the unmasked samples of alpha_y (1 - p_y)^gamma (-log p_y), p the softmax.
 
-    Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017, eq. 5, with a weight of each class, as the benchmark
-    FLamby has it for Fed-ISIC2019: a plain mean, not divided by the weights.
+    Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017, eq. 5, with class weights, as in the benchmark
+    FLamby for Fed-ISIC2019: a plain mean, not divided by the weights.
 
     Args:
       gamma: scalar >= 0; with 0 this is the weighted cross-entropy.
@@ -57,14 +57,14 @@ def masked_mean(values: Array, mask: Mask = None) -> Array:
 
 
 def correct_per_class(logits: Array, labels: Array, mask: Mask, num_classes: int) -> Array:
-    """Number of correct top-1 predictions of each class; of equal logits the lowest index is predicted.
+    """Number of correct top-1 predictions per class; of equal logits the lowest index is predicted.
 
-    A class whose logit is -inf, or NaN, is never predicted, even if there is no other.
+    A class whose logit is -inf or NaN is never predicted, even if there is no other class.
 
     Returns:
       [C] int32 counts.
     """
-    own = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    correct = (jnp.argmax(logits, axis=-1) == labels) & (own > -jnp.inf)
+    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    correct = (jnp.argmax(logits, axis=-1) == labels) & (label_logits > -jnp.inf)
     members = membership(labels, num_classes, mask, dtype=jnp.int32).of_samples
     return jnp.sum(members * correct[:, None], axis=0)

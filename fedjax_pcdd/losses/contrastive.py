@@ -1,4 +1,4 @@
-"""How features lie to those of other models and of classes: contrasts on cosines (MOON, FedProc), distances (FedRL).
+"""Features compared with other models and with prototypes: contrasts of cosines (MOON, FedProc), distances (FedRL).
 
 MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021.
 FedProc: Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 2023.
@@ -19,7 +19,7 @@ DISTANCES = ("per_sample", "batch_norm", "squared")
 def cosine(a: Array, b: Array) -> Array:
     """a . b / max(|a| |b|, 1e-8) over the last axis: [..., D] and [..., D], which broadcast, to [...].
 
-    In float32 or better; 0 with zero gradient where a vector is zero.
+    In float32 or better; 0 with zero gradient if a vector is zero.
     """
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
@@ -27,7 +27,7 @@ def cosine(a: Array, b: Array) -> Array:
 
 
 def cosines(a: Array, b: Array) -> Array:
-    """`cosine` of every row of a [M, D] with every row of b [N, D]: [M, N], without an array [M, N, D]."""
+    """`cosine` of every row of a [M, D] with every row of b [N, D]: [M, N], without an intermediate [M, N, D]."""
     dtype = jnp.promote_types(jnp.result_type(a, b), jnp.float32)
     a, b = a.astype(dtype), b.astype(dtype)
     return _ratio(jnp.matmul(a, b.T, precision="highest"), safe_norm(a)[:, None] * safe_norm(b))
@@ -40,7 +40,7 @@ def _ratio(products, lengths):
 def model_contrast(
     features: Array, positives: Array, negatives: Array, valid: Array, tau: Number, *, mask: Mask = None
 ) -> Array:
-    """MOON's loss: a representation shall be nearer to the global model's than to those of the client's past ones.
+    """MOON's loss: features should be nearer to the global model's than to those of the client's previous models.
 
     Mean of -log(e(q, q_g) / (e(q, q_g) + sum_p e(q, q_p))) with e(a, b) = exp(cos(a, b) / tau), eq. 3.
 
@@ -52,13 +52,13 @@ def model_contrast(
       tau: temperature > 0.
 
     Returns:
-      Scalar >= 0; 0 with zero gradient without a previous model.
+      Scalar >= 0; 0 with zero gradient if there is no previous model.
     """
-    others = jax.lax.stop_gradient(jnp.concatenate([positives[None], negatives]))
-    similarities = cosine(features, others).T / tau
+    references = jax.lax.stop_gradient(jnp.concatenate([positives[None], negatives]))
+    similarities = cosine(features, references).T / tau
     exist = jnp.concatenate([jnp.ones(1, bool), valid.astype(bool)])
-    first = jnp.zeros(features.shape[0], jnp.int32)
-    return cross_entropy(similarities, first, mask=mask, classes=exist)
+    targets = jnp.zeros(features.shape[0], jnp.int32)
+    return cross_entropy(similarities, targets, mask=mask, classes=exist)
 
 
 def prototype_contrast(
@@ -68,17 +68,17 @@ def prototype_contrast(
 
     Args:
       prototypes: [C, D].
-      valid: [C] bool; samples of other classes add nothing, but stay in the divisor B.
+      valid: [C] bool; samples of other classes add nothing, but are counted in the divisor B.
       tau: temperature > 0.
 
     Returns:
-      Scalar in [0, log(valid classes) + 2 / tau]; 0 with zero gradient with less than two valid classes.
+      Scalar in [0, log(valid classes) + 2 / tau]; 0 with zero gradient with fewer than two valid classes.
     """
     valid = valid.astype(bool)
-    everyone = jnp.ones(labels.shape, bool) if mask is None else mask.astype(bool)
-    counted = everyone & valid[labels]
+    unmasked = jnp.ones(labels.shape, bool) if mask is None else mask.astype(bool)
+    counted = unmasked & valid[labels]
     similarities = cosines(features, jax.lax.stop_gradient(prototypes)) / tau
-    share = jnp.sum(counted) / jnp.maximum(jnp.sum(everyone), 1)
+    share = jnp.sum(counted) / jnp.maximum(jnp.sum(unmasked), 1)
     return share * cross_entropy(similarities, labels, mask=counted, classes=valid)
 
 
@@ -92,14 +92,14 @@ def review_distance(layer: Array, received: Array, *, distance: str = "per_sampl
         whole batch, the literal reading) or "squared" (mean of the squared norms).
 
     Returns:
-      Scalar; where it is 0 its gradient is 0 too.
+      Scalar; its gradient is 0 where it is 0.
     """
     check(distance, DISTANCES, "distance of the review term")
     dtype = jnp.promote_types(layer.dtype, jnp.float32)
-    moved = (layer.astype(dtype) - jax.lax.stop_gradient(received).astype(dtype)).reshape(layer.shape[0], -1)
+    differences = (layer.astype(dtype) - jax.lax.stop_gradient(received).astype(dtype)).reshape(layer.shape[0], -1)
     if distance == "per_sample":
-        return masked_mean(safe_norm(moved), mask)
+        return masked_mean(safe_norm(differences), mask)
     if distance == "squared":
-        return masked_mean(jnp.sum(moved**2, axis=1), mask)
-    kept = moved if mask is None else jnp.where(mask.astype(bool)[:, None], moved, 0)
+        return masked_mean(jnp.sum(differences**2, axis=1), mask)
+    kept = differences if mask is None else jnp.where(mask.astype(bool)[:, None], differences, 0)
     return safe_norm(kept.ravel())

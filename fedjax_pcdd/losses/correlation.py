@@ -1,4 +1,4 @@
-"""FCCL's collaborative loss: the logits of a participant correlate with the mean logits class by class, and only so.
+"""FCCL's collaborative loss: a participant's logits should correlate with the mean logits of the same class only.
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
 """
@@ -11,26 +11,26 @@ from fedjax_pcdd.losses import Mask, Number
 
 
 def cross_correlation(logits: Array, mean_logits: Array, *, eps: float = 0.0, mask: Mask = None) -> Array:
-    """M_uv, the correlation over a batch between class u of one's own logits and class v of the mean logits.
+    """M_uv, the correlation over a batch of class u of a participant's logits and class v of the mean logits.
 
     Columns are standardised with the unbiased standard deviation and the products divided by B (the published code),
-    so that M_uu = (B - 1) / B where the two agree.
+    so that M_uu = (B - 1) / B if the two agree.
 
     Args:
       logits: [B, C] of one participant.
       mean_logits: [B, C] over the participants, a constant.
-      eps: added to the variance under the root. With 0 a column without any spread (B = 1 among them) has correlation
-        0 and no gradient, but the gradient of a column with almost none is as large as the inverse of its deviation;
-        eps (1e-12, say) limits it to 1 / sqrt(eps).
+      eps: added to the variance under the root. With 0 a column without any spread (always if B = 1) has correlation 0
+        and no gradient, but the gradient of a column with almost no spread is as large as the inverse of its
+        deviation; a positive eps, such as 1e-12, limits it to 1 / sqrt(eps).
 
     Returns:
       [C, C] in float32 or better, entries in [-1, 1]; zeros if no sample counts.
     """
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
     kept = jnp.ones(logits.shape[0], bool) if mask is None else mask.astype(bool)
-    own = _standardise(logits.astype(dtype), kept, eps)
-    mean = _standardise(jax.lax.stop_gradient(mean_logits).astype(dtype), kept, eps)
-    return jnp.matmul(own.T, mean, precision="highest") / jnp.maximum(jnp.sum(kept), 1)
+    standard_logits = _standardise(logits.astype(dtype), kept, eps)
+    standard_mean = _standardise(jax.lax.stop_gradient(mean_logits).astype(dtype), kept, eps)
+    return jnp.matmul(standard_logits.T, standard_mean, precision="highest") / jnp.maximum(jnp.sum(kept), 1)
 
 
 def cross_correlation_loss(matrix: Array, weight: Number) -> Array:
@@ -38,7 +38,7 @@ def cross_correlation_loss(matrix: Array, weight: Number) -> Array:
 
     Args:
       matrix: [C, C], M.
-      weight: lambda_col >= 0, of the pairs of different classes; 0.0051 in the paper.
+      weight: lambda_col >= 0, for pairs of different classes; 0.0051 in the paper.
 
     Returns:
       Scalar >= 0.
@@ -53,7 +53,7 @@ def cross_correlation_loss(matrix: Array, weight: Number) -> Array:
 
 def _standardise(values, kept, eps):
     """Columns of values [B, C] with mean 0 and unbiased variance 1 over the kept [B] rows; 0 in other rows."""
-    # From a row of the batch, so that a column of one value is exactly 0 whatever the rounding of its mean.
+    # Relative to a row of the batch, so that a constant column is exactly 0 however its mean is rounded.
     values = values - jax.lax.stop_gradient(values[jnp.argmax(kept)])
     kept, count = kept[:, None], jnp.sum(kept)
     values = jnp.where(kept, values, 0)

@@ -21,7 +21,7 @@ def intra_class(
     """FedMR's decorrelation of features within each class (section 3.3.1, eq. 3).
 
     With x_b standardised inside its own class and G_c = X_c^T X_c, sum_uv G_c[u,v]^2 equals the sum of
-    (x_b . x_b')^2 over the pairs of samples of c: one [B, B] matrix serves all classes, never a [C, D, D].
+    (x_b . x_b')^2 over the pairs of samples of c: one [B, B] matrix serves all classes, instead of a [C, D, D].
 
     Args:
       form: "offdiag" (published code, fits the tabulated mu1): unbiased variance,
@@ -35,7 +35,7 @@ def intra_class(
     check(form, FORMS, "form of the intra-class loss")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     members = membership(labels, num_classes, mask, dtype)
-    # Classes with fewer than two samples leave here, and from then on nothing divides by n_c - 1 = 0.
+    # Classes with fewer than two samples are removed here, so nothing divides by n_c - 1 = 0 from here on.
     members = members.only(members.counts >= 2)
     standard = _standardise(features.astype(dtype), members, unbiased=form == "offdiag", epsilon=epsilon)
     loss = _off_diagonal if form == "offdiag" else _frobenius
@@ -77,7 +77,7 @@ def _standardise(features, members, *, unbiased, epsilon):
 
 
 def _off_diagonal(standard, members):
-    """[sum_c mean_{u!=v} G_c[u,v]^2] / [sum_c n_c], the off-diagonal part as all minus the diagonal."""
+    """[sum_c mean_{u!=v} G_c[u,v]^2] / [sum_c n_c], the off-diagonal sum computed as the total minus the diagonal."""
     dimensions = standard.shape[1]
     if dimensions == 1:
         return jnp.zeros((), standard.dtype)
@@ -95,7 +95,7 @@ def _frobenius(standard, members):
 
 
 def _pair_energy(standard, members):
-    """[B]: sum over the b' in the class of b of (x_b . x_b')^2."""
+    """[B]: sum of (x_b . x_b')^2 over the samples b' in the class of b."""
     gram = _gram(standard)
     same_class = jnp.matmul(members.of_samples, members.of_classes, precision="highest")
     return jnp.sum(same_class * jnp.square(gram), axis=1)

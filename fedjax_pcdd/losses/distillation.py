@@ -1,7 +1,7 @@
 """Distillation between models of any architecture, through their outputs on the same batch.
 
 FCCL: Huang, Ye and Du, CVPR 2022. FedMD: Li and Wang, NeurIPS workshop 2019. FML: Shen et al., 2020. FedDF: Lin et al.,
-NeurIPS 2020. FedMatch: Jeong et al., ICLR 2021. What teaches is a constant everywhere.
+NeurIPS 2020. FedMatch: Jeong et al., ICLR 2021. The teacher is a constant everywhere.
 Further letters: H helpers; here K counts teachers.
 """
 
@@ -47,7 +47,7 @@ def kl_to_probabilities(probabilities: Array, logits: Array, *, temperature: Num
 
 
 def absolute_error(target: Array, logits: Array, mask: Mask = None) -> Array:
-    """FedMD's distance of logits: mean of |logits - target| over samples and classes, as both published codes.
+    """FedMD's distance of logits: mean of |logits - target| over samples and classes, as in both published codes.
 
     Args:
       target: [B, C], a constant.
@@ -65,16 +65,16 @@ def absolute_error(target: Array, logits: Array, mask: Mask = None) -> Array:
 
 
 def squared_error(target: Array, logits: Array, mask: Mask = None) -> Array:
-    """As `absolute_error` with squares, not halved: FedMD as the FCCL paper words it."""
+    """As `absolute_error` with squares, not halved: FedMD as described in the FCCL paper."""
     return masked_mean(jnp.mean(jnp.square(_difference(target, logits)), axis=-1), mask)
 
 
 def ensemble_target(teachers: Array, *, form: str = "avg_logits", temperature: Number = 1.0) -> Array:
-    """What a mean over teachers says: all that their student has to know.
+    """Mean over teachers as a target: everything their student needs.
 
     Args:
       teachers: [K, B, C] logits.
-      form: "avg_logits" gives the mean logits, "avg_probs" and "avg_losses" the mean of softmax(logits / T).
+      form: "avg_logits" returns the mean logits, "avg_probs" and "avg_losses" the mean of softmax(logits / T).
       temperature: T > 0.
 
     Returns:
@@ -88,13 +88,13 @@ def ensemble_target(teachers: Array, *, form: str = "avg_logits", temperature: N
 def kl_to_target(
     target: Array, logits: Array, *, form: str = "avg_logits", temperature: Number = 1.0, mask: Mask = None
 ) -> Array:
-    """FedDF's loss of a student, given what `ensemble_target` says.
+    """FedDF's loss of a student, given the target of `ensemble_target`.
 
     Args:
       target: [B, C], a constant; of the same form and temperature.
       logits: [B, C] of the student.
       form: "avg_logits" or "avg_probs". "avg_losses" is "avg_probs" here: the gradient is the same, and the value
-        lacks a part that no student can change.
+        lacks a term that does not depend on the student.
       temperature: T > 0.
     """
     check(form, ENSEMBLES, "form of the ensemble")
@@ -111,7 +111,7 @@ def mutual_losses(
     beta: Number = 0.5,
     mask: Mask = None,
 ) -> tuple[Array, Array]:
-    """FML's losses of the private and of the shared ("meme") model on one batch, each a constant to the other.
+    """FML's losses of the private and the shared ("meme") model on one batch; each model is a constant for the other.
 
     alpha CE(private) + (1 - alpha) KL(meme || private) and beta CE(meme) + (1 - beta) KL(private || meme). The gradient
     of their sum is that of either loss for its own model.
@@ -126,21 +126,21 @@ def mutual_losses(
       (private, meme), scalars in float32 or better.
     """
 
-    def loss(own, other, weight):
-        labelled = cross_entropy(own, labels, mask=mask)
-        return weight * labelled + (1 - weight) * kl_to_teacher(other, own, mask=mask)
+    def loss(student_logits, teacher_logits, weight):
+        labelled = cross_entropy(student_logits, labels, mask=mask)
+        return weight * labelled + (1 - weight) * kl_to_teacher(teacher_logits, student_logits, mask=mask)
 
     return loss(private_logits, meme_logits, alpha), loss(meme_logits, private_logits, beta)
 
 
 def confident(logits: Array, confidence: Number, *, mask: Mask = None) -> Array:
-    """FedMatch's samples to learn from, [B] bool: the largest softmax of logits [B, C] is at least `confidence`."""
-    kept = jnp.max(jax.nn.softmax(precise(logits)), axis=-1) >= confidence
-    return kept if mask is None else kept & mask.astype(bool)
+    """FedMatch's confident samples, [B] bool: the largest softmax of logits [B, C] is at least `confidence`."""
+    selected = jnp.max(jax.nn.softmax(precise(logits)), axis=-1) >= confidence
+    return selected if mask is None else selected & mask.astype(bool)
 
 
 def pseudo_labels(logits: Array, helper_logits: Array, *, valid: Array | None = None) -> Array:
-    """FedMatch's labels: the class with most votes of the local model and its helpers; of equal ones the lowest.
+    """FedMatch's labels: the class with most votes of the local model and its helpers; the lowest in a tie.
 
     Args:
       logits: [B, C] of the local model.
@@ -168,12 +168,12 @@ def helper_consistency(
     Args:
       logits: [B, C] of the local model.
       helper_logits: [H, B, C], constants; H may be 0.
-      kept: [B], samples that count, of `confident`.
+      kept: [B], samples that count, from `confident`.
       valid: [H] bool, helpers that exist; None for all.
-      floor: probabilities are raised to it before the logarithm, as in the published code; 0 leaves them alone.
+      floor: minimum of probabilities before the logarithm, as in the published code; 0 for none.
 
     Returns:
-      Scalar; 0 with zero gradient without kept samples or helpers.
+      Scalar; 0 with zero gradient if there are no kept samples or no helpers.
     """
     least = math.log(floor) if floor else -math.inf
     helpers = jnp.maximum(_log_softmax(jax.lax.stop_gradient(helper_logits)), least)

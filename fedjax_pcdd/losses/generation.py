@@ -1,4 +1,4 @@
-"""FedGen's losses: on the server for its generator of features, on the clients for what it generates.
+"""FedGen's losses: on the server for its generator of features, on the clients for the generated features.
 
 Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021.
 Further letters: S participants of a round, N dimensions of the noise.
@@ -14,13 +14,13 @@ from fedjax_pcdd.losses.classification import masked_mean
 
 
 def label_shares(counts: Array) -> Array:
-    """v_kc = n_kc / sum_j n_jc, each participant's share in the samples of each class.
+    """v_kc = n_kc / sum_j n_jc, each participant's share of the samples of each class.
 
     Args:
       counts: [S, C].
 
     Returns:
-      [S, C]; a class that nobody owns has shares 0.
+      [S, C]; a class without samples has shares 0.
     """
     total = jnp.sum(counts, axis=0)
     return jnp.where(total > 0, counts / jnp.where(total > 0, total, 1), 0)
@@ -32,7 +32,7 @@ def ensemble_loss(logits: Array, labels: Array, shares: Array, *, broadcast: boo
     Args:
       logits: [S, B, C].
       shares: [S, C], v_kc.
-      broadcast: as the published code, where a (B,) loss meets a (B, 1) weight: sum_k mean_b v * mean_b CE.
+      broadcast: as in the published code, a (B,) loss times a (B, 1) weight: sum_k mean_b v * mean_b CE.
     """
     logits = precise(logits)
     losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[None, :, None], axis=-1)[..., 0]
@@ -52,9 +52,9 @@ def diversity(noise: Array, latents: Array) -> Array:
     Returns:
       Scalar in (0, 1], 1 for identical latents.
     """
-    apart = jnp.mean(jnp.square(noise[:, None] - noise), axis=-1)
-    moved = jnp.mean(jnp.abs(latents[:, None] - latents), axis=-1)
-    return jnp.exp(-jnp.mean(apart * moved))
+    noise_distances = jnp.mean(jnp.square(noise[:, None] - noise), axis=-1)
+    latent_distances = jnp.mean(jnp.abs(latents[:, None] - latents), axis=-1)
+    return jnp.exp(-jnp.mean(noise_distances * latent_distances))
 
 
 def latent_kl(generated: Array, logits: Array, *, mask: Mask = None, valid: Array | None = None) -> Array:

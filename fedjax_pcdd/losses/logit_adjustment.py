@@ -24,7 +24,7 @@ def class_scales(
     Args:
       federation_counts: [K, C] training samples of all clients; read by "serverscaled" alone.
       function: Q(x) is "identity" x, "sqrt" of x, or "exp" of x. With "exp" a missing class keeps Q = 1 > 0. "none"
-        is FedGE: 1 for every class, also of a client without samples, whatever `gamma`.
+        is FedGE: 1 for every class, even for a client without samples, whatever `gamma`.
       gamma: "class": 1/C, hence Phi = C n_kc / n_k as published, for "identity" alone. "localgamma": the mean
         over classes of the client's own Q. "serverscaled": sum_j p_j Q_jc for each class with p_j = n_j / n of
         all clients, which makes sum_k p_k Phi_k = 1 for every class that has samples.
@@ -33,7 +33,7 @@ def class_scales(
       [C] scales; zeros for a client without samples.
 
     Raises:
-      UserError: `function` or `gamma` is unknown, or the two do not go together.
+      UserError: `function` or `gamma` is unknown, or the two cannot be combined.
     """
     if function == "none":
         return jnp.ones(class_counts.shape)
@@ -59,7 +59,7 @@ def scaled_logits(features: Array, directions: Array, scales: Array, kappa: Numb
       directions: [D, C], column c is m_c, of length 1.
       scales: [C], Phi_k; ones for the generic model.
       kappa: inverse temperature, sqrt(E_W) in the paper.
-      unit: False leaves out the division by ||h||, for features that are normalised otherwise.
+      unit: False leaves out the division by ||h||, for features that are normalised in another way.
 
     Returns:
       [B, C] in float32 or better.
@@ -87,12 +87,12 @@ def restricted_scales(class_counts: Array, alpha: Number, *, form: str = "hard")
 
 
 def calibration_margins(class_counts: Array, tau: Number, *, missing: float | None = None) -> Array:
-    """FedLC's margins m_c = tau * n_c^(-1/4), to be taken from the logits (ICML 2022).
+    """FedLC's margins m_c = tau * n_c^(-1/4), to be subtracted from the logits (ICML 2022).
 
     Args:
       class_counts: [C] training samples.
       tau: strength, >= 0.
-      missing: count that stands in for 0; None gives the margin 0, for callers that take missing classes out.
+      missing: count that replaces 0; None gives a margin of 0, for callers that exclude missing classes.
 
     Returns:
       [C] margins.
@@ -132,7 +132,7 @@ def balanced_cross_entropy(
 
     Args:
       power: exponent on the counts, >= 0; 0 is the plain softmax over all classes.
-      missing: count that stands in for 0, > 0; None takes a class without samples out of the softmax.
+      missing: count that replaces 0, > 0; None excludes a class without samples from the softmax.
     """
     present = class_counts > 0
     prior = power * jnp.log(jnp.where(present, class_counts, 1 if missing is None else missing))
@@ -141,7 +141,7 @@ def balanced_cross_entropy(
 
 
 def l2_normalise(vectors: Array, epsilon: float = 1e-12) -> Array:
-    """v / max(||v||, epsilon) for [..., D] over the last axis; no gradient up to that norm."""
+    """v / max(||v||, epsilon) for [..., D] over the last axis; no gradient for norms up to epsilon."""
     squares = jnp.sum(jnp.square(vectors), axis=-1, keepdims=True)
     long = squares > epsilon**2
     unit = vectors / jnp.sqrt(jnp.where(long, squares, 1))

@@ -1,4 +1,4 @@
-"""Distillation from the received model on some classes only: what it knows and local training forgets.
+"""Distillation from the received model on some classes only, to keep knowledge that local training forgets.
 
 FedVLS: Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025. FedNTD: Lee et al.,
 "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022. FedLMD: Lu et al.,
@@ -13,7 +13,7 @@ from fedjax_pcdd.losses import Mask, Number, check, precise
 from fedjax_pcdd.losses.classification import masked_mean
 
 EMPTY = ("skip", "published")
-PUBLISHED_SHIFT = 1000.0  # what FedLMD's published code takes from a logit that it masks
+PUBLISHED_SHIFT = 1000.0  # subtracted from masked logits in FedLMD's published code
 
 
 def masked_kl(
@@ -27,23 +27,23 @@ def masked_kl(
 ) -> Array:
     """T^2 times the batch mean of KL(softmax of the teacher / T || softmax of the student / T), each over its classes.
 
-    A class outside a softmax has the weight 0 in it, and its logit the gradient 0.
+    A class outside a softmax has weight 0 in it, and its logit has gradient 0.
 
     Args:
       teacher_logits: [B, C], a constant.
       logits: [B, C] of the student.
-      teacher_classes: [C] or [B, C] bool, classes in the teacher's softmax; among those of the student's.
+      teacher_classes: [C] or [B, C] bool, classes in the teacher's softmax; a subset of the student's.
       student_classes: [C] or [B, C] bool; None for the teacher's.
       temperature: T > 0.
 
     Returns:
-      Scalar; samples whose teacher has no class, or both of them the same single one, add 0 with
-      zero gradient, but stay in B.
+      Scalar; samples whose teacher has no class, or whose teacher and student have the same single one, add 0 with
+      zero gradient, but are counted in B.
     """
     teacher = _log_softmax(jax.lax.stop_gradient(teacher_logits), teacher_classes, temperature)
     student = _log_softmax(logits, teacher_classes if student_classes is None else student_classes, temperature)
-    parts = jnp.where(teacher_classes, jnp.exp(teacher) * (teacher - student), 0)
-    return jnp.square(temperature) * masked_mean(jnp.sum(parts, axis=-1), mask)
+    terms = jnp.where(teacher_classes, jnp.exp(teacher) * (teacher - student), 0)
+    return jnp.square(temperature) * masked_mean(jnp.sum(terms, axis=-1), mask)
 
 
 def not_true_distillation(
@@ -81,10 +81,10 @@ def label_masking_distillation(
     empty: str = "skip",
     mask: Mask = None,
 ) -> Array:
-    """FedLMD's loss: the teacher is heard on minority labels alone, the student answers on all classes but the label.
+    """FedLMD's loss: the teacher's softmax is over minority classes, the student's over all classes but the label.
 
     The softmax of the teacher is over R_b, the classes that are neither the label nor in the majority. Equal logits of
-    the teacher (zeros, say) are FedLMD-Tf's: 1 / |R_b| on each of them.
+    the teacher (for example zeros) give FedLMD-Tf: 1 / |R_b| for each of these classes.
 
     Args:
       teacher_logits: [B, C], a constant.
@@ -92,19 +92,19 @@ def label_masking_distillation(
       majority: [C] bool, `majority_classes`.
       temperature: tau > 0.
       empty: what a sample with an empty R_b adds: "skip", 0; "published", the KL from a teacher over all classes to a
-        student whose label's logit is lowered by 1000 tau, as in the published code, which masks so.
+        student whose label's logit is lowered by 1000 tau, which is how the published code masks.
 
     Returns:
-      Scalar >= 0. The label's logit has no gradient, but for "published" where R_b is empty.
+      Scalar >= 0. The label's logit has no gradient, except with "published" if R_b is empty.
     """
     check(empty, EMPTY, "treatment of samples without classes")
-    others = _not_true(logits, labels)
-    taught = others & ~majority
+    student_classes = _not_true(logits, labels)
+    teacher_classes = student_classes & ~majority
     if empty == "published":
-        none = ~jnp.any(taught, axis=-1, keepdims=True)
-        logits = logits - jnp.where(none & ~others, PUBLISHED_SHIFT * temperature, 0)
-        taught, others = taught | none, others | none
-    return masked_kl(teacher_logits, logits, taught, others, temperature=temperature, mask=mask)
+        none = ~jnp.any(teacher_classes, axis=-1, keepdims=True)
+        logits = logits - jnp.where(none & ~student_classes, PUBLISHED_SHIFT * temperature, 0)
+        teacher_classes, student_classes = teacher_classes | none, student_classes | none
+    return masked_kl(teacher_logits, logits, teacher_classes, student_classes, temperature=temperature, mask=mask)
 
 
 def _not_true(logits, labels):
@@ -115,5 +115,5 @@ def _not_true(logits, labels):
 def _log_softmax(logits, classes, temperature):
     """Logarithms of a softmax over some classes, [B, C] in float32 or better; finite and far below 0 elsewhere."""
     logits = precise(logits) / temperature
-    # A finite fill, so that no -inf meets a zero; half of the least number, so that nothing overflows to it.
+    # A finite fill, so that -inf is never multiplied by 0; half of the lowest number, so that nothing overflows.
     return jax.nn.log_softmax(jnp.where(classes, logits, jnp.finfo(logits.dtype).min / 2), axis=-1)

@@ -1,4 +1,4 @@
-"""Who belongs to which class: sums over the samples of a class, and values of a class handed to its samples."""
+"""Class membership of samples: sums over the samples of a class, and class values assigned to samples."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from fedjax_pcdd.losses import Mask
 
 
 class Membership(NamedTuple):
-    """One-hot classes in both orientations: a CPU multiplies slowly by a matrix that is transposed on the way."""
+    """One-hot classes in both orientations, as a CPU is slow at multiplying by a matrix transposed on the fly."""
 
     of_samples: Array  # [B, C]
     of_classes: Array  # [C, B]
@@ -26,7 +26,7 @@ class Membership(NamedTuple):
         return jnp.any(self.of_samples > 0, axis=1)
 
     def only(self, classes: Array) -> "Membership":
-        """Without the samples of classes that are False in `classes` [C]."""
+        """Remove the samples of classes that are False in `classes` [C]."""
         return Membership(self.of_samples * classes, self.of_classes * classes[:, None])
 
     def per_class(self, values: Array) -> Array:
@@ -34,7 +34,7 @@ class Membership(NamedTuple):
         return _product(self.of_classes, self.of_samples, values)
 
     def per_sample(self, values: Array) -> Array:
-        """The row of values [C, D] that belongs to each sample, [B, D]; 0 for samples that do not count."""
+        """The row of values [C, D] of each sample's class, [B, D]; 0 for samples that do not count."""
         return _product(self.of_samples, self.of_classes, values)
 
 

@@ -1,4 +1,4 @@
-"""Class prototypes: sums for building them, their merging on the server, margins and distances to them.
+"""Class prototypes: sums to compute them, merging on the server, and margins and distances to them.
 
 FedMR: Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023.
 FedProto: Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
@@ -18,7 +18,7 @@ STALE = ("carry", "drop")
 
 
 def class_sums(features: Array, labels: Array, num_classes: int, mask: Mask = None) -> tuple[Array, Array]:
-    """Sums of features and numbers of samples of each class.
+    """Sum of features and number of samples for each class.
 
     Returns:
       (sums [C, D], counts [C]) in float32 or better; zeros for absent classes.
@@ -36,12 +36,12 @@ def merge_prototypes(
     Args:
       sums: [C, D], features summed over all samples of the submitting clients (sum_k n_kc g_kc).
       counts: [C], their numbers of samples (sum_k n_kc).
-      previous: [C, D] prototypes of the round before.
+      previous: [C, D] prototypes of the previous round.
       previous_valid: [C] bool.
       stale: a class that no one submitted keeps its last prototype ("carry") or becomes invalid ("drop").
 
     Returns:
-      (prototypes [C, D], valid [C] bool); rows that are not valid are zeros.
+      (prototypes [C, D], valid [C] bool); invalid rows are zeros.
     """
     check(stale, STALE, "treatment of stale prototypes")
     fresh = counts > 0
@@ -52,7 +52,7 @@ def merge_prototypes(
 
 
 def equal_shares(sums: Array, counts: Array) -> tuple[Array, Array]:
-    """A client's class sums [C, D] and counts [C], as if it had one sample of each of its classes, at their mean.
+    """A client's class sums [C, D] and counts [C] as if it had one sample, the mean, of each of its classes.
 
     Summed over clients and merged, they give the unweighted mean of the local prototypes (FedProto).
     """
@@ -63,7 +63,7 @@ def equal_shares(sums: Array, counts: Array) -> tuple[Array, Array]:
 def inter_class(
     features: Array, labels: Array, prototypes: Array, valid: Array, candidates: Array, *, mask: Mask = None
 ) -> Array:
-    """FedMR's inter-class margin: a feature shall be nearer to its own prototype than to any other.
+    """FedMR's inter-class margin: a feature should be nearer to its own prototype than to any other.
 
     D(ci, cj) = mean over the samples of ci of max(||z - g_ci|| - ||z - g_cj||, 0), averaged over the ordered
     pairs with ci in the batch and valid, cj != ci a candidate and valid. The prototypes are constants.
@@ -85,10 +85,10 @@ def inter_class(
     features = jnp.where(jnp.any(anchors > 0, axis=1)[:, None], features.astype(dtype), 0)
     targets = jax.lax.stop_gradient(jnp.where(valid[:, None], prototypes, 0)).astype(dtype)
     distances = safe_norm(features[:, None, :] - targets)
-    own = jnp.sum(anchors * distances, axis=1, keepdims=True)
+    own_distances = jnp.sum(anchors * distances, axis=1, keepdims=True)
     sample_weights = anchors / jnp.maximum(counts, 1)
     weights = jnp.matmul(sample_weights, pairs, precision="highest")
-    return jnp.sum(weights * jax.nn.relu(own - distances)) / jnp.maximum(jnp.sum(pairs), 1)
+    return jnp.sum(weights * jax.nn.relu(own_distances - distances)) / jnp.maximum(jnp.sum(pairs), 1)
 
 
 def squared_distance_to_own(
@@ -98,7 +98,7 @@ def squared_distance_to_own(
 
     Args:
       prototypes: [C, D].
-      valid: [C] bool; samples of other classes add nothing, but stay in B.
+      valid: [C] bool; samples of other classes add nothing, but are counted in B.
 
     Returns:
       Scalar >= 0; 0 with zero gradient when no sample's class is valid.
@@ -117,20 +117,20 @@ def nearest_prototype_scores(features: Array, prototypes: Array, valid: Array) -
       valid: [C] bool, classes that may be predicted.
 
     Returns:
-      [B, C], minus the mean over D of the squared distance; -inf for classes that are not valid.
+      [B, C], minus the mean over D of the squared distance; -inf for invalid classes.
     """
     distances = jnp.mean(jnp.square(features[:, None, :] - prototypes), axis=-1)
     return jnp.where(valid.astype(bool), -distances, -jnp.inf)
 
 
 def centre_distances(centres: Array, valid: Array) -> tuple[Array, Array]:
-    """Distances [C, C] between the centres [C, D] of classes, and which pairs [C, C] are two valid classes [C]."""
+    """Distances [C, C] between class centres [C, D], and which pairs [C, C] are of two different valid classes [C]."""
     pairs = valid[:, None] & valid & ~jnp.eye(len(valid), dtype=bool)
     return safe_norm(centres[:, None] - centres), pairs
 
 
 def nearest_gaps(centres: Array, valid: Array) -> Array:
-    """Distances [C] to the nearest other centre; classes without one take the smallest, all are inf without a pair."""
+    """Distances [C] to the nearest other centre; invalid classes get the smallest one; all are inf without a pair."""
     distances, pairs = centre_distances(centres, valid)
     gaps = jnp.min(jnp.where(pairs, distances, jnp.inf), axis=1)
     return jnp.where(valid, gaps, jnp.min(gaps))
@@ -154,7 +154,7 @@ def adaptive_margin(centres: Array, valid: Array, threshold: Number, rule: str) 
 def margin_cross_entropy(
     prototypes: Array, labels: Array, targets: Array, margin: Number, *, mask: Mask = None
 ) -> Array:
-    """FedTGP's loss: cross-entropy of minus the distances to the targets, the own class's lengthened by the margin.
+    """FedTGP's loss: cross-entropy of negative distances to the targets, with the margin added for the own class.
 
     Args:
       prototypes: [P, D] as uploaded.
@@ -167,8 +167,8 @@ def margin_cross_entropy(
       Scalar; the gradient of a distance of 0 is 0.
     """
     distances = safe_norm(prototypes[:, None] - targets)
-    own = jax.nn.one_hot(labels, len(targets), dtype=distances.dtype)
-    return cross_entropy(-(distances + margin * own), labels, mask=mask)
+    one_hot = jax.nn.one_hot(labels, len(targets), dtype=distances.dtype)
+    return cross_entropy(-(distances + margin * one_hot), labels, mask=mask)
 
 
 def random_subset(key: Array, mask: Array, n: Array | int) -> Array:
@@ -177,7 +177,7 @@ def random_subset(key: Array, mask: Array, n: Array | int) -> Array:
     Args:
       key: consumed.
       mask: [B], samples to choose from.
-      n: how many, may be traced; n >= B gives the mask back, n = 0 nothing.
+      n: number of samples, may be traced; n >= B returns the mask, n = 0 an empty one.
 
     Returns:
       [B] bool mask.

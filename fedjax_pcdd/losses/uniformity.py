@@ -17,7 +17,7 @@ WIDTHS = ("median", "constant")
 def prediction_variance(logits: Array, *, mask: Mask = None) -> Array:
     """(1/C) sum_c max(1/sqrt(C) - std_b softmax(o_b)_c, 0), with the unbiased standard deviation over the batch.
 
-    1/sqrt(C) is the deviation of a column of the C x C identity matrix: one sample a class, all certain.
+    1/sqrt(C) is the deviation of a column of the C x C identity matrix: one certain prediction per class.
 
     Returns:
       Scalar in [0, 1/sqrt(C)], in float32 or better; 0 with zero gradient for fewer than two samples.
@@ -31,8 +31,8 @@ def prediction_variance(logits: Array, *, mask: Mask = None) -> Array:
     # The root of 0 has an infinite gradient, hence two selections instead of one.
     varies = variances > 0
     deviations = jnp.where(varies, jnp.sqrt(jnp.where(varies, variances, 1)), 0)
-    lacking = jax.nn.relu(1 / math.sqrt(logits.shape[-1]) - deviations)
-    return jnp.where(count >= 2, jnp.mean(lacking), 0)
+    shortfall = jax.nn.relu(1 / math.sqrt(logits.shape[-1]) - deviations)
+    return jnp.where(count >= 2, jnp.mean(shortfall), 0)
 
 
 def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> Array:
@@ -41,8 +41,8 @@ def uniformity(features: Array, *, width: str = "median", mask: Mask = None) -> 
     Of an even number of distances m is the lower of the two in the middle. Pairs at distance 0 count in the mean.
 
     Args:
-      width: "median" (published code): the gradient goes through m too, to the pair that it is the distance of, so that
-        the loss depends on the shape of the cloud of features alone; "constant": m is a constant.
+      width: "median" (published code): the gradient also flows through m, to the pair whose distance it is, so that the
+        loss only depends on the shape of the cloud of features; "constant": m is a constant.
 
     Returns:
       Scalar in [0, 1], in float32 or better; 0 for fewer than two samples and 1 for equal features, with zero gradient.
@@ -74,8 +74,8 @@ def _squared_distances(values):
 
 def _squared_distances_backward(values, cotangent):
     """2 sum_j (g_ij + g_ji) (z_i - z_j), as one product instead of an array [B, B, D]."""
-    both = cotangent + cotangent.T
-    return (2 * (jnp.sum(both, axis=1, keepdims=True) * values - jnp.matmul(both, values, precision="highest")),)
+    paired = cotangent + cotangent.T
+    return (2 * (jnp.sum(paired, axis=1, keepdims=True) * values - jnp.matmul(paired, values, precision="highest")),)
 
 
 _squared_distances.defvjp(lambda values: (_squared_distances(values), values), _squared_distances_backward)

@@ -1,6 +1,6 @@
-"""FedVLS's cross-entropy calibrated by class shares, and its suppression of logits of classes that are not the label.
+"""FedVLS's cross-entropy calibrated by class shares, and its suppression of the logits of classes other than the label.
 
-Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025. A class is vacant at a client that
+Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025. A class is vacant on a client that
 has no samples of it. Its distillation inside the vacant classes is `masked_distillation.masked_kl`.
 """
 
@@ -53,28 +53,30 @@ def logit_suppression(
     epsilon: float = EPSILON,
     mask: Mask = None,
 ) -> Array:
-    """sum_c p_c log((1/B) sum_b exp(s_bc)): logits of the client's classes fall on samples of others (L_sup).
+    """sum_c p_c log((1/B) sum_b exp(s_bc)): lowers logits of the client's classes on samples of other classes (L_sup).
 
     Args:
       class_counts: [C] training samples n_c of the client; p_c = n_c / n.
       form: "code": s_bc = o_bc - log(p_c + epsilon) + log(1/C + epsilon), and 0 at the label; "paper": s_bc = o_bc, and
-        samples of the label left out of the sum, but not of B: without a lower bound.
+        samples with label c are left out of the sum, but counted in B: there is no lower bound.
       epsilon: of the form "code".
 
     Returns:
       Scalar in float32 or better. Logits of labels and of vacant classes have no gradient; in the form "paper" a class
-      without a sample of another one in the batch adds 0.
+      adds 0 if the batch has no sample of another class.
     """
     check(form, FORMS, "form of FedVLS's losses")
     logits = precise(logits)
     num_classes, shares = logits.shape[-1], _shares(class_counts)
-    own = jnp.arange(num_classes) == labels[:, None]
-    counted = jnp.ones(own.shape, bool) if mask is None else jnp.broadcast_to(mask.astype(bool)[:, None], own.shape)
+    is_label = jnp.arange(num_classes) == labels[:, None]
+    counted = (
+        jnp.ones(is_label.shape, bool) if mask is None else jnp.broadcast_to(mask.astype(bool)[:, None], is_label.shape)
+    )
     size = jnp.maximum(jnp.sum(counted[:, 0]), 1)
     if form == "code":
-        logits = jnp.where(own, 0, logits - jnp.log(shares + epsilon) + math.log(1 / num_classes + epsilon))
+        logits = jnp.where(is_label, 0, logits - jnp.log(shares + epsilon) + math.log(1 / num_classes + epsilon))
     else:
-        counted &= ~own
+        counted &= ~is_label
     sums = jax.nn.logsumexp(jnp.where(counted, logits, jnp.finfo(logits.dtype).min), axis=0)
     kept = (shares > 0) & jnp.any(counted, axis=0)
     return jnp.sum(jnp.where(kept, shares * (sums - jnp.log(size)), 0))

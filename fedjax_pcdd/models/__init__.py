@@ -1,4 +1,4 @@
-"""Models: `build` makes one by its name, `MODELS` lists them."""
+"""Models: `build` makes a model by its name, `MODELS` lists the names."""
 
 import functools
 from collections.abc import Callable
@@ -45,11 +45,11 @@ __all__ = [
 
 
 NORMS = (layers.BatchNorm, layers.GroupNorm, nn.BatchNorm, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm, nn.RMSNorm)
-"""Modules that normalise what they are given."""
+"""Modules that normalise their inputs."""
 
 
 class _Family(NamedTuple):
-    """A backbone from norm and types, the smallest image side (0: any input), one line; which inputs and layers."""
+    """A backbone factory, its smallest image side (0: any input), a description; whether it has norms or reads text."""
 
     backbone: Callable[..., nn.Module]
     smallest: int
@@ -103,7 +103,7 @@ MODELS = {name: family.description for name, family in _OWN.items()}
 """Names of this package's models, each with one line that describes it."""
 
 BACKBONES: Registry[Any] = Registry("model", "models", _OWN)
-"""What makes a backbone, by name: of this package, or from outside a Flax module or a function that returns one."""
+"""Backbones by name: those of this package, and from outside Flax modules or functions that return one."""
 
 
 def build(
@@ -120,39 +120,41 @@ def build(
     """A model with a linear head and no neck; `model.clone(neck=2, head=False)` changes that.
 
     Args:
-      model: a key of MODELS, a registered name, or the import path of a module, as "my.package:Net"; or a Flax module
-        itself, Linen or NNX, or what returns one: a backbone, or a whole classifier that ends with a dense layer.
+      model: a key of MODELS, a registered name, or the import path of a module, such as "my.package:Net"; or a Flax
+        module itself, Linen or NNX, or a class or function that returns one: a backbone, or a whole classifier that
+        ends with a dense layer.
       num_classes: C.
       image_shape: (H, W, channels); any shape for "mlp"; (T, 1, 1) for text.
       text: whether inputs are character codes in [0, C), not images.
       norm: "batch", "group" or "slow_batch" (epsilon and momentum of TensorFlow's), for models that normalise.
-      dtype: of the computation, as jnp.bfloat16; None computes in the type of the parameters.
+      dtype: of the computation, for example jnp.bfloat16; None computes in the dtype of the parameters.
       param_dtype: of the parameters.
       precision: of products of float32 operands, as for `jax.default_matmul_precision`.
 
     Raises:
-      UserError: an unknown name or norm, images that are too small for the model, text in their place, or no module.
+      UserError: an unknown name or norm, images that are too small for the model, text instead of images or images
+        instead of text, or something that is not a module.
 
     >>> build("mlp", num_classes=10, image_shape=(28, 28, 1)).num_classes
     10
     """
     layers.norm(norm)
     types = {"dtype": dtype, "param_dtype": param_dtype}
-    rest = types | {"norm": norm, "precision": precision}
+    common = types | {"norm": norm, "precision": precision}
     family = BACKBONES.find(model) if isinstance(model, str) else model
     if not isinstance(family, _Family):
-        known = {"num_classes": num_classes, "image_shape": tuple(image_shape), "norm": norm, **types}
+        arguments = {"num_classes": num_classes, "image_shape": tuple(image_shape), "norm": norm, **types}
         name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
-        backbone, head = adapted(family, name, known, num_classes, tuple(image_shape))
-        return Classifier(backbone, num_classes, head_bias=head is None or head.use_bias, own_head=head, **rest)
+        backbone, head = adapted(family, name, arguments, num_classes, tuple(image_shape))
+        return Classifier(backbone, num_classes, head_bias=head is None or head.use_bias, own_head=head, **common)
     if not _fits(family, image_shape, text):
         raise UserError(_misfit(model, image_shape, text))
     kind = {"norm": norm} if family.normed else {"vocabulary": num_classes} if text else {}
-    return Classifier(family.backbone(**kind, **types), num_classes, **rest)
+    return Classifier(family.backbone(**kind, **types), num_classes, **common)
 
 
 def with_uniform_kernels(model: Classifier) -> Classifier:
-    """The same, its kernels starting uniform where the network leaves that open, as all of the FCCL paper's do."""
+    """The model with uniform initial kernels, if the network has a choice, as in all networks of the FCCL paper."""
     backbone: Any = model.backbone
     return model.clone(backbone=backbone.clone(kernel_init="uniform")) if hasattr(backbone, "kernel_init") else model
 
@@ -168,7 +170,7 @@ def uses_batch_norm(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
 
 
 def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
-    """Whether the backbone has normalisation layers: ours or Flax's, or variables as those have."""
+    """Whether the backbone has normalisation layers: ours or Flax's, or variables like theirs."""
     model = model.private if isinstance(model, Pair) else model
     variables, norms = _traced(getattr(model, "backbone", model), image_shape)
     names = {path[-1] for path in flatten_dict(variables.get("params", {}))}
@@ -176,7 +178,7 @@ def normalises(model: nn.Module, image_shape: tuple[int, ...]) -> bool:
 
 
 def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    """Paths of the parameters of all normalisation layers, as scale and bias, in `variables["params"]`."""
+    """Paths in `variables["params"]` of the parameters of all normalisation layers, such as scale and bias."""
     variables, norms = _traced(model, image_shape)
     leaves = flatten_dict(variables["params"])
     return tuple(path for path in sorted(leaves) if any(path[: len(norm)] == norm for norm in norms))
@@ -184,7 +186,7 @@ def normalisation_params(model: nn.Module, image_shape: tuple[int, ...]) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, Any], frozenset[Any]]:
-    """The shapes of a module's variables, and the paths of the modules in it that normalise; nothing is computed."""
+    """Shapes of a module's variables, and paths of its normalisation layers; nothing is computed."""
     norms: set[Any] = set()
 
     def note(call, args, kwargs, context):
@@ -195,8 +197,8 @@ def _traced(model: nn.Module, image_shape: tuple[int, ...]) -> tuple[dict[str, A
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        image, told = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
-        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **told))
+        image, arguments = jnp.zeros((1, *image_shape)), spelled(type(model).__call__, False, None)
+        variables: Any = jax.eval_shape(lambda: model.init(jax.random.key(0), image, **arguments))
     return dict(variables), frozenset(norms)
 
 
@@ -208,9 +210,9 @@ def _fits(family: _Family, image_shape: tuple[int, ...], text: bool) -> bool:
 
 def _misfit(name: str, image_shape: tuple[int, ...], text: bool) -> str:
     side, reads_text = _OWN[name].smallest, _OWN[name].text
-    given = "x".join(map(str, image_shape))
+    size = "x".join(map(str, image_shape))
     fitting = " or ".join(other for other, family in _OWN.items() if _fits(family, image_shape, text))
     if text != reads_text:
         kind, other = ("text", "images") if reads_text else ("images", "text")
         return f"Model '{name}' reads {kind}, not {other}: take {fitting}."
-    return f"Model '{name}' needs images of at least {side}x{side} pixels, not {given}: take {fitting}."
+    return f"Model '{name}' needs images of at least {side}x{side} pixels, not {size}: take {fitting}."

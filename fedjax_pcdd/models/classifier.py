@@ -1,6 +1,6 @@
-"""A model: backbone, neck, head; and the four things that are asked of it.
+"""A model: backbone, neck and head, with functions to initialise, run and measure it.
 
-Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels), or what the backbone takes.
+Letters: B batch, D feature width, C classes. Image shapes are (H, W, channels), or what the backbone accepts.
 """
 
 import functools
@@ -21,11 +21,11 @@ Variables = dict[str, Any]
 
 
 class Outputs(NamedTuple):
-    """What a model returns, at least float32.
+    """Outputs of a model, at least float32.
 
     Attributes:
-      features: [B, D], what the head reads.
-      logits: [B, C], or None where the model has no trained head.
+      features: [B, D], input of the head.
+      logits: [B, C], or None if the model has no trained head.
     """
 
     features: jax.Array
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
     Attributes:
       params: trainable ones.
-      full: those, running means and variances, one counter a batch-norm layer: what the papers count.
+      full: these, running means and variances, and one counter per batch-norm layer: what the papers count.
       features: D.
       head: trainable ones of the head.
     """
@@ -51,22 +51,22 @@ class Sizes(NamedTuple):
 class Classifier(Typed):
     """Backbone [B, D'], then `neck` linear layers, then a linear head.
 
-    Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, but what it lacks.
+    Its parameters are {"backbone": ..., "neck": ..., "feature_norm": ..., "head": ...}, without parts that it lacks.
 
     Attributes:
-      backbone: a Linen module that gives [B, D'], called as `own_modules.spelled` says.
+      backbone: a Linen module that returns [B, D'], called with the arguments of `own_modules.spelled`.
       num_classes: C.
-      neck: 0, 1 or 2 linear layers with a ReLU between them; it ends linearly.
-      neck_width: D, outputs of the neck's last layer; None for as many as the backbone's.
+      neck: 0, 1 or 2 linear layers with a ReLU between them but not at the end.
+      neck_width: D, outputs of the neck's last layer; None for as many as the backbone has.
       feature_norm: whether batch norm is applied to the features before the head.
       head: whether the model has a trained head.
       head_bias: whether that head has a bias.
-      own_head: the backbone's own last layer, in the place of which the head is; None for none.
-      norm: "batch" or "group", for models built beside this one if its backbone has no such layers to go by.
-      precision: of the products of backbone and neck, and of their gradients, where these have float32 operands, as
-        for `jax.default_matmul_precision`; the head's is that of what surrounds the model, as None is.
-      convolutions: which forms they take; None for those of the packaged table.
-      dtype: of the computation, but for the head, which reads at least float32; None promotes.
+      own_head: the backbone's own last layer, which the head replaces; None if there is none.
+      norm: "batch" or "group", for models built beside this one, in case its backbone has no norm layers to show it.
+      precision: of products of float32 operands in backbone and neck, and of their gradients, as for
+        `jax.default_matmul_precision`; None for that of the surrounding context, which the head always uses.
+      convolutions: forms of the convolutions; None for those of the packaged table.
+      dtype: of the computation, except for the head, which reads at least float32; None promotes.
     """
 
     backbone: nn.Module
@@ -84,11 +84,11 @@ class Classifier(Typed):
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool, mask: jax.Array | None = None) -> Outputs:
         """Runs [B, ...] inputs; mask [B] is 1 for valid samples, which alone enter batch statistics."""
-        own, told = self.own_head, spelled(type(self.backbone).__call__, train, mask)
-        cut = (*self.path, "backbone", *own.path) if own and own.path else ()
-        precise = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
-        with precise, choosing(self.convolutions), in_this_engine(mask, cut):
-            features = self.backbone(x, **told)
+        own_head, arguments = self.own_head, spelled(type(self.backbone).__call__, train, mask)
+        cut = (*self.path, "backbone", *own_head.path) if own_head and own_head.path else ()
+        precision = nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
+        with precision, choosing(self.convolutions), in_this_engine(mask, cut):
+            features = self.backbone(x, **arguments)
             if self.neck:
                 features = Neck(self.neck, self.neck_width, name="neck", **self.types)(features)
         if self.feature_norm:
@@ -96,13 +96,15 @@ class Classifier(Typed):
         features = features.astype(jnp.promote_types(features.dtype, jnp.float32))
         if not self.head:
             return Outputs(features, None)
-        inits: dict[str, Any] = {"kernel_init": own.kernel_init, "bias_init": own.bias_init} if own else {}
+        inits: dict[str, Any] = (
+            {"kernel_init": own_head.kernel_init, "bias_init": own_head.bias_init} if own_head else {}
+        )
         head = Linear(self.num_classes, self.head_bias, param_dtype=self.param_dtype, name="head", **inits)
         return Outputs(features, self.kept(head(features)))
 
 
 class Neck(Typed):
-    """Linear layers with ReLU between them: [B, D] to [B, width], to [B, D] where the width is None."""
+    """Linear layers with ReLU between them: [B, D] to [B, width], or to [B, D] if `width` is None."""
 
     layers: int
     width: int | None = None
@@ -119,7 +121,7 @@ class Neck(Typed):
 
 @functools.partial(jax.jit, static_argnames=("model", "image_shape"))
 def initialise(model: Classifier, key: jax.Array, image_shape: tuple[int, ...]) -> Variables:
-    """Fresh variables: "params" and, where the model has batch norm, "batch_stats"; other collections of its own."""
+    """Fresh variables: "params", "batch_stats" if the model has batch norm, and any other collections of the model."""
     return model.init(key, jnp.zeros((1, *image_shape)), train=False)  # pyright: ignore[reportReturnType]
 
 
@@ -136,7 +138,7 @@ def forward(
     """Runs the model.
 
     Args:
-      variables: as `initialise` gives them.
+      variables: as returned by `initialise`.
       x: [B, ...] inputs.
       train: whether batch norm uses the batch's statistics and dropout is on.
       mask: [B], 1 for valid samples, which alone enter batch statistics; None for all.
@@ -146,7 +148,7 @@ def forward(
     Returns:
       The outputs, and new values of all collections but the parameters, as {"batch_stats": ...}; {} without training.
     """
-    # Flax draws from "params" where a layer of a user's own asks for a stream of another name.
+    # Flax draws from "params" if a user-defined layer requests a stream of another name.
     rngs = None if key is None else {"dropout": key, "params": jax.random.fold_in(key, 1)}
     changing = [*mutable, *(name for name in variables if train and name != "params")]
     if changing:
@@ -157,14 +159,14 @@ def forward(
 def layers(
     model: Classifier, variables: Variables, x: jax.Array, **how: Any
 ) -> tuple[tuple[jax.Array, ...], Outputs, Variables]:
-    """Runs the model as `forward` does, with its keyword arguments, and keeps what each layer gives.
+    """Runs the model as `forward` does, with its keyword arguments, and returns the output of each layer, too.
 
     A layer is a parametrised operation (in a residual network a stage) with its activation and the pooling that
-    directly follows. Backbones and necks offer them by `self.sow("intermediates", "layers", x)`, which is nothing
-    unless it is asked for here.
+    directly follows. Backbones and necks record them by `self.sow("intermediates", "layers", x)`, which has no effect
+    unless they are requested here.
 
     Returns:
-      The layers, each [B, ...], first to last, the logits being the last; and the two results of `forward`.
+      The layers' outputs [B, ...], first to last, the logits being the last; and the two results of `forward`.
     """
     outputs, state = forward(model, variables, x, **how, mutable=["intermediates"])
     sown = state.pop("intermediates", {})
@@ -173,18 +175,18 @@ def layers(
 
 
 def apply_head(params: Variables, features: jax.Array) -> jax.Array:
-    """Logits [B, C] of a head's parameters, {"kernel": [D, C]} and perhaps {"bias": [C]}, on features [B, D]."""
+    """Logits [B, C] for features [B, D] by a head's parameters, "kernel" [D, C] and, if it has one, "bias" [C]."""
     logits = features @ params["kernel"]
     return logits + params["bias"] if "bias" in params else logits
 
 
 def feature_dim(model: Classifier, image_shape: tuple[int, ...]) -> int:
-    """D, without running anything."""
+    """D; nothing is run."""
     return _shapes(model, image_shape)[0].features.shape[-1]
 
 
 def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
-    """Counts scalars, without running anything."""
+    """Count the model's scalars; nothing is run."""
     outputs, variables = _shapes(model, image_shape)
     statistics, params = variables.get("batch_stats", {}), size(variables["params"])
     counters = len(jax.tree.leaves(statistics)) // 2
@@ -193,7 +195,7 @@ def sizes(model: Classifier, image_shape: tuple[int, ...]) -> Sizes:
 
 
 def arithmetic(model: Classifier, image_shape: tuple[int, ...]) -> float:
-    """Operations on floats of one image's forward pass, as XLA counts them, without running or compiling anything."""
+    """Floating-point operations of one image's forward pass, as counted by XLA; nothing is run or compiled."""
     variables, image = _shapes(model, image_shape)[1], jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
     counts = jax.jit(functools.partial(model.apply, train=False)).lower(variables, image).cost_analysis()
     return (counts or {}).get("flops", 0.0)

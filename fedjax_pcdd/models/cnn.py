@@ -12,7 +12,7 @@ class CNN(Typed):
     """[B, H, W, channels] to [B, hidden[-1]].
 
     Attributes:
-      channels: of the two convolutions.
+      channels: output channels of the two convolutions.
       hidden: widths of the linear layers, each with ReLU.
       padding: of the convolutions.
     """

@@ -5,7 +5,7 @@ Letters: B batch, H x W image, h x w output, I and O channels, L lanes. Layout i
 XLA on CPUs rewrites the transposed forms of a convolution's gradients only at the entry of a program, not in
 the body of a loop, and a vmap over weights makes a grouped convolution, whose weight gradient is slow there.
 So the two gradients are written here as ordinary convolutions, and each of the three operations (forward,
-input gradient, weight gradient) says itself how it runs under vmap; `convolution_table` has its form.
+input gradient, weight gradient) defines how it runs under vmap; `convolution_table` chooses its form.
 """
 
 import functools
@@ -36,10 +36,10 @@ def client_conv(
     """`lax.conv_general_dilated` for training steps with a lane axis.
 
     For Flax: `nn.Conv(..., conv_general_dilated=client_conv)`. Takes [B, H, W, I] and
-    [kh, kw, I / feature_group_count, O], and gives [B, h, w, O]; no dimension numbers mean NHWC x HWIO. Dilated
-    convolutions, other layouts and other ranks are passed on unchanged, as are grouped ones but on CPUs: there XLA's
-    gradients of a depthwise convolution in a loop are hundreds of times slower than products of shifted images, which
-    take their place. Can be differentiated in reverse mode, once.
+    [kh, kw, I / feature_group_count, O], and returns [B, h, w, O]; without dimension numbers the layout is NHWC x HWIO.
+    Dilated convolutions, other layouts and other ranks are passed to XLA unchanged, and grouped ones too except on
+    CPUs: there XLA's gradients of a depthwise convolution in a loop are hundreds of times slower than products of
+    shifted images, which are used instead. Supports reverse-mode differentiation, once.
 
     >>> client_conv(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 5)), (1, 1), "VALID").shape
     (1, 2, 2, 5)
@@ -48,9 +48,9 @@ def client_conv(
         dimension_numbers = LAYOUT
     unusual = {name: value for name, value in unusual.items() if value is not None}
     dilated = {*(lhs_dilation or ()), *(rhs_dilation or ())} - {1}
-    xla = feature_group_count != 1 and jax.default_backend() != "cpu"
-    other = dilated or xla or unusual or not _is_nhwc(lhs, rhs, dimension_numbers)
-    window = None if other else plain_window(lhs, rhs, window_strides, padding, precision)
+    grouped_in_xla = feature_group_count != 1 and jax.default_backend() != "cpu"
+    unsupported = dilated or grouped_in_xla or unusual or not _is_nhwc(lhs, rhs, dimension_numbers)
+    window = None if unsupported else plain_window(lhs, rhs, window_strides, padding, precision)
     if window is None:
         return lax.conv_general_dilated(
             lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
@@ -66,8 +66,8 @@ def client_conv(
 def _every(x: jax.Array, strides: Pair) -> jax.Array:
     """The pixels that a 1x1 convolution reads: [B, H, W, C] to [B, h, w, C].
 
-    XLA's compiler for GPUs ends the process where a strided slice of an array that has other users too enters a matrix
-    product (openxla/xla issue 47381), as in a residual block's shortcut: there the slice is made first, by itself.
+    XLA's compiler for GPUs crashes the process if a strided slice of an array that has other users too enters a matrix
+    product (openxla/xla issue 47381), as in a residual block's shortcut: there the slice is materialised first.
     """
     height, width = strides
     if strides == (1, 1):
@@ -79,9 +79,9 @@ def _every(x: jax.Array, strides: Pair) -> jax.Array:
 def _in_groups(lhs: jax.Array, rhs: jax.Array, window: Window, groups: int) -> jax.Array:
     if rhs.shape[2:] == (1, groups):
         return forms.depthwise(lhs, rhs, window)
-    parts = zip(jnp.split(lhs, groups, 3), jnp.split(rhs, groups, 3), strict=True)
-    each = [client_conv(x, w, window.strides, window.pads, precision=window.precision) for x, w in parts]
-    return jnp.concatenate(each, axis=3)
+    group_operands = zip(jnp.split(lhs, groups, 3), jnp.split(rhs, groups, 3), strict=True)
+    outputs = [client_conv(x, w, window.strides, window.pads, precision=window.precision) for x, w in group_operands]
+    return jnp.concatenate(outputs, axis=3)
 
 
 def _is_nhwc(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
@@ -92,7 +92,7 @@ def _is_nhwc(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any) -> bool:
 
 
 def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | None:
-    """The geometry of an ordinary convolution; None where padding is negative."""
+    """The geometry of an ordinary convolution; None if padding is negative."""
     image, kernel, (height, width) = lhs.shape[1:3], rhs.shape[:2], strides
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(image, kernel, strides, padding)
@@ -100,12 +100,12 @@ def plain_window(lhs, rhs, strides, padding, precision: Any = None) -> Window | 
     pads = ((int(top), int(bottom)), (int(left), int(right)))
     if min(*pads[0], *pads[1]) < 0:
         return None
-    # Gradients are traced where the precision of what surrounds the forward pass no longer holds.
+    # Gradients are traced outside the context that set the precision of the forward pass.
     surrounding = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     return Window(image, kernel, (height, width), pads, precision or surrounding)
 
 
-# Differentiation outside, vmap rules inside: custom_vmap has no reverse mode.
+# Differentiation rules outside, vmap rules inside: custom_vmap has no reverse mode.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -127,7 +127,7 @@ _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 @functools.cache
 def _operation(name: str, window: Window, choices: Choices | Listing) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """One of the three operations as a function of its two operands that knows what to do under vmap."""
+    """One of the three operations as a function of its two operands, with its own rule under vmap."""
     compute, folds = _OPERATIONS[name]
 
     def rule(a, b, lanes=1) -> Rule:
@@ -142,20 +142,20 @@ def _operation(name: str, window: Window, choices: Choices | Listing) -> Callabl
     def over_lanes(lanes, batched, a, b):
         if not all(batched):
             operand = 0 if batched[0] else 1
-            into, out_of = folds[operand]
-            folded = operation(_fold(a, into), b) if operand == 0 else operation(a, _fold(b, into))
-            return _unfold(folded, out_of, lanes), True
-        how = rule(a[0], b[0], lanes).lanes
-        if how == "loop":
+            fold_axis, unfold_axis = folds[operand]
+            folded = operation(_fold(a, fold_axis), b) if operand == 0 else operation(a, _fold(b, fold_axis))
+            return _unfold(folded, unfold_axis, lanes), True
+        lane_form = rule(a[0], b[0], lanes).lanes
+        if lane_form == "loop":
             return lax.map(lambda operands: operation(*operands), (a, b)), True
-        form = "gemm" if how == "gemm" else "direct"
+        form = "gemm" if lane_form == "gemm" else "direct"
         return jax.vmap(lambda a, b: compute(form, a, b, window))(a, b), True
 
     return operation
 
 
 def _fold(array: jax.Array, axis: int) -> jax.Array:
-    """Merges the leading lane axis into an axis of the single array."""
+    """Merge the leading lane axis into an axis of the single-lane array."""
     moved = jnp.moveaxis(array, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
 
@@ -165,8 +165,8 @@ def _unfold(array: jax.Array, axis: int, lanes: int) -> jax.Array:
     return jnp.moveaxis(split, axis, 0)
 
 
-# For each: the function, and for each operand the axis into which lanes fold when the other operand is shared and
-# the axis out of which they come.
+# For each operation: its function, and for each operand the axis into which lanes are folded if the other operand is
+# shared by all lanes, and the axis of the result from which they are unfolded.
 _OPERATIONS = {
     "forward": (forms.forward, ((0, 0), (3, 3))),
     "input_gradient": (forms.input_gradient, ((0, 0), (2, 3))),

@@ -1,9 +1,9 @@
 """The three operations of a convolution for one lane: forward, input gradient, weight gradient.
 
-Each has several forms, which give the same: "direct" (an XLA convolution), "gemm" (im2col and one matrix
-product), "blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the
-weight gradient, "rows" (one matrix product per kernel row), "pieces" and "blocked_pieces" (the direct and the blocked
-one of a few images at a time, which stay in a CPU's cache). A form that an operation lacks runs as "direct".
+Each has several equivalent forms: "direct" (an XLA convolution), "gemm" (im2col and one matrix product),
+"blocked" (a convolution over blocks of neighbouring columns, which have more channels) and, for the weight gradient,
+"rows" (one matrix product per kernel row), "pieces" and "blocked_pieces" (the direct and the blocked form for a few
+images at a time, which stay in a CPU's cache). A form that an operation lacks runs as "direct".
 
 Letters: B batch, H x W image, h x w output, I and O channels. Layout is NHWC x HWIO.
 """
@@ -24,7 +24,7 @@ FORMS = {
     "input_gradient": ("direct", "gemm", "blocked"),
     "weight_gradient": ("direct", "gemm", "blocked", "rows", "pieces", "blocked_pieces"),
 }
-PIECE = 2**20  # bytes of both operands, at most
+PIECE = 2**20  # maximum size in bytes of both operands
 Pair = tuple[int, int]
 
 
@@ -57,7 +57,7 @@ class Window(NamedTuple):
 
 
 def made(operation: str, window: Window, inputs: int, outputs: int) -> tuple[Window, int]:
-    """The window of the convolution that an operation of a layer is, and the channels that it makes."""
+    """The window and the output channels of the convolution that computes an operation of a layer."""
     return (window.backward, inputs) if operation == "input_gradient" else (window, outputs)
 
 
@@ -119,7 +119,7 @@ def _at_once(prepare, x, dy, strides, precision):
 
 
 def _in_pieces(prepare, x, dy, strides, precision):
-    """The same as a sum, in at least float32, over pieces of the batch that are as large as each other."""
+    """As `_at_once`, summed in at least float32 over equally large pieces of the batch."""
     size = _piece(x.shape[0], (x.nbytes + dy.nbytes) // x.shape[0])
     pieces = [array.reshape(-1, size, *array.shape[1:]) for array in (x, dy)]
     compute = functools.partial(_at_once, prepare, strides=strides, precision=precision)
@@ -133,7 +133,7 @@ def _in_pieces(prepare, x, dy, strides, precision):
 
 
 def _piece(batch: int, image: int) -> int:
-    """Images in a piece: of the divisors of the batch that fit, the largest multiple of 4, of 2, or of 1.
+    """Images in a piece: of the divisors of the batch size that fit, the largest multiple of 4, else of 2, else of 1.
 
     The images of a piece are the channels of its convolution, and odd numbers of channels are slow.
 
@@ -164,14 +164,14 @@ def _inner(a, b, precision):
 
 
 def _padded(x, window: Window):
-    """The input with its padding, without what no window reaches."""
+    """The padded input, without pixels that no window reaches."""
     edges = zip(window.axes(), window.out, strict=True)
     edges = [(lo, (o - 1) * s + k - lo - (n - 1) * d - 1, d - 1) for (n, k, s, (lo, _), d), o in edges]
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
 
 
 def _shifts(x, window: Window, axis: int):
-    """For each kernel row (axis 1) or column (axis 2), what it meets of the padded input."""
+    """For each kernel row (axis 1) or column (axis 2), the slice of the padded input that it is applied to."""
     stride, length = window.strides[axis - 1], window.out[axis - 1]
     starts = range(window.kernel[axis - 1])
     return [lax.slice_in_dim(x, i, i + (length - 1) * stride + 1, stride, axis) for i in starts]
@@ -183,7 +183,7 @@ def _patches(x, window: Window):
     return jnp.concatenate([patch for row in rows for patch in _shifts(row, window, 2)], axis=-1)
 
 
-# Blocks: n neighbouring columns of the image are one column of n * I channels, and the kernel becomes a
+# Blocks: n neighbouring columns of the image become one column of n * I channels, and the kernel becomes a
 # banded one from n * I to n * O channels. The reshapes cost nothing.
 
 
@@ -193,29 +193,29 @@ def forward_in_blocks(x, w, window: Window, columns: Sequence[int]):
 
 
 def weight_gradient_in_blocks(form: str, x, dy, window: Window, columns: Sequence[int]):
-    """[B, H, W, I] and [B, h, w / n, n * O], ordered like that, to [kh, kw, I, O]; "blocked" or "blocked_pieces"."""
+    """[B, H, W, I] and [B, h, w / n, n * O], ordered by `columns`, to [kh, kw, I, O]; "blocked" or "blocked_pieces"."""
     blocks = functools.partial(_in_blocks, window=window, width=len(columns))
     shape = (*window.kernel, x.shape[3], dy.shape[3] // len(columns))
     return _gather(_total(form, blocks, x, dy, (1, 1), window.precision), columns, shape)
 
 
 def block_width(window: Window, channels: int) -> int:
-    """Columns in a block: up to 4 for at most 32 channels and twice the arithmetic; 1 where none fit."""
+    """Columns in a block: up to 4, with at most 32 channels and twice the arithmetic; 1 if no block fits."""
     if window.strides != (1, 1) or window.dilation != (1, 1):
         return 1
     kernel = window.kernel[1]
-    fits = (n for n in (4, 2) if n * channels <= 32 and window.out[1] % n == 0)
-    return next((n for n in fits if n * _reach(kernel, n) <= 2 * kernel), 1)
+    widths = (n for n in (4, 2) if n * channels <= 32 and window.out[1] % n == 0)
+    return next((n for n in widths if n * _reach(kernel, n) <= 2 * kernel), 1)
 
 
 def _reach(kernel: int, width: int) -> int:
-    """Blocks of columns that the windows of one block of outputs touch."""
+    """Number of column blocks that the windows of one output block touch."""
     return -(-(width + kernel - 1) // width)
 
 
 @functools.cache
 def _band(kernel: int, width: int) -> np.ndarray:
-    """[reach, n, n, kw], 1 where input column (q, r) meets output column t at kernel column k."""
+    """[reach, n, n, kw], 1 where kernel column k connects input column (q, r) to output column t."""
     q, r, t, k = np.ogrid[: _reach(kernel, width), :width, :width, :kernel]
     return (q * width + r - t == k).astype(np.float32)
 

@@ -1,14 +1,14 @@
-"""Which form each operation of a convolution takes: by what was timed on a run's device, else by a packaged table.
+"""The form of each convolution operation: as timed on a run's device, else from a packaged table.
 
 `convolution_table.json` beside this file is written by `python -m benchmarks.convolutions --update`. It lists, for each
-backend, the shapes that were measured, one a line: kernel, strides, channels in and out and image side of the layer,
-and for each of its operations the choice [single, lanes] that was faster than the default rule by a tenth or more. An
-operation that is not named runs best, or within that tenth, by the default rule. A backend without shapes was not
-measured. All was measured in float32 and holds for other types, batches, paddings and numbers of lanes too.
+backend, the measured shapes, one per line: kernel, strides, channels in and out and image side of the layer, and for
+each of its operations the choice [single, lanes] if that was faster than the default rule by a tenth or more. For an
+operation that is not listed the default rule is best, or within that tenth. A backend without shapes was not measured.
+Everything was measured in float32 and is used for other dtypes, batches, paddings and numbers of lanes too.
 
-Forms that were timed on the device of a run are static data, which the model brings along: `Classifier.convolutions`
-holds them, and while the model is traced `client_conv` takes its forms from them. Equal choices give equal programs, so
-a run that notes them can be continued bit for bit.
+Forms that were timed on the device of a run are static data of the model: `Classifier.convolutions` holds them, and
+`client_conv` takes its forms from there while the model is traced. Equal choices give equal programs, so a run that
+records them can be continued bit for bit.
 """
 
 import functools
@@ -27,7 +27,7 @@ from fedjax_pcdd.models.convolution_forms import FORMS, Window, block_width, fit
 
 TABLE = Path(__file__).with_suffix(".json")
 LANES = ("loop", "gemm", "grouped")
-FAR = 2.0  # doublings beyond which a measured shape says nothing
+FAR = 2.0  # doublings beyond which a measured shape is not used
 
 
 class Rule(NamedTuple):
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
       inputs: I, channels of the layer's input.
       outputs: O, channels of its output.
       batch: B.
-      lanes: L, how many of them are computed as one; 1 for a single one.
+      lanes: L, number of convolutions that are computed as one; 1 for a single one.
       dtype: of the operands, as "float32".
     """
 
@@ -72,31 +72,31 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """Rules for some operations; others have those of the packaged table."""
+    """Rules for some operations; others use the packaged table."""
 
     timed: tuple[tuple[Operation, Rule], ...] = ()
 
     def rule(self, asked: Operation) -> Rule:
-        """That of the same operation timed with the nearest number of lanes, then batch."""
-        same = asked[:4], asked.dtype
-        known = [(operation, rule) for operation, rule in self.timed if (operation[:4], operation.dtype) == same]
-        return min(known, key=lambda pair: _apart(pair[0], asked))[1] if known else asked.default
+        """The rule of the same operation timed with the nearest number of lanes, then the nearest batch size."""
+        key = asked[:4], asked.dtype
+        candidates = [(operation, rule) for operation, rule in self.timed if (operation[:4], operation.dtype) == key]
+        return min(candidates, key=lambda pair: _apart(pair[0], asked))[1] if candidates else asked.default
 
 
 class Listing:
-    """Choices of nothing, which remember what they were asked for; each is equal to itself alone."""
+    """Empty choices that record the requested operations; an instance is only equal to itself."""
 
     def __init__(self):
         self.asked: list[Operation] = []
 
     def rule(self, asked: Operation) -> Rule:
-        """That of the packaged table."""
+        """The rule of the packaged table."""
         self.asked.append(asked)
         return asked.default
 
 
 def _apart(a: Operation, b: Operation) -> tuple[float, float]:
-    """Doublings, or halvings, between two numbers of lanes and two batches."""
+    """Doublings or halvings between two operations: in the number of lanes, and in the batch size."""
     return abs(math.log2(a.lanes / b.lanes)), abs(math.log2(a.batch / b.batch))
 
 
@@ -104,13 +104,13 @@ _in_use: ContextVar[Choices | Listing] = ContextVar("choices", default=Choices()
 
 
 def in_use() -> Choices | Listing:
-    """Those of the model that is being traced."""
+    """The choices of the model that is being traced."""
     return _in_use.get()
 
 
 @contextmanager
 def choosing(choices: Choices | Listing | None) -> Iterator[None]:
-    """Trace a model under these choices; None changes nothing."""
+    """A context for tracing a model with these choices; None changes nothing."""
     token = _in_use.set(in_use() if choices is None else choices)
     try:
         yield
@@ -119,12 +119,12 @@ def choosing(choices: Choices | Listing | None) -> Iterator[None]:
 
 
 def as_json(choices: Choices) -> list[dict[str, Any]]:
-    """For a file: a mapping for each operation, with its rule."""
+    """Choices as JSON data: a mapping for each operation, with its rule."""
     return [op._asdict() | {"window": op.window._asdict(), "rule": list(rule)} for op, rule in choices.timed]
 
 
 def from_json(entries: list[Mapping[str, Any]]) -> Choices:
-    """What `as_json` gave; ValueError, KeyError or TypeError for anything else."""
+    """Inverse of `as_json`; ValueError, KeyError or TypeError for other data."""
     return Choices(tuple(map(_entry, entries)))
 
 
@@ -149,18 +149,18 @@ def _tuples(value: Any) -> Any:
 
 @functools.cache
 def table() -> dict[str, dict[str, Any]]:
-    """The packaged table: for each backend what it was "measured" on, null for nothing, and its "shapes"."""
+    """The packaged table: for each backend the device it was "measured" on (null if not measured) and its "shapes"."""
     return json.loads(TABLE.read_text())
 
 
 def rule_for(backend: str, operation: str, window: Window, inputs: int, outputs: int) -> Rule:
-    """The packaged choice for an operation: that of the nearest measured shape, else the default rule's.
+    """The packaged choice for an operation: that of the nearest measured shape, else the default rule.
 
-    A form that does not fit the shape, as blocks of columns under a stride, becomes "direct". The backend is named as
-    by `jax.default_backend()`, the rest as in `Operation`.
+    A form that does not fit the shape, such as blocks of columns with a stride, becomes "direct". The backend is named
+    as by `jax.default_backend()`, the other arguments as in `Operation`.
     """
     shapes = table().get(backend, {}).get("shapes", ())
-    # The first of equally near ones.
+    # Of equally near shapes the first one.
     distances = [(distance(shape, window, inputs, outputs), i) for i, shape in enumerate(shapes)]
     least, i = min(distances, default=(math.inf, 0))
     if least > FAR or operation not in shapes[i]:
@@ -170,16 +170,16 @@ def rule_for(backend: str, operation: str, window: Window, inputs: int, outputs:
 
 
 def default_rule(backend: str, operation: str, window: Window, inputs: int, outputs: int) -> Rule:
-    """The rule for shapes of which the table knows nothing; arguments as for `rule_for`.
+    """The rule for shapes that the table does not cover; arguments as for `rule_for`.
 
-    On one CPU core XLA's convolution is slow where it makes few channels (5x5, 3 to 6: four times slower than
+    On one CPU core XLA's convolution is slow if it has few output channels (5x5, 3 to 6: four times slower than
     in blocks), and its weight gradient is up to 2.5 times slower than matrix products by kernel row.
 
-    On a GPU, lanes are grouped convolutions but for weight gradients, which are matrix products: cuDNN computes the
-    weight gradient of a grouped convolution group by group, by Fourier transforms. Measured on an H200 in TF32, ten
-    lanes: a round of W1 takes 0.53 and of ResNet18 0.50 of the time for it, but one of W2, with 5x5 kernels and 32 to
-    64 channels, 1.25, which timing on the device mends. For a TPU the rule is predicted, not measured: on a v5e XLA
-    itself expects a third of the cycles for grouped convolutions of the smallest of these.
+    On a GPU, lanes are grouped convolutions except for weight gradients, which are matrix products: cuDNN computes the
+    weight gradient of a grouped convolution group by group, by Fourier transforms. Measured on an H200 in TF32 with ten
+    lanes, this changes the time of a round by the factor 0.53 for W1, 0.50 for ResNet18, but 1.25 for W2, with 5x5
+    kernels and 32 to 64 channels, which timing on the device corrects. For a TPU the rule is predicted, not measured:
+    on a v5e XLA itself expects a third of the cycles for grouped convolutions of the smallest of these.
     """
     if backend != "cpu":
         return Rule("direct", "gemm" if (backend, operation) == ("gpu", "weight_gradient") else "grouped")
@@ -189,9 +189,9 @@ def default_rule(backend: str, operation: str, window: Window, inputs: int, outp
 
 
 def distance(shape: Mapping[str, Any], window: Window, inputs: int, outputs: int) -> float:
-    """Doublings, or halvings, between a shape of the table and a layer: in channels in, in channels out, in image side.
+    """Doublings or halvings between a shape of the table and a layer: in input channels, output channels and side.
 
-    These three add up; height and width count half each. Infinite where kernels or strides differ.
+    The three are added; height and width count half each. Infinite if kernels or strides differ.
 
     >>> window = Window((28, 28), (5, 5), (1, 1), ((0, 0), (0, 0)))
     >>> shape = {"kernel": [5, 5], "strides": [1, 1], "inputs": 3, "outputs": 8, "image": [14, 28]}

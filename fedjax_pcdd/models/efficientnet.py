@@ -2,12 +2,12 @@
 
 Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks", ICML 2019, table 1. In the form
 of the FCCL paper's code it has no convolution after the last stage, hence 320 features, and a dropout of 0.2 before the
-head; kernels start uniform. With 10 classes that are 3 598 598 trainable parameters. The code's 3 599 686 have 1 088
-more, of a 1x1 convolution with norm in the first block that is never called. Its stochastic depth ("drop-connect") is
-without effect, as the counter by which its rate grows is never advanced: `drop_connect` is 0 unless one asks for 0.2.
-Other papers' form has a last convolution of 1280 channels, kernels of `conv_init`, and no dropout. The one that the
-benchmark FLamby uses has dropout 0.2, drop-connect 0.2, norms with epsilon 1e-3 that move by a hundredth a batch, and
-the padding of TensorFlow for images of 224 x 224, whatever their side: at a stride of 2 a zero fewer before the image.
+head; kernels start uniform. With 10 classes it has 3 598 598 trainable parameters. The code's 3 599 686 include 1 088
+more, of a 1x1 convolution with norm in the first block that is never called. Its stochastic depth ("drop-connect") has
+no effect, as the counter by which its rate grows is never advanced: `drop_connect` is 0 unless 0.2 is requested.
+The form of other papers has a last convolution of 1280 channels, kernels of `conv_init`, and no dropout. The form in
+the benchmark FLamby has dropout 0.2, drop-connect 0.2, norms with epsilon 1e-3 and momentum 0.01, and TensorFlow's
+padding for images of 224 x 224, whatever their side: with a stride of 2, one zero fewer before the image.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from fedjax_pcdd.models.layers import KERNEL_INITS, ConvNorm, Linear, Normalised
 
 
 class Stage(NamedTuple):
-    """Blocks of one stage; the first has the stride."""
+    """Blocks of one stage; the stride is that of the first block."""
 
     expand: int
     kernel: int
@@ -41,13 +41,13 @@ B0 = (
 
 
 def _padding(kernel: int, stride: int, uneven: bool) -> tuple[int, int]:
-    """Zeros before and after an image: half of the kernel, or as TensorFlow pads sides that the stride divides.
+    """Zeros before and after an image: half of the kernel, or TensorFlow's padding of sides divisible by the stride.
 
     >>> _padding(5, 2, False), _padding(5, 2, True), _padding(5, 1, True)
     ((2, 2), (1, 2), (2, 2))
     """
-    both = kernel - stride if uneven else 2 * (kernel // 2)
-    return both // 2, both - both // 2
+    total = kernel - stride if uneven else 2 * (kernel // 2)
+    return total // 2, total - total // 2
 
 
 class SqueezeExcite(Typed):
@@ -63,11 +63,11 @@ class SqueezeExcite(Typed):
 
 
 class InvertedBlock(Normalised):
-    """Expansion, depthwise convolution, squeeze and excitation, projection; plus the input where the shape stays."""
+    """Expansion, depthwise convolution, squeeze and excitation, projection; plus the input if the shape is kept."""
 
     stage: Stage  # with the stride of this block
     kernel_init: str = "fan_out"
-    drop: float = 0.0  # probability with which a sample has the input alone
+    drop: float = 0.0  # probability that a sample keeps only its input
     uneven: bool = False
 
     @nn.compact
@@ -95,10 +95,10 @@ class EfficientNet(Normalised):
     Attributes:
       stages: of inverted blocks.
       stem_stride: 1 for small images.
-      last: channels of the 1x1 convolution before the average; None for none.
-      projection: width of a linear layer after it, 640 in the FedMR paper's ISIC model; None for none.
-      dropout: rate of the features in training.
-      drop_connect: rate of stochastic depth at the end; block j of n has j / n of it.
+      last: channels of the 1x1 convolution before the average; None leaves it out.
+      projection: width of a linear layer after the average, 640 in the FedMR paper's ISIC model; None leaves it out.
+      dropout: rate for the features in training.
+      drop_connect: final rate of stochastic depth; block j of n has j / n of it.
       kernel_init: of `KERNEL_INITS`.
       uneven: pad as TensorFlow does, see `_padding`.
     """
@@ -114,20 +114,20 @@ class EfficientNet(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        form = {"activation": nn.silu, "kernel_init": KERNEL_INITS[self.kernel_init], **self.shared}
-        blocks = {"kernel_init": self.kernel_init, "uneven": self.uneven, **self.shared}
+        conv_options = {"activation": nn.silu, "kernel_init": KERNEL_INITS[self.kernel_init], **self.shared}
+        block_options = {"kernel_init": self.kernel_init, "uneven": self.uneven, **self.shared}
         padding = _padding(3, self.stem_stride, self.uneven)
-        stem = ConvNorm(32, 3, self.stem_stride, padding, name="stem", **form)
+        stem = ConvNorm(32, 3, self.stem_stride, padding, name="stem", **conv_options)
         x = self.kept(stem(x, train=train, mask=mask))
-        total, made = sum(stage.blocks for stage in self.stages), 0
+        total, index = sum(stage.blocks for stage in self.stages), 0
         for s, stage in enumerate(self.stages, 1):
             for i in range(stage.blocks):
-                own, drop = stage._replace(stride=1 if i else stage.stride), self.drop_connect * made / total
-                block = InvertedBlock(own, drop=drop, name=f"stage{s}_block{i + 1}", **blocks)
-                x, made = block(x, train=train, mask=mask), made + 1
+                block_stage, drop = stage._replace(stride=1 if i else stage.stride), self.drop_connect * index / total
+                block = InvertedBlock(block_stage, drop=drop, name=f"stage{s}_block{i + 1}", **block_options)
+                x, index = block(x, train=train, mask=mask), index + 1
             x = self.kept(x)
         if self.last is not None:
-            x = ConvNorm(self.last, name="last", **form)(x, train=train, mask=mask)
+            x = ConvNorm(self.last, name="last", **conv_options)(x, train=train, mask=mask)
         x = self.kept(global_average(x))
         x = nn.Dropout(self.dropout, deterministic=not train or not self.has_rng("dropout"))(x)
         if self.projection is not None:
@@ -136,6 +136,6 @@ class EfficientNet(Normalised):
 
 
 def flamby_efficientnet(norm: str = "batch", **types: Any) -> EfficientNet:
-    """The benchmark FLamby's network for Fed-ISIC2019; what `EfficientNet` takes beside its form."""
+    """The benchmark FLamby's network for Fed-ISIC2019; `types` are further arguments of `EfficientNet`."""
     kind = "slow_batch" if norm == "batch" else norm
     return EfficientNet(stem_stride=2, dropout=0.2, drop_connect=0.2, uneven=True, norm=kind, **types)

@@ -1,7 +1,7 @@
 """The simplex equiangular tight frame: C unit vectors whose angles are all equal and as wide as possible.
 
-A fixed classifier: FedGELA and FedETF have it as it is, FedLoGe sparse and short (SSE-C: Xiao et al., "FedLoGe: Joint
-Local and Generic Federated Learning under Long-tailed Data", ICLR 2024). Letters: D feature width, C classes.
+A fixed classifier: FedGELA and FedETF use it as it is, FedLoGe a sparse and short form (SSE-C: Xiao et al., "FedLoGe:
+Joint Local and Generic Federated Learning under Long-tailed Data", ICLR 2024). Letters: D feature width, C classes.
 """
 
 import functools
@@ -17,7 +17,7 @@ def simplex_etf(dim: int, num_classes: int, seed: int) -> np.ndarray:
     """A simplex ETF, rotated at random: [D, C] float64, columns of norm 1 with inner products -1 / (C - 1).
 
     Raises:
-      UserError: where D < C or C < 2.
+      UserError: D < C or C < 2.
 
     >>> m = simplex_etf(4, 3, seed=0)
     >>> (m.T @ m).round(6).tolist()
@@ -27,7 +27,7 @@ def simplex_etf(dim: int, num_classes: int, seed: int) -> np.ndarray:
 
 
 def draw_etf(key: jax.Array, dim: int, num_classes: int) -> jax.Array:
-    """`simplex_etf` [D, C] in the default float type, its seed from a key; not to be traced."""
+    """`simplex_etf` [D, C] in the default float type, with a seed drawn from a key; cannot be traced."""
     etf = simplex_etf(dim, num_classes, seed=int(jax.random.bits(key)))
     return jnp.asarray(etf, dtype=jnp.result_type(float))
 
@@ -35,10 +35,10 @@ def draw_etf(key: jax.Array, dim: int, num_classes: int) -> jax.Array:
 def etf_from(matrix: np.ndarray) -> np.ndarray:
     """M = sqrt(C / (C - 1)) Q (I - 1 1^T / C), with Q the orthonormal factor of a matrix.
 
-    The matrix [D, C] has full rank; its factor is taken in float64 by NumPy, whose choice of signs is fixed.
+    The matrix [D, C] must have full rank; NumPy computes its factor in float64, with a fixed choice of signs.
 
     Returns:
-      [D, C] float64; UserError where D < C or C < 2.
+      [D, C] float64; UserError if D < C or C < 2.
     """
     dim, classes = matrix.shape
     if classes < 2:
@@ -53,18 +53,18 @@ def etf_from(matrix: np.ndarray) -> np.ndarray:
 
 
 def draw_sparse_etf(key: jax.Array, dim: int, num_classes: int, *, sparsity: float, length: float) -> jax.Array:
-    """A random `sparse_etf` [D, C] in the default float type; not to be traced.
+    """A random `sparse_etf` [D, C] in the default float type; cannot be traced.
 
     Args:
       key: of the frame and of its zeros.
       sparsity: share of the entries that are 0, in [0, 1).
-      length: what the columns' norms are drawn to.
+      length: target of the columns' norms.
 
     Raises:
-      UserError: where D < C or C < 2, or where so few entries are left that columns vanish.
+      UserError: D < C or C < 2, or so few entries are left that columns vanish.
     """
-    drawn = _draw_sparse_etf(int(jax.random.bits(key)), dim, num_classes, float(sparsity), float(length))
-    return jnp.asarray(drawn, dtype=jnp.result_type(float))
+    etf = _draw_sparse_etf(int(jax.random.bits(key)), dim, num_classes, float(sparsity), float(length))
+    return jnp.asarray(etf, dtype=jnp.result_type(float))
 
 
 @functools.lru_cache(maxsize=16)
@@ -81,22 +81,22 @@ def _draw_sparse_etf(seed, dim, num_classes, sparsity, length):
 
 
 def sparse_etf(start: np.ndarray, *, length: float, steps: int = 10_000, learning_rate: float = 1e-4) -> np.ndarray:
-    """Columns made equally long and turned apart, while entries that are 0 stay 0 (FedLoGe's SSE-C).
+    """Make columns equally long and spread their directions, while entries that are 0 stay 0 (FedLoGe's SSE-C).
 
-    Adam (0.9, 0.999, 1e-8) on `separation`, in float64 on the host, so that all devices and hosts have the same bits.
+    Adam (0.9, 0.999, 1e-8) on `separation`, in float64 on the host, so that all devices and hosts get the same bits.
 
     Args:
       start: [D, C], a simplex ETF with entries set to 0; no column is 0.
       length: target of the columns' norms.
-      steps: of Adam; 0 gives `start` back.
+      steps: of Adam; 0 returns `start`.
 
     Returns:
       [D, C] float64.
     """
-    values, kept = np.array(start, np.float64), start != 0
+    values, nonzero = np.array(start, np.float64), start != 0
     mean, square = np.zeros_like(values), np.zeros_like(values)
     for step in range(1, steps + 1):
-        gradient = np.where(kept, separation(values, length)[1], 0)
+        gradient = np.where(nonzero, separation(values, length)[1], 0)
         mean += 0.1 * (gradient - mean)
         square += 0.001 * (gradient**2 - square)
         scale = np.sqrt(square / (1 - 0.999**step)) + 1e-8
@@ -105,7 +105,7 @@ def sparse_etf(start: np.ndarray, *, length: float, steps: int = 10_000, learnin
 
 
 def separation(vectors: np.ndarray, length: float, limit: float = 0.99999) -> tuple[float, np.ndarray]:
-    """What SSE-C minimises: J = sum_c (|s_c| - length)^2 - mean_c (angle in radians to the nearest other column).
+    """The objective of SSE-C: J = sum_c (|s_c| - length)^2 - mean_c (angle in radians to the nearest other column).
 
     Args:
       vectors: [D, C] float64, no column is 0.

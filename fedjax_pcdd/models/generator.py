@@ -1,4 +1,4 @@
-"""Networks that a server trains: a generator of features for a class (FedGen), a vector for each class (FedTGP).
+"""Networks that a server trains: a generator of features per class (FedGen), and of a vector per class (FedTGP).
 
 Letters: B batch, C classes, D features, N dimensions of the noise.
 """
@@ -20,7 +20,7 @@ class Generator(Typed):
 
     Attributes:
       hidden: width between the two linear layers.
-      features: D, of the model whose head reads them.
+      features: D, the feature width of the model whose head reads them.
     """
 
     hidden: int
@@ -43,7 +43,7 @@ def initialise_generator(key: jax.Array, num_classes: int, features: int, noise_
 def generate(
     variables: Any, key: jax.Array, labels: jax.Array, num_classes: int, *, noise: str = "uniform", train: bool = False
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Features for the classes of labels [B], C = num_classes.
+    """Generate features for labels [B], C = num_classes.
 
     Args:
       variables: as `initialise_generator` gives them.
@@ -54,11 +54,11 @@ def generate(
     Returns:
       Noise [B, N], features [B, D], and the new {"batch_stats": ...}, {} unless it trains.
     """
-    first, last = variables["params"]["fc1"]["kernel"], variables["params"]["fc2"]["bias"]
+    kernel, bias = variables["params"]["fc1"]["kernel"], variables["params"]["fc2"]["bias"]
     draw = jax.random.uniform if noise == "uniform" else jax.random.normal
-    values = draw(key, (len(labels), len(first) - num_classes), last.dtype)
-    model = Generator(first.shape[1], len(last), param_dtype=last.dtype)
-    classes = jax.nn.one_hot(labels, num_classes, dtype=last.dtype)
+    values = draw(key, (len(labels), len(kernel) - num_classes), bias.dtype)
+    model = Generator(kernel.shape[1], len(bias), param_dtype=bias.dtype)
+    classes = jax.nn.one_hot(labels, num_classes, dtype=bias.dtype)
     if train:
         features, state = model.apply(variables, values, classes, train=True, mutable=["batch_stats"])
         return values, features, state  # pyright: ignore[reportReturnType]
@@ -66,7 +66,7 @@ def generate(
 
 
 def draw_labels(key: jax.Array, allowed: jax.Array, size: int) -> jax.Array:
-    """`size` labels, uniform over the classes that are allowed [C]; class 0 where none is."""
+    """Draw `size` labels, uniform over the allowed classes [C]; class 0 if none is allowed."""
     return jax.random.categorical(key, jnp.where(allowed, 0.0, -jnp.inf), shape=(size,))
 
 
@@ -88,19 +88,19 @@ def train_generator(
     steps: int,
     noise: str,
 ) -> tuple[Any, optax.OptState]:
-    """Trains the generator, in training mode, on labels uniform over the classes allowed.
+    """Train the generator, in training mode, on labels uniform over the allowed classes.
 
     Args:
       generator: as `initialise_generator` gives it.
-      state: of the optimiser of the parameters.
+      state: of the optimiser, for the generator's parameters.
       objective: scalar of (noise [B, N], features [B, D], labels [B]).
       key: consumed for labels and noise.
       allowed: [C] bool.
-      size: B, features a step.
+      size: B, features per step.
       noise: as in `generate`.
 
     Returns:
-      The generator and its optimiser's state; both as they were where no class is allowed.
+      The generator and its optimiser's state; both are unchanged if no class is allowed.
     """
 
     def step(i, carry):
@@ -110,13 +110,13 @@ def train_generator(
 
         def loss(params):
             variables = {**current, "params": params}
-            drawn, features, seen = generate(variables, noise_key, labels, len(allowed), noise=noise, train=True)
-            return objective(drawn, features, labels), seen
+            values, features, statistics = generate(variables, noise_key, labels, len(allowed), noise=noise, train=True)
+            return objective(values, features, labels), statistics
 
         params = current["params"]
-        gradients, seen = jax.grad(loss, has_aux=True)(params)
+        gradients, statistics = jax.grad(loss, has_aux=True)(params)
         updates, optimiser_state = optimiser.update(gradients, optimiser_state, params)
-        return {**seen, "params": optax.apply_updates(params, updates)}, optimiser_state
+        return {**statistics, "params": optax.apply_updates(params, updates)}, optimiser_state
 
     old = generator, state
     return where(jnp.any(allowed), jax.lax.fori_loop(0, steps, step, old), old)

@@ -1,11 +1,11 @@
 """GoogLeNet with batch norm for images of about 32x32.
 
 Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, table 1, in the form of the FCCL paper's code: one 3x3
-convolution for a stem, two 3x3 in place of each 5x5, a norm after every convolution, which keeps its bias, and
+convolution as stem, two 3x3 in place of each 5x5, a norm after every convolution, which keeps its bias, and
 neither dropout nor auxiliary heads.
 
-Kernels and biases start uniform within +-1 / sqrt(fan_in), as the reference framework's do. Trainable parameters on 3
-channels, with 10 classes (a convolution counts with its bias and the 2 C of its norm):
+Kernels and biases start uniform within +-1 / sqrt(fan_in), as in the reference framework. Trainable parameters for
+3 channels and 10 classes (those of a convolution include its bias and the 2 C of its norm):
 
     stem 5 760; modules 165 552, 424 096; 386 016, 462 936, 523 912, 611 072, 952 704; 1 127 808, 1 496 144
     head 10 250, together 6 166 250 (in the original's names: 3a, 3b; 4a to 4e; 5a, 5b)
@@ -21,7 +21,7 @@ from fedjax_pcdd.models.layers import ConvNorm, Normalised, global_average, max_
 
 
 class Widths(NamedTuple):
-    """Channels of the four branches of an inception module, with those of the 1x1 convolutions before them."""
+    """Output channels of the four branches of an inception module, and of the 1x1 convolutions before them."""
 
     direct: int
     reduce3: int
@@ -70,7 +70,7 @@ class Inception(Normalised):
 
 
 class GoogLeNet(Normalised):
-    """[B, H, W, channels] to [B, D], the global average in at least float32; D is what the last module gives.
+    """[B, H, W, channels] to [B, D], the global average in at least float32; D: output channels of the last module.
 
     Attributes:
       groups: of inception modules, with a 3x3 max-pool of stride 2 between them.

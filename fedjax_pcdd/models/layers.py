@@ -1,6 +1,6 @@
-"""The layers that all models are made of, and the fields that these share.
+"""The layers that all models are built from, and the fields that modules share.
 
-Letters: B batch, C channels, H x W image, h x w output. Initialisation and batch norm are those of the papers'
+Letters: B batch, C channels, H x W image, h x w output. Initialisation and batch norm follow the papers'
 reference framework, not Flax's defaults.
 """
 
@@ -23,7 +23,7 @@ _EPSILON = 1e-5
 
 
 def linear_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Uniform within +-1 / sqrt(fan_in) for a kernel [..., in, out], fan_in = all its axes but the last."""
+    """Uniform within +-1 / sqrt(fan_in) for a kernel [..., in, out]; fan_in is the product of all axes but the last."""
     return linear_bias_init(math.prod(shape[:-1]))(key, shape, dtype)
 
 
@@ -44,11 +44,11 @@ def conv_init(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) 
 
 
 KERNEL_INITS = {"uniform": linear_init, "fan_out": conv_init}
-"""How a network's kernels start, where it has a field `kernel_init`: as the framework's do, or as He et al.'s."""
+"""Kernel initialisers for networks with a field `kernel_init`: the reference framework's, or that of He et al."""
 
 
 class Typed(nn.Module, kw_only=True):
-    """Fields of every module that computes; all are given by keyword.
+    """Fields of every module that computes; all are keyword-only.
 
     Attributes:
       dtype: of the computation; None promotes.
@@ -60,11 +60,11 @@ class Typed(nn.Module, kw_only=True):
 
     @property
     def types(self) -> dict[str, Any]:
-        """The two types, for the layers inside."""
+        """Both types as keyword arguments for inner layers."""
         return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     def kept(self, x: jax.Array) -> jax.Array:
-        """The same; `classifier.layers` gives it as one of the model's layers."""
+        """Return x unchanged, and record it as one of the layers that `classifier.layers` returns."""
         self.sow("intermediates", "layers", x)
         return x
 
@@ -79,12 +79,12 @@ class Normalised(Typed, kw_only=True):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Norm and types, for the blocks inside."""
+        """Norm and types as keyword arguments for inner blocks."""
         return {"norm": self.norm, **self.types}
 
 
 class Linear(Typed):
-    """A dense layer: [..., in] to [..., features]; by default its weights start as those of `linear_init`."""
+    """A dense layer: [..., in] to [..., features]; by default its kernel is initialised by `linear_init`."""
 
     features: int
     use_bias: bool = True
@@ -104,9 +104,9 @@ class Conv(Typed):
       features: output channels.
       kernel_size: side of the square kernel.
       stride: of both sides.
-      padding: "SAME", "VALID", the number of zeros at each edge, or those before and after the image on either side.
+      padding: "SAME", "VALID", the number of zeros at each edge, or the numbers before and after, for both axes.
       use_bias: bias initialised as `linear_bias_init`.
-      groups: of channels, each convolved by itself; as many as inputs for a depthwise convolution.
+      groups: of channels, each convolved separately; as many as input channels for a depthwise convolution.
       kernel_init: `linear_init` or `conv_init`.
     """
 
@@ -137,7 +137,7 @@ class Conv(Typed):
 
 
 def _weights(layer: Any, x: jax.Array, shape: tuple[int, ...], kernel_init: Callable, bias_init: Any = None) -> Any:
-    """The input, the kernel of a shape [..., in, out] and the bias [out], or None, in one type."""
+    """The input, the kernel [..., in, out] of this shape, and the bias [out] or None, all promoted to one dtype."""
     kernel = _param(layer, "kernel", kernel_init, shape)
     bias_init = bias_init or linear_bias_init(math.prod(shape[:-1]))
     bias = _param(layer, "bias", bias_init, shape[-1:]) if layer.use_bias else None
@@ -145,19 +145,19 @@ def _weights(layer: Any, x: jax.Array, shape: tuple[int, ...], kernel_init: Call
 
 
 def _param(layer: Any, name: str, init: Callable, shape: tuple[int, ...]) -> jax.Array:
-    """A parameter. Of one that is there, Flax traces the initialiser for its shape alone: that of zeros takes less."""
+    """A parameter. If it exists, Flax traces the initialiser only for its shape; zeros are cheaper to trace."""
     if layer.has_variable("params", name):
         init = nn.initializers.zeros
     return layer.param(name, init, shape, layer.param_dtype)
 
 
 class BatchNorm(Typed):
-    """Batch norm of the reference framework: [B, ..., C] to the same; the mask [B] is 1 for valid samples.
+    """Batch norm as in the reference framework: [B, ..., C] to the same shape; the mask [B] is 1 for valid samples.
 
-    Training normalises by the biased variance of the batch; the running variance takes the unbiased one, and
+    Training normalises by the biased variance of the batch; the running variance uses the unbiased one, and
     new = 0.9 old + 0.1 batch. The statistics, at least float32, are the collection
     "batch_stats" with `mean` and `var` [C]. Masked samples do not enter them; a batch without a valid sample
-    leaves the running ones alone.
+    leaves the running statistics unchanged.
 
     Attributes:
       epsilon: added to the variance.
@@ -179,13 +179,13 @@ class BatchNorm(Typed):
             mean, var, count = _moments(x, mask)
             unbiased = var * count / jnp.maximum(count - 1, 1)
             for running, batch in ((running_mean, mean), (running_var, unbiased)):
-                moved = (1 - self.momentum) * running.value + self.momentum * batch
-                running.value = jnp.where(count > 0, moved, running.value).astype(precise)
+                updated = (1 - self.momentum) * running.value + self.momentum * batch
+                running.value = jnp.where(count > 0, updated, running.value).astype(precise)
         return ((x - mean) * (jax.lax.rsqrt(var + self.epsilon) * scale) + bias).astype(out_dtype)
 
 
 def _affine(layer: Typed, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    """Scale [C] and bias [C] of a normalisation, and the type of its result."""
+    """Scale [C] and bias [C] of a normalisation layer, and the dtype of its result."""
     scale = layer.param("scale", nn.initializers.ones, x.shape[-1:], layer.param_dtype)
     bias = layer.param("bias", nn.initializers.zeros, x.shape[-1:], layer.param_dtype)
     return scale, bias, layer.dtype or jnp.promote_types(x.dtype, layer.param_dtype)
@@ -202,7 +202,7 @@ def _moments(x: jax.Array, mask: jax.Array | None):
 
 
 class GroupNorm(Typed):
-    """Group norm in as many groups, up to 32, as divide the channels: [B, ..., C] to the same, each sample alone."""
+    """Group norm, each sample by itself: [B, ..., C] to the same; the most groups, up to 32, that divide C."""
 
     @nn.compact
     def __call__(self, x, *, train: bool = False, mask=None):
@@ -222,7 +222,7 @@ _NORMS = {"batch": BatchNorm, "group": GroupNorm, "slow_batch": partial(BatchNor
 
 
 def norm(kind: str) -> Callable[..., BatchNorm | GroupNorm]:
-    """The layer "batch", "group", or "slow_batch" of networks from TensorFlow; UserError for another name."""
+    """The norm layer "batch", "group", or "slow_batch" (of networks from TensorFlow); UserError for other names."""
     if kind not in _NORMS:
         raise UserError(f"Unknown normalisation '{kind}': {nearest(kind, _NORMS)}")
     return _NORMS[kind]
@@ -235,10 +235,10 @@ class ConvNorm(Normalised):
       features: output channels.
       kernel: odd side of the kernel.
       stride: of both sides.
-      padding: as `Conv` takes it; None for half of the kernel at each edge.
-      groups: of channels, each convolved by itself.
-      activation: None for none.
-      use_bias: of the convolution.
+      padding: as for `Conv`; None for half of the kernel at each edge.
+      groups: of channels, each convolved separately.
+      activation: None for no activation.
+      use_bias: whether the convolution has a bias.
       kernel_init: `linear_init` or `conv_init`.
     """
 
@@ -268,15 +268,15 @@ def global_average(x: jax.Array) -> jax.Array:
 
 
 def max_pool(x: jax.Array, window: int, stride: int | None = None, padding: int = 0) -> jax.Array:
-    """The largest of each window: [B, H, W, C] to [B, h, w, C], h = (H + 2 padding - window) // stride + 1.
+    """The maximum of each window: [B, H, W, C] to [B, h, w, C], h = (H + 2 padding - window) // stride + 1.
 
-    The maximum of strided slices, whose gradient is many times faster than that of a reduction over windows.
+    Computed as the maximum of strided slices; its gradient is many times faster than that of a reduction over windows.
 
     Args:
       x: [B, H, W, C].
       window: side of the windows.
-      stride: between windows, None for their side; what is left over is cut.
-      padding: at each edge, never the largest.
+      stride: between windows, None for `window`; pixels left over at the end are dropped.
+      padding: pixels at each edge, which never are the maximum.
 
     >>> max_pool(jnp.arange(9.0).reshape(1, 3, 3, 1), 2)
     Array([[[[4.]]]], dtype=float32)
@@ -285,14 +285,14 @@ def max_pool(x: jax.Array, window: int, stride: int | None = None, padding: int 
 
 
 def average_pool(x: jax.Array, window: int, stride: int, padding: int) -> jax.Array:
-    """The mean of each window, of which the zeros at the edges are part; shapes as in `max_pool`."""
+    """The mean of each window, with the zeros of the padding counted; shapes as in `max_pool`."""
     return functools.reduce(jnp.add, _window_slices(x, window, stride, padding, 0)) / window**2
 
 
 def _window_slices(x: jax.Array, window: int, stride: int, padding: int, fill: float) -> list[jax.Array]:
-    """For each place in a window, what all windows have there: window ** 2 arrays [B, h, w, C]."""
+    """For each position in a window, the pixels of all windows at it: window ** 2 arrays [B, h, w, C]."""
     if padding:
         x = jnp.pad(x, ((0, 0), (padding,) * 2, (padding,) * 2, (0, 0)), constant_values=fill)
     height, width = (((side - window) // stride + 1) * stride for side in x.shape[1:3])
-    places = [(i, j) for i in range(window) for j in range(window)]
-    return [x[:, i : i + height : stride, j : j + width : stride] for i, j in places]
+    positions = [(i, j) for i in range(window) for j in range(window)]
+    return [x[:, i : i + height : stride, j : j + width : stride] for i, j in positions]

@@ -11,16 +11,16 @@ from fedjax_pcdd.models.layers import Typed
 class LSTM(Typed):
     """[B, T, 1, 1] character codes to [B, hidden[-1]], the last layer's state after the last character.
 
-    The codes are of any type that holds them exactly.
+    The codes may have any dtype that represents them exactly.
 
     Caldas et al., "LEAF: A Benchmark for Federated Settings", 2019, appendix A. With a vocabulary of V characters, an
     embedding of e and layers of h_1, h_2, ... it has V e + sum_i 4 h_i (h_{i-1} + h_i + 1) parameters (h_0 = e), and a
     linear head V (h + 1) more: with V = 65 together 520 + 271 360 + 525 312 + 16 705 = 813 897.
-    The cell's state stays in the type of the parameters where the computation is in half precision.
+    The cell's state stays in the dtype of the parameters if the computation is in half precision.
 
-    Weights start as Flax's cells have them (LeCun for the inputs, orthogonal for the states, no bias). LEAF's start,
-    uniform with a forget bias of 1, stays at the frequencies of the letters far longer: cross-entropy 3.2 against 2.5
-    nats after 500 steps (batch 32, windows of 20, learning rate 0.8, one seed).
+    Weights are initialised as in Flax's cells (LeCun for the inputs, orthogonal for the states, no bias). With LEAF's
+    initialisation, uniform with a forget bias of 1, training stays at the letter frequencies far longer: cross-entropy
+    3.2 against 2.5 nats after 500 steps (batch 32, windows of 20, learning rate 0.8, one seed).
 
     Attributes:
       vocabulary: V; codes lie in [0, V).

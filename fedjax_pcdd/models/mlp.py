@@ -6,7 +6,7 @@ from fedjax_pcdd.models.layers import Linear, Typed
 
 
 class MLP(Typed):
-    """Flattens [B, ...] and applies linear layers of the widths `hidden` with ReLU; gives [B, hidden[-1]]."""
+    """Flattens [B, ...] and applies linear layers of the widths `hidden` with ReLU; returns [B, hidden[-1]]."""
 
     hidden: tuple[int, ...] = (200,)
 

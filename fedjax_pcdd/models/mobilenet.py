@@ -4,8 +4,8 @@ Sandler et al., "MobileNetV2: Inverted Residuals and Linear Bottlenecks", CVPR 2
 paper's code: the stem and the stage of 24 channels have stride 1, ReLU takes the place of ReLU6, the first block
 expands too (by 1), and every block of stride 1 has a shortcut, a 1x1 convolution with norm where channels change.
 
-Kernels start uniform within +-1 / sqrt(fan_in), as the reference framework's do. Trainable parameters on 3 channels,
-with 10 classes (a 1x1 or 3x3 convolution counts with the 2 C of its norm):
+Kernels start uniform within +-1 / sqrt(fan_in), as in the reference framework. Trainable parameters for 3 channels and
+10 classes (those of a 1x1 or 3x3 convolution include the 2 C of its norm):
 
     stem 928; stages 2 528, 14 400, 39 696, 183 872, 309 504, 795 264, 525 760; last 412 160; head 12 810
     together 2 296 922
@@ -20,7 +20,7 @@ from fedjax_pcdd.models.layers import ConvNorm, Normalised, global_average
 
 
 class Stage(NamedTuple):
-    """Blocks of one stage; the first has the stride."""
+    """Blocks of one stage; the stride is that of the first block."""
 
     expand: int
     features: int
@@ -47,7 +47,7 @@ class InvertedBlock(Normalised):
 
     Attributes:
       features: output channels.
-      expand: channels between are that many times the input's.
+      expand: factor of the inner channels over the input's.
       stride: of the depthwise convolution.
     """
 
@@ -59,8 +59,8 @@ class InvertedBlock(Normalised):
     def __call__(self, x, *, train: bool, mask=None):
         wide = self.expand * x.shape[-1]
 
-        def conv(x, name, features, **form):
-            return ConvNorm(features, name=name, **form, **self.shared)(x, train=train, mask=mask)
+        def conv(x, name, features, **options):
+            return ConvNorm(features, name=name, **options, **self.shared)(x, train=train, mask=mask)
 
         y = conv(x, "expand", wide)
         y = conv(y, "depthwise", wide, kernel=3, stride=self.stride, groups=wide)

@@ -1,11 +1,11 @@
-"""Modules of the user's own as models: any Flax module, Linen or NNX, a backbone or a whole classifier.
+"""User-defined modules as models: any Flax module, Linen or NNX, a backbone or a whole classifier.
 
-What modules of this package do by themselves is done for them: convolutions take the forms of `client_conv`, masked
-samples stay out of the statistics of Flax's batch norms, and there is no dropout without a key. They are called with
-those of `train`, `training`, `is_training`, `deterministic`, `use_running_average` and `mask` that they take; an NNX
-module is also put into its training or evaluation mode. A module whose output is that of a dense layer with C outputs
-that is called once is a whole classifier: this layer becomes the model's head, with its own initialisation, and the
-rest the backbone.
+They behave like modules of this package: convolutions take the forms of `client_conv`, masked samples do not enter the
+statistics of Flax's batch norms, and there is no dropout without a key. They are called with those of the arguments
+`train`, `training`, `is_training`, `deterministic`, `use_running_average` and `mask` that they accept; an NNX module
+is also put into its training or evaluation mode. A module whose output is that of a dense layer with C outputs,
+called once, is a whole classifier: this layer becomes the model's head, with its own initialisation, and the rest the
+backbone.
 
 Letters: B batch, C classes.
 """
@@ -35,26 +35,30 @@ Path = tuple[Any, ...]
 
 
 class OwnHead(NamedTuple):
-    """A whole classifier's last layer: where it is in the module, and what it starts from."""
+    """A whole classifier's last layer: where it is in the module, and how it is initialised."""
 
-    path: Path  # () where the backbone lacks it already
+    path: Path  # () if the backbone no longer contains it
     use_bias: bool
     kernel_init: Callable[..., jax.Array]
     bias_init: Callable[..., jax.Array]
 
 
 def spelled(call: Callable, train: bool, mask: Any) -> dict[str, Any]:
-    """The arguments by which a module is told whether it trains, and which samples are valid."""
-    taken = inspect.signature(call).parameters
-    known = {"train": train, "mask": mask, "training": train, "is_training": train}
-    known |= {"deterministic": not train, "use_running_average": not train}
-    first = (nn.Sequential.__call__, nnx.Sequential.__call__)  # who hand them on to their first layer, whatever it is
-    every = call not in first and any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    return {name: value for name, value in known.items() if name in taken or (every and name in ("train", "mask"))}
+    """Keyword arguments that tell a module whether it trains and which samples are valid, as far as it accepts them."""
+    parameters = inspect.signature(call).parameters
+    available = {"train": train, "mask": mask, "training": train, "is_training": train}
+    available |= {"deterministic": not train, "use_running_average": not train}
+    sequential = (nn.Sequential.__call__, nnx.Sequential.__call__)  # they pass the arguments on to their first layer
+    takes_any = call not in sequential and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {
+        name: value
+        for name, value in available.items()
+        if name in parameters or (takes_any and name in ("train", "mask"))
+    }
 
 
 def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
-    """A context in which Flax's own Linen layers do what ours do, and the layer of a path gives what it reads."""
+    """A context in which Flax's Linen layers behave like ours; the layer at the path `cut` returns its input."""
 
     def intercept(call, args, kwargs, context):
         layer = context.module
@@ -64,7 +68,7 @@ def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
         if (cut and layer.path == cut) or (isinstance(layer, nn.Dropout) and not drops):
             return args[0] if args else kwargs["inputs"]
         if isinstance(layer, nn.Conv) and layer.conv_general_dilated is layer.conv_general_dilated_cls is None:
-            object.__setattr__(layer, "conv_general_dilated", client_conv)  # of this call's copy of a frozen module
+            object.__setattr__(layer, "conv_general_dilated", client_conv)  # in this call's copy of a frozen module
         if isinstance(layer, nn.BatchNorm) and mask is not None and kwargs.get("mask") is None:
             return _with_valid_samples(layer, call, mask, *args, **kwargs)
         return call(*args, **kwargs)
@@ -73,7 +77,7 @@ def in_this_engine(mask: jax.Array | None, cut: Path = ()) -> Any:
 
 
 def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x: jax.Array, *args, **kwargs):
-    """A batch norm's call whose statistics are of valid samples; without any, the running ones stay."""
+    """Call a batch norm with statistics of valid samples only; if there are none, the running statistics stay."""
     old = {name: layer.get_variable("batch_stats", name) for name in ("mean", "var")}
     out = call(x, *args, **{**kwargs, "mask": _positions(mask, x)})
     if layer.is_mutable_collection("batch_stats") and not layer.is_initializing():
@@ -84,7 +88,7 @@ def _with_valid_samples(layer: nn.BatchNorm, call: Callable, mask: jax.Array, x:
 
 
 def _positions(mask: jax.Array, x: jax.Array) -> jax.Array | None:
-    """The mask [B] as Flax's batch norms take it; all of it where it counts nothing, None where x has another batch."""
+    """The mask [B] as Flax's batch norms take it: all True if no sample is valid, None if x has another batch size."""
     if len(mask) != len(x):
         return None
     return jnp.where(mask.any(), mask, 1).astype(bool).reshape(-1, *[1] * (x.ndim - 1))
@@ -95,7 +99,7 @@ _given: ContextVar[list] = ContextVar("given")
 
 
 class _BatchNorm(nnx.BatchNorm):
-    """NNX's batch norm, with statistics of valid samples."""
+    """NNX's batch norm, with statistics of valid samples only."""
 
     def __call__(self, x, use_running_average=None, *, mask=None):
         valid = _mask.get()
@@ -113,7 +117,7 @@ _NNX_NORMS = (nnx.BatchNorm, nnx.GroupNorm, nnx.LayerNorm, nnx.InstanceNorm, nnx
 
 
 class _Linear(nnx.Linear):
-    """NNX's linear layer, which notes what it gives while a module's head is looked for."""
+    """NNX's linear layer, which records its outputs while a module's head is searched for."""
 
     def __call__(self, inputs, *args, **kwargs):
         out = super().__call__(inputs, *args, **kwargs)
@@ -122,28 +126,28 @@ class _Linear(nnx.Linear):
 
 
 class _Through(nnx.Module):
-    """In the place of a layer that was cut out."""
+    """Identity in place of a layer that was cut out."""
 
     def __call__(self, x):
         return x
 
 
 class Maker(NamedTuple):
-    """Makes an NNX module from the `rngs`: by a class or function and its arguments, or as a copy of an object."""
+    """Makes an NNX module from `rngs`: by a class or function with arguments, or as a copy of an object."""
 
     part: Any
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, rngs: nnx.Rngs, cut: Path = ()) -> Any:
-        """The module, whose layers do what ours do, the one of a path nothing."""
+        """Make the module; its layers behave like ours, and the layer at the path `cut` is the identity."""
         copied = isinstance(self.part, nnx.Module)
         module: Any = nnx.clone(self.part) if copied else self.part(**dict(self.arguments), rngs=rngs)
         layers: list[tuple[Path, Any]] = list(nnx.iter_modules(module))
         for path, layer in layers:
             if isinstance(layer, nnx.Conv) and layer.conv_general_dilated is lax.conv_general_dilated:
                 layer.conv_general_dilated = client_conv
-            ours: Any = {nnx.BatchNorm: _BatchNorm, nnx.Linear: _Linear}
-            setattr(layer, "__class__", ours.get(type(layer), type(layer)))  # noqa: B010 - of its own copy
+            replacements: Any = {nnx.BatchNorm: _BatchNorm, nnx.Linear: _Linear}
+            setattr(layer, "__class__", replacements.get(type(layer), type(layer)))  # noqa: B010 - in our own copy
             if cut and path == cut:
                 del layer.kernel, layer.bias
                 setattr(layer, "__class__", _Through)  # noqa: B010
@@ -152,7 +156,7 @@ class Maker(NamedTuple):
 
 @dataclass(frozen=True)
 class _FromMaker:
-    """Initialises a head as that of a fresh module; by `linear_init` where it reads another number of features."""
+    """Initialises a head as a fresh module's; by `linear_init` if the number of input features differs."""
 
     make: Maker
     path: Path
@@ -169,7 +173,7 @@ def _child(module: Any, name: Any) -> Any:
 
 
 class NnxBackbone(nn.Module):
-    """An NNX module as a Linen one: its `nnx.Param` are "params", all else but random numbers is "batch_stats"."""
+    """An NNX module as a Linen one: its `nnx.Param` are "params", all else except random numbers is "batch_stats"."""
 
     make: Maker
     cut: Path = ()
@@ -203,42 +207,42 @@ class NnxBackbone(nn.Module):
 
 def nnx_norms(module: NnxBackbone) -> frozenset[Path]:
     """Paths of an NNX module's normalisation layers, as in its variables."""
-    made = nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut))
-    layers: list[tuple[Path, Any]] = list(nnx.iter_modules(made))
+    abstract_module = nnx.eval_shape(lambda: module.make(nnx.Rngs(0), module.cut))
+    layers: list[tuple[Path, Any]] = list(nnx.iter_modules(abstract_module))
     return frozenset(tuple(map(str, path)) for path, layer in layers if isinstance(layer, _NNX_NORMS))
 
 
 def _split(module: Any) -> tuple[Any, Any, Any, Any]:
     """Structure, parameters, statistics and random numbers of an NNX module."""
-    structure, params, random, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    return structure, params, rest, random
+    structure, params, random, statistics = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return structure, params, statistics, random
 
 
 @functools.lru_cache(maxsize=64)
 def _abstract(make: Maker, cut: Path) -> tuple[Any, Any, Any, Any]:
-    """The same of a fresh module of which only shapes are known."""
+    """`_split` of a fresh module, with shapes only."""
     return _split(nnx.eval_shape(lambda: make(nnx.Rngs(0), cut)))
 
 
 def _tree(state: Any) -> dict[str, Any]:
-    """The values of an NNX state, in nested mappings with names for keys."""
+    """The values of an NNX state, in nested mappings with names as keys."""
     return unflatten_dict({tuple(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)})
 
 
 def _filled(state: Any, tree: Mapping[str, Any]) -> Any:
-    """An NNX state with the values that `_tree` gave of it."""
+    """An NNX state filled with the values of a tree as returned by `_tree`."""
     values = flatten_dict(tree)
     return nnx.from_flat_state([(p, leaf.replace(values[tuple(map(str, p))])) for p, leaf in nnx.to_flat_state(state)])
 
 
 def _drawn(state: Any, key: jax.Array | None) -> Any:
-    """NNX's random numbers, from a key; any where there is none, since nothing reads them."""
+    """NNX's random state drawn from a key; arbitrary without one, as then nothing reads it."""
     key = jax.random.key(0) if key is None else key
 
     def value(i: int, leaf: Any) -> jax.Array:
-        kept = leaf.get_value()
-        is_key = jnp.issubdtype(kept.dtype, jax.dtypes.prng_key)
-        return jax.random.fold_in(key, i) if is_key else jnp.zeros(kept.shape, kept.dtype)
+        stored = leaf.get_value()
+        is_key = jnp.issubdtype(stored.dtype, jax.dtypes.prng_key)
+        return jax.random.fold_in(key, i) if is_key else jnp.zeros(stored.shape, stored.dtype)
 
     leaves = enumerate(nnx.to_flat_state(state))
     return nnx.from_flat_state([(path, leaf.replace(value(i, leaf))) for i, (path, leaf) in leaves])
@@ -247,36 +251,36 @@ def _drawn(state: Any, key: jax.Array | None) -> Any:
 def adapted(
     part: Any, name: str, known: Mapping[str, Any], num_classes: int, image_shape: tuple[int, ...]
 ) -> tuple[nn.Module, OwnHead | None]:
-    """A backbone from a module, or from what makes one, and the head that was its last layer, if it had one.
+    """Make a backbone of a module or its factory, and return its last layer as the head, if it is a whole classifier.
 
     Args:
       part: a Linen or NNX module, or a class or function that returns one.
-      name: for sentences.
-      known: arguments that classes and functions get where they take them; beside these `rngs` for NNX.
+      name: for messages.
+      known: arguments that classes and functions receive if they accept them; NNX modules also get `rngs`.
 
     Raises:
-      UserError: it is none of that, lacks arguments, cannot read such images, or gives no [B, features].
+      UserError: it is none of these, needs other arguments, cannot read such images, or does not return [B, features].
     """
     with from_outside(f"model {name} cannot be made"):
         module = _module(part, name, known)
-    head: Any = _nnx_head if isinstance(module, NnxBackbone) else _linen_head
-    image, given = jnp.zeros((1, *image_shape)), []
+    find_head: Any = _nnx_head if isinstance(module, NnxBackbone) else _linen_head
+    image, heads = jnp.zeros((1, *image_shape)), []
     with from_outside(f"model {name} fails on images of {'x'.join(map(str, image_shape))}"):
-        out = jax.eval_shape(lambda: head(module, image, given))
+        out = jax.eval_shape(lambda: find_head(module, image, heads))
     if not isinstance(out, jax.ShapeDtypeStruct) or len(out.shape) != 2 or out.shape[0] != 1:
         shapes = jax.tree.map(lambda leaf: [*leaf.shape], out)
         raise UserError(f"model {name} gives {shapes} for one image: it must give features or logits, [1, width].")
-    if not given and out.shape[1] == num_classes:
+    if not heads and out.shape[1] == num_classes:
         warnings.warn(
             f"model {name} gives {num_classes} numbers, one for each class, that are not a dense layer's: they are "
             "taken for features, and a linear head follows. Let a whole classifier end with its dense layer, without "
             "softmax.",
             stacklevel=3,
         )
-    if not given or out.shape[1] != num_classes:
+    if not heads or out.shape[1] != num_classes:
         return module, None
-    own: OwnHead = given[0]
-    return (module.clone(cut=own.path), own._replace(path=())) if isinstance(module, NnxBackbone) else (module, own)
+    head: OwnHead = heads[0]
+    return (module.clone(cut=head.path), head._replace(path=())) if isinstance(module, NnxBackbone) else (module, head)
 
 
 def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
@@ -287,37 +291,37 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     if not callable(part):
         label = shortened(part) if name == type(part).__name__ else name
         raise UserError(f"model {label} must be a Flax module, or what returns one, not {type(part).__name__}.")
-    own = inspect.isclass(part) and issubclass(part, nnx.Module)  # whose own signature is that of any NNX class
+    is_nnx = inspect.isclass(part) and issubclass(part, nnx.Module)  # its own signature is that of any NNX class
     try:
-        taken = inspect.signature(functools.partial(part.__init__, None) if own else part).parameters
-    except ValueError as error:  # of C, as int is
+        parameters = inspect.signature(functools.partial(part.__init__, None) if is_nnx else part).parameters
+    except ValueError as error:  # implemented in C, such as int
         raise UserError(f"model {part!r} is no Flax module, nor a function that returns one.") from error
-    needed = [
-        key for key, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    required = [
+        key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
-    if lacking := [key for key in needed if key not in known and key != "rngs"]:
+    if missing := [key for key in required if key not in known and key != "rngs"]:
         raise UserError(
-            f"model {name} needs '{lacking[0]}': pass a Flax module, or a class that needs no more than some of "
+            f"model {name} needs '{missing[0]}': pass a Flax module, or a class that needs no more than some of "
             f"{', '.join([*known, 'rngs'])}."
         )
-    arguments = {key: value for key, value in known.items() if key in taken}
-    if "rngs" in taken:
+    arguments = {key: value for key, value in known.items() if key in parameters}
+    if "rngs" in parameters:
         maker = Maker(part, tuple(arguments.items()))
-        made = nnx.eval_shape(lambda: maker(nnx.Rngs(0)))
+        instance = nnx.eval_shape(lambda: maker(nnx.Rngs(0)))
         module = NnxBackbone(maker)
     else:
-        made = module = part(**arguments)
-    if not isinstance(made, nn.Module | nnx.Module):
-        raise UserError(f"model {name} must be a Flax module, or what returns one, not {type(made).__name__}.")
+        instance = module = part(**arguments)
+    if not isinstance(instance, nn.Module | nnx.Module):
+        raise UserError(f"model {name} must be a Flax module, or what returns one, not {type(instance).__name__}.")
     return _module(module, name, known)
 
 
 def _hashed(module: nn.Module, name: str) -> nn.Module:
-    """The module, static in compiled code, with tuples where its fields are lists; UserError for other such things."""
-    for one in (module, _with_tuples(module)):
+    """The module as a static argument: lists in its fields become tuples; UserError for other unhashable fields."""
+    for candidate in (module, _with_tuples(module)):
         with suppress(TypeError):
-            hash(one)
-            return one
+            hash(candidate)
+            return candidate
     raise UserError(f"model {name} has a field that cannot be hashed: give numbers, texts or tuples.")
 
 
@@ -326,12 +330,12 @@ def _with_tuples(value: Any) -> Any:
         return tuple(map(_with_tuples, value))
     if not isinstance(value, nn.Module):
         return value
-    own = [field.name for field in fields(value) if field.init and field.name not in ("name", "parent")]
-    return value.clone(**{name: _with_tuples(getattr(value, name)) for name in own})
+    names = [field.name for field in fields(value) if field.init and field.name not in ("name", "parent")]
+    return value.clone(**{name: _with_tuples(getattr(value, name)) for name in names})
 
 
-def _linen_head(module: nn.Module, image: jax.Array, given: list[OwnHead]) -> Any:
-    """The module's output; the dense layer whose output that is becomes known."""
+def _linen_head(module: nn.Module, image: jax.Array, heads: list[OwnHead]) -> Any:
+    """The module's output; the dense layer that returned it, if any, is appended to `heads`."""
     layers = []
 
     def note(call, args, kwargs, context):
@@ -342,23 +346,25 @@ def _linen_head(module: nn.Module, image: jax.Array, given: list[OwnHead]) -> An
     with nn.intercept_methods(note), in_this_engine(None):
         arguments = spelled(type(module).__call__, False, None)
         out, _ = module.init_with_output(jax.random.key(0), image, **arguments)
-    once = [one for one, result in layers if result is out and sum(one.path == other.path for other, _ in layers) == 1]
-    given.extend(OwnHead(one.path, one.use_bias, one.kernel_init, one.bias_init) for one in once)
+    last_layers = [
+        layer for layer, result in layers if result is out and sum(layer.path == other.path for other, _ in layers) == 1
+    ]
+    heads.extend(OwnHead(layer.path, layer.use_bias, layer.kernel_init, layer.bias_init) for layer in last_layers)
     return out
 
 
-def _nnx_head(module: NnxBackbone, image: jax.Array, given: list[OwnHead]) -> Any:
-    """The same of an NNX module."""
-    made, layers = module.make(nnx.Rngs(0)), []
-    made.eval()
+def _nnx_head(module: NnxBackbone, image: jax.Array, heads: list[OwnHead]) -> Any:
+    """As `_linen_head`, for an NNX module."""
+    nnx_module, layers = module.make(nnx.Rngs(0)), []
+    nnx_module.eval()
     token = _given.set(layers)
     try:
-        out = made(image, **spelled(type(made).__call__, False, None))
+        out = nnx_module(image, **spelled(type(nnx_module).__call__, False, None))
     finally:
         _given.reset(token)
-    modules: list[tuple[Path, Any]] = list(nnx.iter_modules(made))
+    modules: list[tuple[Path, Any]] = list(nnx.iter_modules(nnx_module))
     for path, layer in modules:
-        if [result is out for one, result in layers if layer is one] == [True]:
+        if [result is out for called, result in layers if layer is called] == [True]:
             inits = [_FromMaker(module.make, path, name) for name in ("kernel", "bias")]
-            given.append(OwnHead(path, layer.bias is not None, *inits))
+            heads.append(OwnHead(path, layer.bias is not None, *inits))
     return out

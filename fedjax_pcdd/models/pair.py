@@ -1,4 +1,4 @@
-"""Two models on one input: a private one, which answers, and a meme, which travels (FML)."""
+"""Two models on one input: a private one, whose output is used, and a meme, which is exchanged (FML)."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ class Pair(nn.Module):
         """Runs [B, ...] inputs through the private model."""
         if self.is_initializing():
             if min(x.shape[1:3]) < self.smallest:
-                given, least = f"{x.shape[1]}x{x.shape[2]}", f"{self.smallest}x{self.smallest}"
-                raise UserError(f"the meme needs images of {least} pixels or more, not {given}: choose another `meme`.")
+                size, least = f"{x.shape[1]}x{x.shape[2]}", f"{self.smallest}x{self.smallest}"
+                raise UserError(f"the meme needs images of {least} pixels or more, not {size}: choose another `meme`.")
             self.meme(x, train=train, mask=mask)
         return self.private(x, train=train, mask=mask)
 

@@ -1,8 +1,8 @@
-"""A convolution, ReLU and max-pool of two by two in one, with gradients that are fast for few channels on a CPU.
+"""Convolution, ReLU and 2x2 max-pool in one, with gradients that are fast for few channels on a CPU.
 
-Where a convolution runs in blocks of columns (`convolution_forms`), the columns are put in such an order that the two
-of a window lie half a block apart. The maximum and its gradient then work on half blocks, not on the few channels of a
-single column, which no vector instruction fits.
+If a convolution runs in blocks of columns (`convolution_forms`), the columns are ordered so that the two columns of a
+window lie half a block apart. The maximum and its gradient then work on half blocks rather than on the few channels of
+a single column, which are too few for vector instructions.
 
 Letters: B batch, H x W image, h x w output of the convolution, I and O channels, n columns in a block.
 """
@@ -26,7 +26,7 @@ from fedjax_pcdd.models.convolution_forms import (
 from fedjax_pcdd.models.convolution_table import Choices, Listing, Operation, in_use
 from fedjax_pcdd.models.layers import Conv, max_pool
 
-FEW_CHANNELS = 16  # below which the gradient by positions is slower than that of slices, in a training step
+FEW_CHANNELS = 16  # with fewer, the gradient by positions is slower than that of slices in a training step
 
 
 class PooledConv(Conv):
@@ -41,14 +41,14 @@ class PooledConv(Conv):
         batch, height, width, channels = blocks.shape
         best = largest(blocks.reshape(batch, height // 2, 2, width, 2, channels // 2))
         best = best.reshape(batch, height // 2, -1, self.features)
-        return jax.nn.relu(best if bias is None else best + bias)  # the bias is no matter of which one is largest
+        return jax.nn.relu(best if bias is None else best + bias)  # the bias does not affect which one is largest
 
 
 def relu_max_pool(x: jax.Array) -> jax.Array:
-    """The largest of each window of two by two, or 0: [B, H, W, C] to [B, H // 2, W // 2, C]; an odd edge is cut.
+    """ReLU and 2x2 max-pool: [B, H, W, C] to [B, H // 2, W // 2, C]; an odd edge is dropped.
 
-    Of equal ones, the first has the whole gradient, row by row; with few channels they share it. Where none is above 0,
-    none has any.
+    Of equal maxima the first, row by row, gets the whole gradient; with few channels they share it. If none is above 0,
+    there is no gradient.
 
     >>> relu_max_pool(jnp.arange(9.0).reshape(1, 3, 3, 1) - 3)
     Array([[[[1.]]]], dtype=float32)
@@ -62,12 +62,12 @@ def relu_max_pool(x: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def largest(windows: jax.Array) -> jax.Array:
-    """The largest of each window of two by two: [B, h, 2, w, 2, C] to [B, h, w, C]; the first has the gradient."""
+    """Maximum of each 2x2 window: [B, h, 2, w, 2, C] to [B, h, w, C]; of equal ones the first gets the gradient."""
     return _largest_and_position(windows)[0]
 
 
 def _largest_and_position(windows):
-    """The largest and its position, counted row by row, as numbers of one type: vectors of two types are slow."""
+    """The maximum and its position, counted row by row, in one dtype: vectors of two dtypes are slow."""
     best, *others = (windows[:, :, i, :, j] for i in range(2) for j in range(2))
     position = jnp.zeros_like(best)
     for number, other in enumerate(others, 1):
@@ -85,7 +85,7 @@ largest.defvjp(_largest_and_position, _largest_backward)
 
 
 def _fits(window: Window, x: jax.Array, w: jax.Array) -> bool:
-    """Whether the convolution runs in blocks, and windows of two by two divide its output."""
+    """Whether the convolution runs in blocks and 2x2 windows tile its output."""
     if _rule(in_use(), "forward", window, x, w) != "blocked":
         return False
     return window.out[0] % 2 == 0 and block_width(window, w.shape[3]) % 2 == 0
@@ -98,27 +98,27 @@ def _rule(choices: Choices | Listing, name: str, window: Window, x: jax.Array, w
 
 
 def _order(window: Window, outputs: int) -> tuple[int, ...]:
-    """Columns of a block, the left ones of their windows first: (0, 2, 1, 3)."""
+    """Column order in a block, left columns of the windows first: (0, 2, 1, 3)."""
     width = block_width(window, outputs)
     return (*range(0, width, 2), *range(1, width, 2))
 
 
 def _one_after_another(function: Callable) -> Callable:
-    """The function, which under vmap runs for one lane after another."""
-    alone = jax.custom_batching.custom_vmap(function)
+    """Make a function run for one lane after another under vmap."""
+    sequential = jax.custom_batching.custom_vmap(function)
 
-    @alone.def_vmap
+    @sequential.def_vmap
     def over_lanes(lanes, batched, *arguments):
         del lanes
 
-        def one(own):
-            own = iter(own)
-            return alone(*(next(own) if b else a for a, b in zip(arguments, batched, strict=True)))
+        def one(operands):
+            operands = iter(operands)
+            return sequential(*(next(operands) if b else a for a, b in zip(arguments, batched, strict=True)))
 
         results = lax.map(one, [a for a, b in zip(arguments, batched, strict=True) if b])
         return results, jax.tree.map(lambda _: True, results)
 
-    return alone
+    return sequential
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -138,12 +138,12 @@ def _gradients(window: Window, choices: Choices | Listing, x, w, dz):
     columns = _order(window, w.shape[3])
     sides = dz.reshape(*dz.shape[:3], 2, len(columns) // 2, w.shape[3])  # left columns of windows, then right ones
     dy = sides.swapaxes(3, 4).reshape(dz.shape[0], *window.out, w.shape[3])
-    into, onto = (_rule(choices, name, window, x, w) for name in ("input_gradient", "weight_gradient"))
-    if onto.startswith("blocked"):
-        dw = weight_gradient_in_blocks(onto, x, dz, window, columns)
+    input_form, weight_form = (_rule(choices, name, window, x, w) for name in ("input_gradient", "weight_gradient"))
+    if weight_form.startswith("blocked"):
+        dw = weight_gradient_in_blocks(weight_form, x, dz, window, columns)
     else:
-        dw = weight_gradient(onto, x, dy, window)
-    return input_gradient(into, dy, w, window), dw
+        dw = weight_gradient(weight_form, x, dy, window)
+    return input_gradient(input_form, dy, w, window), dw
 
 
 _in_blocks.defvjp(lambda x, w, *static: (_in_blocks(x, w, *static), (x, w)), _in_blocks_backward)

@@ -1,11 +1,11 @@
-"""Residual networks for images of about 32x32: a 3x3 stem, of stride 1 in the published ones, no max-pool.
+"""Residual networks for images of about 32x32: a 3x3 stem, with stride 1 in the published ones, and no max-pool.
 
-He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form of the FedMR and FedGELA papers' code,
-and with blocks (1, 1, 1, 1) and (2, 1, 1, 1), ResNet10 and ResNet12, in that of the FCCL paper's.
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form of the FedMR and FedGELA papers' code;
+ResNet10 and ResNet12, with blocks (1, 1, 1, 1) and (2, 1, 1, 1), in the form of the FCCL paper's.
 
 Kernels start normal with standard deviation sqrt(2 / fan_out), uniform within +-1 / sqrt(fan_in) in FCCL's. With blocks
-(1, 1, 1) of 16, 32 and 64 channels it is ResNet8, of 78 042 parameters. Trainable parameters of the others on 3
-channels, with 10 classes (a convolution counts with the 2 C of its norm): stem 1 856; the first block of each stage
+(1, 1, 1) of 16, 32 and 64 channels it is ResNet8, with 78 042 parameters. Trainable parameters of the others for 3
+channels and 10 classes (those of a convolution include the 2 C of its norm): stem 1 856; the first block of each stage
 73 984, 230 144, 919 040, 3 673 088; a further one of the first stage 73 984; head 5 130. ResNet10 has 4 903 242,
 ResNet12 4 977 226.
 """
@@ -18,14 +18,14 @@ from fedjax_pcdd.models.layers import KERNEL_INITS, Conv, Normalised, global_ave
 
 
 class _Residual(Normalised, kw_only=True):
-    """Convolutions with norms, whose names are those of the published weights; `kernel_init` is of `KERNEL_INITS`."""
+    """Convolutions with norms, named as in the published weights; `kernel_init` is a key of `KERNEL_INITS`."""
 
     kernel_init: str = "fan_out"
 
     def conv_norm(self, x, features, size, stride, names, train, mask):
-        """Convolution and norm by two names: [B, H, W, in] to [B, ceil(H / stride), ceil(W / stride), features]."""
-        form = {"use_bias": False, "kernel_init": KERNEL_INITS[self.kernel_init], **self.types}
-        x = Conv(features, size, stride, size // 2, name=names[0], **form)(x)
+        """Convolution and norm with two names: [B, H, W, in] to [B, ceil(H / stride), ceil(W / stride), features]."""
+        options = {"use_bias": False, "kernel_init": KERNEL_INITS[self.kernel_init], **self.types}
+        x = Conv(features, size, stride, size // 2, name=names[0], **options)(x)
         return norm(self.norm)(name=names[1], **self.types)(x, train=train, mask=mask)
 
 
@@ -33,7 +33,7 @@ class Block(_Residual):
     """Convolutions with norms and ReLU between, plus shortcut, ReLU: [B, H, W, in] to [B, h, w, out].
 
     conv3x3 - conv3x3, out = features; or with a bottleneck conv1x1 - conv3x3 - conv1x1, out = 4 * features. The stride
-    is that of the first conv3x3, h = ceil(H / stride). The shortcut is a 1x1 convolution with norm where the shape
+    is that of the first conv3x3, h = ceil(H / stride). The shortcut is a 1x1 convolution with norm if the shape
     changes.
     """
 
@@ -64,7 +64,7 @@ class ResNet(_Residual):
     Attributes:
       blocks: blocks of each stage; a stage after the first halves the sides and doubles the channels.
       width: channels of the first stage; 64 with blocks (2, 2, 2, 2) is ResNet18.
-      stem_stride: of the stem; with 2 every convolution but the stem has a quarter of the work.
+      stem_stride: of the stem; with 2 every convolution except the stem has a quarter of the work.
       bottleneck: whether the blocks are bottlenecks; with blocks (3, 4, 6, 3) that is ResNet50.
     """
 
@@ -80,7 +80,7 @@ class ResNet(_Residual):
             x = self.kept(x)
             for i in range(count):
                 stride = 2 if stage and i == 0 else 1
-                form = {"bottleneck": self.bottleneck, "kernel_init": self.kernel_init, **self.shared}
-                block = Block(self.width * 2**stage, stride, name=f"stage{stage + 1}_block{i + 1}", **form)
+                options = {"bottleneck": self.bottleneck, "kernel_init": self.kernel_init, **self.shared}
+                block = Block(self.width * 2**stage, stride, name=f"stage{stage + 1}_block{i + 1}", **options)
                 x = block(x, train=train, mask=mask)
         return self.kept(global_average(x))

@@ -1,11 +1,11 @@
 """ShuffleNet with grouped 1x1 convolutions for images of about 32x32.
 
 Zhang et al., "ShuffleNet: An Extremely Efficient Convolutional Neural Network for Mobile Devices", CVPR 2018, table 1
-with 2 groups, in the form of the FCCL paper's code: a 1x1 convolution of stride 1 for a stem, no max-pool, and ReLU
-also after the depthwise convolution, where the paper has none.
+with 2 groups, in the form of the FCCL paper's code: a 1x1 convolution of stride 1 as stem, no max-pool, and ReLU also
+after the depthwise convolution, where the paper has none.
 
-Kernels start uniform within +-1 / sqrt(fan_in), as the reference framework's do. Trainable parameters on 3 channels,
-with 10 classes and 2 groups (a convolution counts with the 2 C of its norm):
+Kernels start uniform within +-1 / sqrt(fan_in), as in the reference framework. Trainable parameters for 3 channels,
+10 classes and 2 groups (those of a convolution include the 2 C of its norm):
 
     stem 120; stages 39 002, 305 750, 534 700; head 8 010; together 887 582
 """
@@ -20,7 +20,7 @@ from fedjax_pcdd.models.layers import ConvNorm, Normalised, average_pool, global
 
 
 def shuffle(x: jax.Array, groups: int) -> jax.Array:
-    """[..., C] to the same, the channels of the groups interleaved: the first of each, the second of each, ...
+    """Interleave the channels of groups: the first of each, the second of each, ...; [..., C] to the same shape.
 
     >>> shuffle(jnp.arange(6), 2).tolist()
     [0, 3, 1, 4, 2, 5]
@@ -34,7 +34,7 @@ class ShuffleBlock(Normalised):
     With stride 2 the input, averaged over 3x3 windows, is appended as channels; with stride 1 it is added.
 
     Attributes:
-      features: output channels; more than the input's with stride 2, as many with stride 1.
+      features: output channels; more than the input's with stride 2, equally many with stride 1.
       stride: 1 or 2.
       groups: of the last 1x1 convolution.
       entry_groups: of the first 1x1 convolution and the shuffle.
@@ -47,15 +47,15 @@ class ShuffleBlock(Normalised):
 
     @nn.compact
     def __call__(self, x, *, train: bool, mask=None):
-        made = self.features if self.stride == 1 else self.features - x.shape[-1]
-        narrow = made // 4
+        branch_features = self.features if self.stride == 1 else self.features - x.shape[-1]
+        narrow = branch_features // 4
 
-        def conv(x, name, features, **form):
-            return ConvNorm(features, name=name, **form, **self.shared)(x, train=train, mask=mask)
+        def conv(x, name, features, **options):
+            return ConvNorm(features, name=name, **options, **self.shared)(x, train=train, mask=mask)
 
         y = shuffle(conv(x, "reduce", narrow, groups=self.entry_groups), self.entry_groups)
         y = conv(y, "depthwise", narrow, kernel=3, stride=self.stride, groups=narrow)
-        y = conv(y, "expand", made, groups=self.groups, activation=None)
+        y = conv(y, "expand", branch_features, groups=self.groups, activation=None)
         if self.stride == 1:
             return nn.relu(y + x)
         return nn.relu(jnp.concatenate([y, average_pool(x, 3, 2, 1)], axis=-1))
@@ -65,9 +65,9 @@ class ShuffleNet(Normalised):
     """[B, H, W, channels] to [B, widths[-1]], the global average in at least float32.
 
     Attributes:
-      widths: channels of each stage; each halves the sides.
-      blocks: of each stage.
-      groups: of the 1x1 convolutions; the very first is not grouped, as it has few inputs.
+      widths: channels of each stage; each stage halves the sides.
+      blocks: number of blocks of each stage.
+      groups: of the 1x1 convolutions; the very first one is not grouped, as it has few inputs.
       stem: channels of the first convolution.
     """
 

@@ -1,8 +1,8 @@
 """Wide residual networks with pre-activation blocks and dropout, for images of about 32x32.
 
 Zagoruyko and Komodakis, "Wide Residual Networks", BMVC 2016, in the form of the FedMR paper's code: every
-convolution has a bias, the second one of a block has the stride, and the last batch norm follows the batch nine times
-faster than the others.
+convolution has a bias, the second one of a block has the stride, and the running statistics of the last batch norm
+follow the batch nine times faster than the others.
 """
 
 import flax.linen as nn
@@ -13,8 +13,8 @@ from fedjax_pcdd.models.layers import Conv, Normalised, global_average, norm
 class WideBlock(Normalised):
     """norm - ReLU - conv3x3 - dropout - norm - ReLU - conv3x3, plus shortcut: [B, H, W, in] to [B, h, w, features].
 
-    h = ceil(H / stride). The shortcut is a 1x1 convolution of the raw input where the shape changes. Without a key
-    there is no dropout.
+    h = ceil(H / stride). The shortcut is a 1x1 convolution of the raw input if the shape changes. Without a key there
+    is no dropout.
     """
 
     features: int
@@ -39,8 +39,8 @@ class WideResNet(Normalised):
     """[B, H, W, channels] to [B, 64 * widen], the global average in at least float32.
 
     Attributes:
-      blocks: of each of the three groups; 4 with widen 10 is WRN-28-10.
-      widen: the groups have 16, 32 and 64 times as many channels; those after the first halve the sides.
+      blocks: number in each of the three groups; 4 with widen 10 is WRN-28-10.
+      widen: factor of the groups' channels, 16, 32 and 64; groups after the first halve the sides.
       dropout: rate between the convolutions of a block.
     """
 
@@ -60,6 +60,6 @@ class WideResNet(Normalised):
                     name=f"group{group + 1}_block{i + 1}", **self.shared,
                 )  # fmt: skip
                 x = block(x, train=train, mask=mask)
-        fast = {"momentum": 0.9} if self.norm == "batch" else {}
-        x = nn.relu(norm(self.norm)(name="norm", **fast, **self.types)(x, train=train, mask=mask))
+        norm_options = {"momentum": 0.9} if self.norm == "batch" else {}
+        x = nn.relu(norm(self.norm)(name="norm", **norm_options, **self.types)(x, train=train, mask=mask))
         return self.kept(global_average(x))
