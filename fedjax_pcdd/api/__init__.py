@@ -1,7 +1,7 @@
 """The Python interface: data in, a federation, a method object, `simulate`, and a history that plots itself.
 
 Everything is reached through `fp` (`import fedjax_pcdd as fp`). Results are those of the command line with the same
-options. What is wrong with an argument is said by a `UserError` in one sentence. docs/python_api.md is a quick tour.
+options. A wrong argument raises a `UserError` that explains it in one sentence. docs/python_api.md is a quick tour.
 """
 
 from fedjax_pcdd.analysis.quantities import QUANTITIES
@@ -12,7 +12,7 @@ from fedjax_pcdd.methods import METHODS, SERVER_OPTIMISERS
 from fedjax_pcdd.models import BACKBONES
 from fedjax_pcdd.training.loggers import LOGGERS
 
-# Decorators that add a part of one's own under a name.
+# Decorators that register a user's own part under a name.
 register_method = METHODS.register
 register_model = BACKBONES.register
 register_dataset = LOADERS.register

@@ -23,19 +23,19 @@ from fedjax_pcdd.training.build import federate
 from fedjax_pcdd.training.config import RUN, RunConfig, unused
 from fedjax_pcdd.training.fields import convert
 
-MOST_CLASSES = 100_000  # that are counted from labels: more are numbers of something else
+MOST_CLASSES = 100_000  # limit if C is counted from the labels: larger labels probably number something else
 _LOADED: WeakKeyDictionary[Dataset, dict[str, Any]] = WeakKeyDictionary()  # data set -> options that load it again
 
 
 def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -> Dataset:
-    """A data set by its name, whole in memory; nothing is downloaded.
+    """Load a data set by its name, whole into memory; nothing is downloaded.
 
     Args:
       name: "digits" is built in; else one that docs/data.md names, or your own npz file.
-      data_dir: folder of npz files or of prepared TensorFlow Datasets; None for where the latter keeps them.
+      data_dir: folder of npz files or of prepared TensorFlow Datasets; None for the default folder of the latter.
 
     Raises:
-      UserError: it is not there, or cannot be read.
+      UserError: the data set is missing or cannot be read.
 
     >>> digits = load_dataset("digits")
     >>> digits.x_train.shape, digits.num_classes
@@ -50,7 +50,7 @@ def load_dataset(name: str = "digits", data_dir: str | PathLike | None = None) -
 
 
 def options_that_load(dataset: Dataset) -> dict[str, Any] | None:
-    """The options by which a run finds a data set of `load_dataset` again; None for others."""
+    """The options that reload a data set that `load_dataset` returned; None for other data sets."""
     return _LOADED.get(dataset)
 
 
@@ -65,14 +65,14 @@ def from_arrays(
     class_names: Sequence[str] | None = None,
     groups: tuple[ArrayLike, ArrayLike] | None = None,
 ) -> Dataset:
-    """A data set from arrays.
+    """Build a data set from arrays.
 
     Args:
       x_train: images [n, H, W, channels] or [n, H, W], or feature vectors [n, D], which become images [n, 1, D, 1].
         Integer images in [0, 255] reach the model scaled to [0, 1], all other numbers as they are, as float32.
       y_train: [n] integers in [0, C).
       x_test, y_test: the same for the test samples.
-      name: by which the customary normalisation is chosen ("cifar10", "svhn", ...); others are scaled to [0, 1].
+      name: selects the customary normalisation ("cifar10", "svhn", ...); for other names images are scaled to [0, 1].
       num_classes: C; None for one more than the largest label.
       class_names: C names, for pictures.
       groups: writer or domain of each training and of each test sample, for the partition "natural".
@@ -99,21 +99,21 @@ def from_arrays(
         raise UserError("x_train holds no samples: give at least one.")
     if groups is not None and not (isinstance(groups, tuple | list) and len(groups) == 2):
         raise UserError("groups must be a pair: those of the training and those of the test samples.")
-    train, test = (None, None) if groups is None else map(np.asarray, groups)
-    return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train, test)
+    train_groups, test_groups = (None, None) if groups is None else map(np.asarray, groups)
+    return Dataset(name, images[0], y_train, images[1], y_test, num_classes, names, train_groups, test_groups)
 
 
 def _labels(y: ArrayLike, name: str) -> np.ndarray:
-    """Labels [n]; UserError for what holds no integers from 0."""
+    """Labels [n]; UserError if they are not integers from 0."""
     try:
         labels = np.asarray(y)
-    except ValueError as error:  # rows of several lengths
+    except ValueError as error:  # rows of different lengths
         raise UserError(f"{name} must be one integer from 0 for each sample.") from error
     labels = labels.astype(int) if not labels.size else labels
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0:
-        kind = f"{labels.dtype} {list(labels.shape)}"
-        least = f" from {labels.min()}" if labels.ndim == 1 and labels.dtype.kind in "iu" else ""
-        raise UserError(f"{name} must be one integer from 0 for each sample, [n], not {kind}{least}.")
+        description = f"{labels.dtype} {list(labels.shape)}"
+        lowest = f" from {labels.min()}" if labels.ndim == 1 and labels.dtype.kind in "iu" else ""
+        raise UserError(f"{name} must be one integer from 0 for each sample, [n], not {description}{lowest}.")
     return labels
 
 
@@ -129,14 +129,14 @@ def partition(
     min_samples: int = 10,
     doubled: bool = False,
 ) -> Federation:
-    """Share a data set out to clients, as sweeps do by options of these names.
+    """Partition a data set among clients, as sweeps do with options of these names.
 
     Args:
-      dataset: what is shared out.
+      dataset: what is partitioned.
       kind: "dirichlet"; "pcdd", by which every client owns `classes_per_client` classes; "extended_dirichlet", the same
         with shares by Dirichlet(beta); "quantity", unequal sizes by Dirichlet(beta); "iid"; or "natural", one client
         for each writer or domain.
-      clients: K; None for 10, and for all groups where the partition is natural.
+      clients: K; None for 10, or for all groups if the partition is "natural".
       beta: Dirichlet concentration, > 0; the smaller, the fewer classes a client sees.
       classes_per_client: for "pcdd".
       seed: in [0, 2**32).
@@ -145,11 +145,11 @@ def partition(
       doubled: the double allocation of the published FedMR code, for "pcdd".
 
     Returns:
-      The federation; `federation.class_counts` [K, C] says who has what, and `federation.plot()` shows it. A warning
-      names what is given and has no effect with this kind.
+      The federation; `federation.class_counts` [K, C] has each client's samples per class, and `federation.plot()`
+      draws them. A warning names arguments that have no effect with this kind.
 
     Raises:
-      UserError: an unknown kind, or a partition that is not possible.
+      UserError: an unknown kind, or an impossible partition.
 
     >>> federation = partition(load_dataset("digits"), "pcdd", clients=5, classes_per_client=2)
     >>> (federation.class_counts > 0).sum(1).tolist()
@@ -161,11 +161,11 @@ def partition(
         raise UserError(f"takes a name, as 'dirichlet', not {shortened(kind)}.", field="kind")
     options = {"beta": beta, "classes_per_client": classes_per_client, "seed": seed, "retry": retry}
     options |= {"clients": clients, "min_samples": min_samples, "doubled": doubled}
-    read = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}
+    parsed = {name: convert(RUN[name], None if value is None else str(value)) for name, value in options.items()}
     if kind == "natural" and clients is not None:
-        dataset = largest_groups(dataset, read["clients"])
-    kinds: Any = kind  # an unknown one is refused with the nearest
-    config = RunConfig(partition=kinds, **read)
+        dataset = largest_groups(dataset, parsed["clients"])
+    any_kind: Any = kind  # an unknown one is refused, with the nearest known one
+    config = RunConfig(partition=any_kind, **parsed)
     federation = federate(config, dataset)
     for sentence in unused(config, Traits()):
         warn(sentence.replace("`partition=", "`kind="))
@@ -173,7 +173,7 @@ def partition(
 
 
 def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -> Classifier:
-    """A model for a data set, to look at or to change before `simulate` trains it.
+    """Build a model for a data set, to look at or to change before `simulate` trains it.
 
     Args:
       name: as in `fp.models.MODELS`.
@@ -181,7 +181,7 @@ def build_model(name: str, data: Dataset | Federation, *, norm: str = "batch") -
       norm: "batch" or "group", where the model normalises.
 
     Returns:
-      A Flax module: backbone, perhaps linear layers behind it (`neck`), linear head. Change it by `clone`.
+      A Flax module: backbone, optional linear layers after it (`neck`), linear head. Change it with `clone`.
 
     Raises:
       UserError: an unknown name, or images that do not suit the model.

@@ -18,12 +18,12 @@ from fedjax_pcdd.training.metrics import MEASURES
 from fedjax_pcdd.training.options import configure, in_any_case, method_of, own_values
 from fedjax_pcdd.training.presets import listed_as, read_preset
 
-# Their commas belong to the value.
+# Options whose commas belong to the value.
 WHOLE = ("lr_steps", "models", "track", "loggers", "data_dir", "preset", "split", "variant")
 _RANGE = re.compile(r"(\d{1,20})\s*:\s*(\d{1,20})")
-MOST = 100_000  # values of an option, and experiments
-LONGEST = 230  # bytes of a folder's name: of a lock beside it few file systems take more than 255
-SEARCH = {  # what a search takes beside its space
+MOST = 100_000  # limit on the values of an option, and on the experiments
+LONGEST = 230  # bytes of a folder's name: that of the lock beside it is longer, and few file systems take more than 255
+SEARCH = {  # options of a search beside its space
     "trials": Option("trials", int, False, 20, low=1),
     "metric": Option("metric", Literal["ga", "pa"], False, "ga"),
     "together": Option("together", int, False, 1, low=1),
@@ -35,12 +35,12 @@ class Experiment(NamedTuple):
     """One point of the grid."""
 
     name: str  # of its folder
-    group: str  # what repetitions with other seeds share
-    given: dict[str, str]  # options as they are written
+    group: str  # shared by repetitions with other seeds
+    given: dict[str, str]  # options as written
 
 
 def values_of(name: str, text: str, method: str = "") -> list[str]:
-    """The values that an option lists, of a method's own one some of which may have commas.
+    """The values that an option lists; some options, a method's own among them, have commas within a value.
 
     >>> values_of("seed", "0:3")
     ['0', '1', '2']
@@ -66,19 +66,19 @@ def values_of(name: str, text: str, method: str = "") -> list[str]:
     if not values or "" in values:
         raise UserError(f"`{name}={text}` lists an empty value or range: correct it.")
     distinct: dict[Any, str] = {}
-    for one in values:
-        distinct.setdefault(_meant(name, one, method), one)
+    for value in values:
+        distinct.setdefault(_meant(name, value, method), value)
     return list(distinct.values())
 
 
 def _range(text: str) -> range | None:
-    """The integers of FIRST:END; None for another text."""
-    written = _RANGE.fullmatch(text)
-    return range(int(written[1]), int(written[2])) if written else None
+    """The integers of FIRST:END; None for any other text."""
+    bounds = _RANGE.fullmatch(text)
+    return range(int(bounds[1]), int(bounds[2])) if bounds else None
 
 
 def _meant(name: str, text: str, method: str) -> Any:
-    """The value that a text stands for, however it is spelled; what is wrong, of which `configure` tells, as it is."""
+    """The value that a text stands for, however it is spelled; a wrong text, which `configure` refuses, as it is."""
     try:
         return own_values({name: text}, method or RUN["method"].default).get(name, text)
     except UserError:
@@ -86,26 +86,28 @@ def _meant(name: str, text: str, method: str) -> Any:
 
 
 def expand(given: Mapping[str, str]) -> list[Experiment]:
-    """All points of the grid, methods first; an option that no method has is in all, and `configure` refuses it.
+    """All points of the grid, methods first; an option that no method has goes to all, and `configure` refuses it.
 
     Raises:
-      UserError: two of them would have one folder.
+      UserError: two of them would share a folder.
     """
-    named = values_of("method", given["method"]) if "method" in given else None
+    listed = values_of("method", given["method"]) if "method" in given else None
     texts = {name: text for name, text in given.items() if name != "method"}
-    names = [method_of(given)] if named is None else list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
+    names = [method_of(given)] if listed is None else list(dict.fromkeys(in_any_case(name, METHODS) for name in listed))
     short = {method: short_name(method) for method in names}
     short = short if len(set(short.values())) == len(short) else {method: method for method in names}
     owned = {method: set(options_of(methods.get(method))) for method in names}
-    some = set().union(*owned.values())
+    owned_by_any = set().union(*owned.values())
     experiments = []
     for method in names:
-        own = {n: values_of(n, text, method) for n, text in texts.items() if n not in some or n in owned[method]}
-        if len(experiments) + math.prod(map(len, own.values())) > MOST:
+        values = {
+            n: values_of(n, text, method) for n, text in texts.items() if n not in owned_by_any or n in owned[method]
+        }
+        if len(experiments) + math.prod(map(len, values.values())) > MOST:
             raise UserError(f"these are more than {MOST} experiments: list fewer values.")
-        for point in itertools.product(*own.values()):
-            options = dict(zip(own, point, strict=True))
-            varied = [name for name in own if len(own[name]) > 1]
+        for point in itertools.product(*values.values()):
+            options = dict(zip(values, point, strict=True))
+            varied = [name for name in values if len(values[name]) > 1]
             label = [f"{name.replace('_', '-')}={options[name]}" for name in varied if name != "seed"]
             group = "-".join([short[method], *label]).replace("/", "_")
             name = f"{group}-s{options['seed']}" if "seed" in options else group
@@ -115,39 +117,44 @@ def expand(given: Mapping[str, str]) -> list[Experiment]:
 
 
 def _check_names(experiments: Sequence[Experiment]) -> None:
-    """UserError where two have one folder, or the name of one is too long."""
-    known: dict[str, Experiment] = {}
-    for one in experiments:
-        if len(os.fsencode(one.name)) > LONGEST:
+    """UserError if two experiments would share a folder, or if the name of a folder is too long."""
+    by_name: dict[str, Experiment] = {}
+    for experiment in experiments:
+        if len(os.fsencode(experiment.name)) > LONGEST:
             advice = "vary fewer options at once, or give shorter values"
             raise UserError(
-                f"the folder {one.name[:40]}... would have more than {LONGEST} bytes in its name: {advice}."
+                f"the folder {experiment.name[:40]}... would have more than {LONGEST} bytes in its name: {advice}."
             )
-        if (other := known.setdefault(one.name, one)) is not one:
-            pairs = (f"`{n}={x}` and `{n}={one.given[n]}`" for n, x in other.given.items() if x != one.given[n])
-            raise UserError(f"{', '.join(pairs)} would share the folder {one.name}: give them in two sweeps.")
+        if (other := by_name.setdefault(experiment.name, experiment)) is not experiment:
+            pairs = (
+                f"`{n}={x}` and `{n}={experiment.given[n]}`" for n, x in other.given.items() if x != experiment.given[n]
+            )
+            raise UserError(f"{', '.join(pairs)} would share the folder {experiment.name}: give them in two sweeps.")
 
 
 def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[list[Experiment]]:
-    """What is run one after another: the whole grid of the options, or what a preset searches of each method.
+    """Yield the stages of a sweep: the whole grid, or one for each hyper-parameter that a preset searches, in order.
 
     Args:
       given: options as on the command line; a hyper-parameter among them is not searched.
-      results: by name, filled with those of a stage before the next is asked for; the best is that of the mean GA,
-        on validation samples where the runs are selected by these.
+      results: by experiment name; the caller adds those of a stage before it requests the next. The best value is that
+        with the highest mean GA, on validation samples if these select the runs' best rounds.
     """
     preset = read_preset(given["preset"]) if "preset" in given else None
     grid = preset.grid if preset else {}
-    named = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
-    named = list(dict.fromkeys(in_any_case(one, METHODS) for one in named))
-    owned = {method: set(options_of(methods.get(method))) for method in named}
-    some = set().union(*owned.values())
-    grid = {method: grid.get(listed_as(preset, method), {}) for method in named} if preset else {}
-    searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in named}
+    method_names = values_of("method", given.get("method", ",".join(grid) or method_of(given)))
+    method_names = list(dict.fromkeys(in_any_case(name, METHODS) for name in method_names))
+    owned = {method: set(options_of(methods.get(method))) for method in method_names}
+    owned_by_any = set().union(*owned.values())
+    grid = {method: grid.get(listed_as(preset, method), {}) for method in method_names} if preset else {}
+    searched = {method: [name for name in grid.get(method, {}) if name not in given] for method in method_names}
     if not any(searched.values()):
         yield expand(given)
         return
-    fixed = {m: {n: x for n, x in given.items() if n in owned[m] or n not in some} | {"method": m} for m in named}
+    fixed = {
+        m: {n: x for n, x in given.items() if n in owned[m] or n not in owned_by_any} | {"method": m}
+        for m in method_names
+    }
     for depth in range(max(map(len, searched.values()))):
         stage = []
         for method, names in searched.items():
@@ -159,9 +166,9 @@ def stages(given: Mapping[str, str], results: Mapping[str, Any]) -> Iterator[lis
         chosen_on = configure(stage[0].given)[0].select_on
         measure = "ga_validation_best" if chosen_on == "validation" else "ga_best"
         score = {row["experiment"]: row[measure] or 0.0 for row in summarise(stage, results)}
-        for one in sorted(stage, key=lambda one: score[one.group]):  # the best of each method comes last
-            name = searched[one.given["method"]][depth : depth + 1]
-            fixed[one.given["method"]] |= {n: one.given[n] for n in name}
+        for experiment in sorted(stage, key=lambda e: score[e.group]):  # the best of each method comes last
+            name = searched[experiment.given["method"]][depth : depth + 1]
+            fixed[experiment.given["method"]] |= {n: experiment.given[n] for n in name}
 
 
 def summarise(experiments: Sequence[Experiment], results: Mapping[str, Any]) -> list[dict[str, Any]]:

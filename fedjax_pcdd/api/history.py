@@ -1,4 +1,4 @@
-"""What `simulate` returns: the accuracies of all rounds and the trained models, with a picture and a table of them.
+"""What `simulate` returns: the accuracies of all rounds and the trained models, which it can plot and tabulate.
 
 Letters: T rounds, K clients, C classes.
 """
@@ -31,16 +31,16 @@ class History(TrainedModels):
     """One experiment and its models; accuracies are shares in [0, 1], NaN where a round was not evaluated.
 
     Attributes:
-      label: what curves and tables call it.
-      method: with its hyper-parameters as they were used.
-      federation: what was trained on.
+      label: its name in curves and tables.
+      method: with the hyper-parameters that were used.
+      federation: the data that it was trained on.
       config: the options.
-      rows: one dictionary a round, as a line of metrics.jsonl.
+      rows: one dictionary per round, as the lines of metrics.jsonl.
       state: servers, clients and statistics after the last round, with a leading axis of one experiment.
-      summary: best and last of GA and PA as in summary.json, PA after fine-tuning where the method asks for it; empty
+      summary: best and last GA and PA as in summary.json, with PA after fine-tuning if the method asks for it; empty
         in a callback.
       simulation: what computed it.
-      given: the objects that were given in place of options.
+      given: the objects that were passed in place of options.
     """
 
     label: str
@@ -54,11 +54,11 @@ class History(TrainedModels):
     given: Given = field(default=NOTHING, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is compiled, which is built again when it is needed."""
+        """Everything except the compiled simulation, which is built again when it is needed."""
         return {name: value for name, value in vars(self).items() if name != "simulation"}
 
     def __getattr__(self, name: str) -> Any:
-        """The simulation of a history that was pickled."""
+        """Build the simulation of a history that was pickled."""
         if name != "simulation" or "config" not in vars(self):
             raise AttributeError(f"a history has no '{name}'")
         given = self.given._replace(federation=self.federation)
@@ -66,22 +66,22 @@ class History(TrainedModels):
         return vars(self)[name]
 
     def __len__(self) -> int:
-        """T."""
+        """Number of rounds T."""
         return len(self.rows)
 
     @property
     def rounds(self) -> np.ndarray:
-        """1 ... T, [T]."""
+        """Round numbers 1 ... T, [T]."""
         return self._column("round").astype(int)
 
     @property
     def ga(self) -> np.ndarray:
-        """Generic accuracy, of the global model on the whole test set, [T]; else the mean of the clients' models'."""
+        """Generic accuracy [T]: on the whole test set, of the global model or else the mean of the clients' models."""
         return self._column("ga")
 
     @property
     def pa(self) -> np.ndarray:
-        """Personal accuracy during training, [T]: mean over clients of their models' accuracy on their own tests."""
+        """Personal accuracy during training, [T]: mean accuracy of the clients' models on their own test samples."""
         return self._column("pa")
 
     @property
@@ -91,12 +91,12 @@ class History(TrainedModels):
 
     @property
     def pa_worst10(self) -> np.ndarray:
-        """Mean of the worst tenth of the clients' personal accuracies, at least one client's, [T]."""
+        """Mean personal accuracy of the worst tenth of the clients, at least one client, [T]."""
         return self._column("pa_worst10")
 
     @property
     def loss(self) -> np.ndarray:
-        """Training loss of the round's clients, weighted as the aggregation, [T]."""
+        """Training loss of the round's clients, weighted as in the aggregation, [T]."""
         return self._column("loss")
 
     @property
@@ -113,14 +113,14 @@ class History(TrainedModels):
         return np.array([np.nan if row.get(name) is None else row[name] for row in self.rows], float)
 
     def _table(self, name: str, width: int) -> np.ndarray:
-        nothing = [np.nan] * width
-        return np.array([row.get(name) or nothing for row in self.rows], float).reshape(-1, width)
+        missing = [np.nan] * width
+        return np.array([row.get(name) or missing for row in self.rows], float).reshape(-1, width)
 
     def save(self, path: str | Path, client: int | None = None) -> Path:
-        """Write the weights of the global model, or of a client's, as safetensors; gives the path.
+        """Write the weights of the global model, or of a client's, as safetensors, and return the path.
 
-        Names are those of the variables with dots between them, as `params.head.kernel`; the metadata have label,
-        method, rounds and summary as JSON. `pickle` keeps a whole history.
+        Names are the variables' paths joined by dots, such as `params.head.kernel`; the metadata hold label, method,
+        rounds, and the summary as JSON. To keep a whole history, use `pickle`.
 
         Raises:
           UserError: another suffix, a method without a global model, or safetensors is missing.
@@ -134,23 +134,23 @@ class History(TrainedModels):
             raise UserError("safetensors is missing: pip install 'fedjax-pcdd[safetensors]'.") from error
         variables = self.variables if client is None else self.client_variables(client)
         arrays = {".".join(key): np.array(x) for key, x in flatten_dict(dict(variables)).items()}
-        known = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
+        metadata = {"label": self.label, "method": self.config.method, "rounds": str(len(self))}
         with writing(path, "another path"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(arrays, path, known | {"summary": json.dumps(self.summary)})
+            save_file(arrays, path, metadata | {"summary": json.dumps(self.summary)})
         return path
 
     def plot(self, ax: Any = None, *, what: str | None = None, label: str | None = None, **style: Any) -> Any:
         """Draw a curve over the rounds.
 
         Args:
-          ax: axes of matplotlib; None for a new figure with all curves.
+          ax: matplotlib axes; None for a new figure with all curves.
           what: "ga", "pa" or "loss"; None for "ga", or for all of them in a new figure.
           label: in the legend; None for the history's own.
-          style: of the line, for matplotlib.
+          style: matplotlib's properties of the line.
 
         Returns:
-          The axes; the figure, where `ax` is None.
+          The axes; the figure if `ax` is None.
 
         Raises:
           UserError: there is no such curve.
@@ -169,7 +169,7 @@ class History(TrainedModels):
         return ax
 
     def to_table(self) -> list[dict[str, Any]]:
-        """One row a round; `pandas.DataFrame(history.to_table())` takes it as it is.
+        """One row per round, which `pandas.DataFrame(history.to_table())` takes as it is.
 
         Returns:
           T dictionaries with label, round, ga, pa, loss and seconds; None where a round was not evaluated.
@@ -178,29 +178,29 @@ class History(TrainedModels):
 
 
 def _several(histories: Any) -> list[History]:
-    """A history or several; UserError for anything else, and for none."""
-    known = [histories] if isinstance(histories, History) else histories
-    if not isinstance(known, list | tuple) or not known or not all(isinstance(one, History) for one in known):
+    """A list of one history or several; UserError for anything else, and for none."""
+    entries = [histories] if isinstance(histories, History) else histories
+    if not isinstance(entries, list | tuple) or not entries or not all(isinstance(item, History) for item in entries):
         raise UserError(
             f"takes at least one history that fp.simulate returned, not {shortened(histories)}.", "histories"
         )
-    return list(known)
+    return list(entries)
 
 
 def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", "loss")) -> Any:
     """Compare histories: a panel for each curve, a line for each history.
 
     Args:
-      histories: at least one, or a history.
+      histories: at least one in a list, or a single history.
       what: one or several curves, of "ga", "pa" and "loss".
 
     Returns:
-      A figure of pyplot.
+      A pyplot figure.
 
     Raises:
       UserError: there is no such curve.
     """
-    import matplotlib.pyplot as plt  # chooses a backend, which nothing else here needs
+    import matplotlib.pyplot as plt  # importing it chooses a backend, which only this function needs
 
     from fedjax_pcdd.api.shown_once import ShownOnce
 
@@ -222,10 +222,10 @@ def plot(histories: Sequence[History], what: str | Sequence[str] = ("ga", "pa", 
 
 
 def table(histories: Sequence[History]) -> list[dict[str, Any]]:
-    """One row a history: its label, best and last GA and PA as its summary has them, and which PA.
+    """One row per history: its label, best and last GA and PA from its summary, and how PA was measured.
 
     Raises:
-      UserError: one of them is not finished, as in a callback.
+      UserError: a history is not finished, as in a callback.
     """
     histories = _several(histories)
     for history in histories:

@@ -1,9 +1,9 @@
-"""The leaderboard: every method on the same data with as many trials, what is chosen is chosen on validation samples.
+"""The leaderboard: every method on the same data with equally many trials, chosen on validation samples.
 
 A cell is a network, a split and a method. The method's trials run with the first seed; the one whose best round is
 best on the validation samples, the first of equals, runs with the other seeds. No setting is chosen on test samples,
-and what diverges is a result. Where a method has no global model, GA is the mean of the clients' models, and there is
-none of the best round, which each client has by its own tests.
+and a run that diverges is a result. If a method has no global model, GA is the mean of the clients' models, and there
+is no GA of the best round, since each client has its own best round by its own tests.
 """
 
 import json
@@ -34,26 +34,26 @@ KEYS = {  # of every result
     **dict.fromkeys(("network", "split", "method"), str), **dict.fromkeys(("trials", "seeds"), list),
     "chosen": dict | None, "floats": int | float,
 }  # fmt: skip
-OWN = ("run", "splits", "networks")  # sections that every plan has; the others are the packaged plan's if not given
+OWN = ("run", "splits", "networks")  # sections that every plan must have; the others default to the packaged plan's
 SECTIONS = (*OWN, "seeds", "trials", "scores", "public")
-NETWORK = "{network}"  # in a trial: the cell's, for a method that needs another model beside
+NETWORK = "{network}"  # in a trial: the cell's network, for a method that needs a further model
 
 
 class Plan(NamedTuple):
-    """What is run; options by field name, as a YAML file writes them."""
+    """What is run; options by field name, as in a YAML file."""
 
     run: dict[str, Any]  # options of every run
-    splits: dict[str, dict[str, Any]]  # and those of each split
+    splits: dict[str, dict[str, Any]]  # further options of each split
     networks: list[str]
     seeds: int
-    trials: dict[str, list[dict[str, Any]]]  # of each method, "default" for those that are not named
-    scores: dict[str, list[str]]  # by which a trial is chosen, the second where the first is equal; likewise
+    trials: dict[str, list[dict[str, Any]]]  # by method; "default" for methods that are not named
+    scores: dict[str, list[str]]  # by method likewise: what a trial is chosen by; later ones break ties
     public: dict[str, dict[str, Any]]  # by data set: options of methods that need public images
 
     def trials_of(self, method: str, network: str) -> list[dict[str, Any]]:
-        """The settings that are tried."""
+        """The settings that a method tries on a network."""
         listed = self.trials.get(method, self.trials["default"])
-        return [{name: network if value == NETWORK else value for name, value in one.items()} for one in listed]
+        return [{name: network if value == NETWORK else value for name, value in trial.items()} for trial in listed]
 
     def scores_of(self, method: str) -> list[str]:
         """Entries of a summary by which a trial is chosen."""
@@ -68,54 +68,58 @@ class Cell(NamedTuple):
     method: str
 
     def path(self, results: Path) -> Path:
-        """Of its result."""
+        """Path of its result."""
         network, split, method = (n.replace("/", "_") for n in (self.network, self.split, short_name(self.method)))
         return results / network / split / f"{method}.json"
 
 
 def read_plan(path: Path = PLAN) -> Plan:
-    """A plan from a YAML file, `seeds`, `trials`, `scores` and `public` the packaged plan's where not given.
+    """Read a plan from a YAML file; `seeds`, `trials`, `scores` and `public` default to the packaged plan's.
 
     Raises:
-      UserError: it is not understood.
+      UserError: the file is no valid plan.
     """
-    given = load_mapping(read_text(path), str(path))
+    sections = load_mapping(read_text(path), str(path))
     for name in OWN:
-        if name not in given:
+        if name not in sections:
             raise UserError(f"{path} needs a section '{name}': compare it with {PLAN}.")
-    for name in given:
+    for name in sections:
         if name not in SECTIONS:
             raise UserError(f"unknown section '{name}' in {path}: it has {', '.join(SECTIONS)}.")
     packaged = {} if path == PLAN else read_plan()._asdict()
-    plan = Plan(**{**packaged, **given})
+    plan = Plan(**{**packaged, **sections})
     _check_kinds(plan, path)
     if "default" not in plan.trials or len({len(listed) for listed in plan.trials.values()}) != 1:
         raise UserError(f"'trials' in {path} must list as many settings for each method, and `default`.")
     if "default" not in plan.scores:
         raise UserError(f"'scores' in {path} must name what chooses a trial of each method, and of `default`.")
     for name, split in plan.splits.items():
-        chosen = {**plan.run, **split}
-        if chosen.get("select_on") != "validation" or not chosen.get("validation"):
+        run_options = {**plan.run, **split}
+        if run_options.get("select_on") != "validation" or not run_options.get("validation"):
             raise UserError(f"{path} chooses nothing on '{name}': give `validation` and `select_on: validation`.")
     return plan
 
 
 def _check_kinds(plan: Plan, path: Path) -> None:
-    """UserError for a section that holds something else than it should."""
+    """UserError for a section whose content is of the wrong kind."""
     for name in ("run", "splits", "trials", "scores", "public"):
         if not isinstance(getattr(plan, name), dict):
             raise UserError(f"'{name}' in {path} must be a mapping.")
     for name, settings in (("splits", plan.splits), ("public", plan.public)):
-        if wrong := [key for key, one in settings.items() if not isinstance(one, dict)]:
+        if wrong := [key for key, section in settings.items() if not isinstance(section, dict)]:
             raise UserError(f"'{wrong[0]}' of '{name}' in {path} must be a mapping of options.")
     for method, listed in plan.trials.items():
-        if not (isinstance(listed, list) and listed and all(isinstance(one, dict) for one in listed)):
+        if not (isinstance(listed, list) and listed and all(isinstance(trial, dict) for trial in listed)):
             raise UserError(f"the trials of '{method}' in {path} must be a list of mappings of options.")
     for method, listed in plan.scores.items():
-        if not (isinstance(listed, list) and listed and all(isinstance(one, str) for one in listed)):
+        if not (isinstance(listed, list) and listed and all(isinstance(score, str) for score in listed)):
             raise UserError(f"the scores of '{method}' in {path} must be a list of entries of a run's summary.")
-    listed = [*plan.splits.values(), *plan.public.values(), *(one for own in plan.trials.values() for one in own)]
-    names = [*plan.run, *plan.splits, *(name for one in listed for name in one)]
+    mappings = [
+        *plan.splits.values(),
+        *plan.public.values(),
+        *(trial for listed in plan.trials.values() for trial in listed),
+    ]
+    names = [*plan.run, *plan.splits, *(name for mapping in mappings for name in mapping)]
     names += plan.networks if isinstance(plan.networks, list) else []
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise UserError(f"{path} has '{wrong[0]}' in place of a name: put it in quotes.")
@@ -126,16 +130,16 @@ def _check_kinds(plan: Plan, path: Path) -> None:
 
 
 def options(plan: Plan, cell: Cell, trial: Mapping[str, Any], seed: int, more: Mapping[str, str]) -> dict[str, str]:
-    """The options of one run, as a command writes them."""
-    needed = methods.get(cell.method)().traits().needs_public
-    return _settings(plan, cell, trial, public=needed) | {"seed": str(seed)} | dict(more)
+    """The options of one run, as on the command line."""
+    needs_public = methods.get(cell.method)().traits().needs_public
+    return _settings(plan, cell, trial, public=needs_public) | {"seed": str(seed)} | dict(more)
 
 
 def _settings(plan: Plan, cell: Cell, trial: Mapping[str, Any], *, public: bool) -> dict[str, str]:
-    """The options but for the seed; `public`: with those of a method that needs public images."""
+    """The options without the seed; `public` adds those of methods that need public images."""
     split = plan.splits[cell.split]
-    images = plan.public.get(str(split.get("dataset")), {}) if public else {}
-    settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **images, **trial}
+    public_options = plan.public.get(str(split.get("dataset")), {}) if public else {}
+    settings = {"method": cell.method, "model": cell.network, **plan.run, **split, **public_options, **trial}
     return {name: str(value) for name, value in settings.items()}
 
 
@@ -146,76 +150,77 @@ def _command(settings: Mapping[str, str]) -> str:
 
 @compiled_once()
 def run_cell(plan: Plan, cell: Cell, runs: Path, more: Mapping[str, str], console: Console) -> dict[str, Any]:
-    """The result of a cell, which continues where it was.
+    """Run a cell, or continue it where it stopped, and return its result.
 
     Args:
-      plan: gives its trials.
-      cell: which one.
+      plan: which has its trials.
+      cell: what to run.
       runs: folder of the runs.
-      more: options of every run that do not change its result, as the folder of the data sets.
-      console: of the bar.
+      more: options of every run that do not change its result, such as the folder of the data sets.
+      console: of the progress bar.
     """
     trials, folder = plan.trials_of(cell.method, cell.network), cell.path(runs).with_suffix("")
-    tried = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
+    trial_results = _run(plan, cell, [(i, 0) for i in range(len(trials))], folder, more, console)
     names = plan.scores_of(cell.method)
-    best = _best(tried, names)
-    finished = isinstance(tried[best], dict)
-    others = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
-    seeds = [tried[best], *_run(plan, cell, others, folder, more, console)] if finished else []
+    best = _best(trial_results, names)
+    finished = isinstance(trial_results[best], dict)
+    other_seeds = [(best, seed) for seed in range(1, plan.seeds)] if finished else []
+    seed_results = [trial_results[best], *_run(plan, cell, other_seeds, folder, more, console)] if finished else []
     return {
         **cell._asdict(),
         "trials": [
-            {"options": trial, "score": one.get(names[0]), **{name: one.get(name) for name in names[1:]}}
-            if isinstance(one, dict) else {"options": trial, "failed": _told(one, folder)}
-            for trial, one in zip(trials, tried, strict=True)
+            {"options": trial, "score": result.get(names[0]), **{name: result.get(name) for name in names[1:]}}
+            if isinstance(result, dict) else {"options": trial, "failed": _told(result, folder)}
+            for trial, result in zip(trials, trial_results, strict=True)
         ],
         "global_model": methods.get(cell.method)().traits().global_model,
         "chosen": trials[best] if finished else None,
         "seeds": [
-            {"seed": seed, **{name: one.get(name) for name in (*MEASURES, SECONDS)}}
-            if isinstance(one, dict) else {"seed": seed, "failed": _told(one, folder)} for seed, one in enumerate(seeds)
+            {"seed": seed, **{name: result.get(name) for name in (*MEASURES, SECONDS)}}
+            if isinstance(result, dict) else {"seed": seed, "failed": _told(result, folder)}
+            for seed, result in enumerate(seed_results)
         ],
-        "pa": next((pa_name(one) for one in seeds if isinstance(one, dict)), None),
+        "pa": next((pa_name(result) for result in seed_results if isinstance(result, dict)), None),
         "floats": sent(plan, cell, trials[best], more),
         "command": _command(options(plan, cell, trials[best], 0, {}) | {"seed": f"0:{plan.seeds}"}),
         **({"outside": outside} if (outside := _outside(plan, cell)) else {}),
         "version": __version__,
-        "host": next((one["platform"] for one in seeds if isinstance(one, dict)), None),
+        "host": next((result["platform"] for result in seed_results if isinstance(result, dict)), None),
     }  # fmt: skip
 
 
-def _best(tried: Sequence[dict[str, Any] | UserError], names: Sequence[str]) -> int:
-    """The trial with the largest scores, the first of equals, one that failed the last of all.
+def _best(trial_results: Sequence[dict[str, Any] | UserError], score_names: Sequence[str]) -> int:
+    """Index of the trial with the largest scores, the first of equals; failed trials rank last.
 
     Raises:
-      UserError: one that did not fail lacks a score.
+      UserError: a trial that did not fail lacks a score.
     """
-    for one in tried:
-        if missing := [name for name in names if isinstance(one, dict) and one.get(name) is None]:
+    for result in trial_results:
+        if missing := [name for name in score_names if isinstance(result, dict) and result.get(name) is None]:
             raise UserError(f"a run has no '{missing[0]}' in its summary: name another entry in the plan's `scores`.")
-    scores = [[one[name] if isinstance(one, dict) else -1.0 for name in names] for one in tried]
+    scores = [[result[name] if isinstance(result, dict) else -1.0 for name in score_names] for result in trial_results]
     return scores.index(max(scores))
 
 
 def _told(error: UserError, folder: Path) -> str:
-    """Why a run failed, without where the runs lie."""
+    """Why a run failed, without the path of the runs."""
     return error.sentence.replace(f"{folder}/", "")
 
 
 def _run(
     plan: Plan, cell: Cell, points: Sequence[tuple[int, int]], folder: Path, more: Mapping[str, str], console: Console
 ) -> list[dict[str, Any] | UserError]:
-    """What came of (trial, seed) pairs."""
+    """Summary or error of each (trial, seed) pair."""
     trials = plan.trials_of(cell.method, cell.network)
     names = [f"trial{i}-s{seed}" for i, seed in points]
-    given = [options(plan, cell, trials[i], seed, more) for i, seed in points]
-    stage, results = [Experiment(name, name, one) for name, one in zip(names, given, strict=True)], {}
+    run_options = [options(plan, cell, trials[i], seed, more) for i, seed in points]
+    stage, results = [Experiment(name, name, given) for name, given in zip(names, run_options, strict=True)], {}
     run_stages([stage], results, folder, console=console, failed=lambda *_: None, say=lambda _: None)
     return [results[name] for name in names]
 
 
 def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, str]) -> int:
-    """Scalars that a client and the server send each other in a round."""
+    """Number of scalars that a client and the server send each other in a round."""
     config, method = configure(options(plan, cell, trial, 0, more))
     dataset = load(config)
     model, shape = build_model(config, cell.network, dataset), dataset.x_train.shape[1:]
@@ -224,7 +229,7 @@ def sent(plan: Plan, cell: Cell, trial: Mapping[str, Any], more: Mapping[str, st
 
 
 def read_results(results: Path) -> list[dict[str, Any]]:
-    """Those below a folder, none where it is not there; UserError for a file that holds none."""
+    """All results below a folder, [] if it does not exist; UserError for a file that holds no result."""
     return [_read_result(path) for path in sorted(results.glob("*/*/*.json"))]
 
 
@@ -242,13 +247,13 @@ def _is_result(result: Mapping[str, Any]) -> bool:
     if not all(name in result and isinstance(result[name], kind) for name, kind in KEYS.items()):
         return False
     seeds = result["seeds"]
-    if not all(isinstance(one, dict) for one in (*result["trials"], *seeds)):
+    if not all(isinstance(entry, dict) for entry in (*result["trials"], *seeds)):
         return False
-    return all(isinstance(one.get(name), int | float | None) for one in seeds for name in (*MEASURES, SECONDS))
+    return all(isinstance(entry.get(name), int | float | None) for entry in seeds for name in (*MEASURES, SECONDS))
 
 
 def has_result(plan: Plan, cell: Cell, results: Path) -> bool:
-    """Whether a cell has one; UserError where that of another cell or plan lies in its place."""
+    """Whether a cell has a result; UserError if its file holds that of another cell or plan."""
     path = cell.path(results)
     if not is_there(path):
         return False
@@ -267,33 +272,33 @@ def has_result(plan: Plan, cell: Cell, results: Path) -> bool:
 
 
 def _outside(plan: Plan, cell: Cell) -> dict[str, str]:
-    """SHA-256 of the files that parts of a cell from outside are defined in, by their names."""
+    """SHA-256 of the files that define the external parts of a cell, by the names of the parts."""
     config, _ = configure(options(plan, cell, plan.trials_of(cell.method, cell.network)[0], 0, {}))
     return {name: origin.sha256 for name, origin in origins_of(config).items()}
 
 
 def cell_of(result: Mapping[str, Any]) -> Cell:
-    """The cell that a result is of."""
+    """The cell that a result belongs to."""
     return Cell(*(result[name] for name in Cell._fields))
 
 
 def check_plan(plan: Plan, result: Mapping[str, Any], path: Path) -> None:
-    """UserError where a result, whose network and split the plan has, tried or ran something else than the plan does.
+    """UserError if a result, whose network and split the plan has, tried or ran something else than the plan does.
 
-    The method need not be at hand, so whether it needs public images is not known.
+    The method need not be available, so whether it needs public images is unknown and both commands are accepted.
     """
     cell = cell_of(result)
     trials = plan.trials_of(cell.method, cell.network)
-    tried = [one.get("options") for one in result["trials"]]
+    tried_options = [trial.get("options") for trial in result["trials"]]
     chosen = trials[0] if result["chosen"] is None else result["chosen"]
-    seeds = {"seed": f"0:{plan.seeds}"}
-    wanted = [_command(_settings(plan, cell, chosen, public=public) | seeds) for public in (False, True)]
-    if tried != trials or result.get("command") not in wanted:
+    seed_range = {"seed": f"0:{plan.seeds}"}
+    commands = [_command(_settings(plan, cell, chosen, public=public) | seed_range) for public in (False, True)]
+    if tried_options != trials or result.get("command") not in commands:
         raise UserError(f"{path} was made with another plan: choose another `results`, or remove it.")
 
 
 def write_result(result: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all; UserError where it cannot be written."""
+    """Write a result whole or not at all; UserError if it cannot be written."""
     write_text(path, json.dumps(result, indent=1) + "\n", "another `results`")
 
 
@@ -301,14 +306,14 @@ def complete(
     plan: Plan, cells: Sequence[Cell], results: Path, runs: Path, more: Mapping[str, str],
     *, goes_on: Callable[[], bool], done: Callable[[Cell], None], console: Console,
 ) -> None:  # fmt: skip
-    """Run the cells that have no result, in their order, while `goes_on`.
+    """Run the cells that have no result, in their order, while `goes_on` returns True.
 
     Args:
-      plan, more, runs, console: as of `run_cell`.
-      cells: which.
-      results: folder of the results; several processes may work on one, as runs are claimed.
-      goes_on: asked before each cell.
-      done: told of each.
+      plan, more, runs, console: as in `run_cell`.
+      cells: to be completed.
+      results: folder of the results; several processes may work on one, since each claims its runs.
+      goes_on: called before each cell.
+      done: called with each cell that was run.
     """
     for cell in cells:
         if not has_result(plan, cell, results) and goes_on():

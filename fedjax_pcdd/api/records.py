@@ -1,4 +1,4 @@
-"""One experiment: what is asked for, and what is kept of it, in memory or in a folder of its own."""
+"""One experiment: the request for it, and the record that is kept of it in memory or in its own folder."""
 
 import copy
 import time
@@ -34,46 +34,46 @@ Result = dict[str, Any]
 
 
 class Asked(NamedTuple):
-    """One experiment: new, continued where its configuration says `resume`, in memory where that has no folder."""
+    """A request for one experiment: new, or continued if its configuration has `resume`; in memory without a folder."""
 
     config: RunConfig
     method: Method
     origin: Mapping[str, Any] = {}  # for resolved.json: the command, and the cell of a preset that it stands for
-    callbacks: Sequence[Callback] = ()  # beside those that the options ask for
-    last: Sequence[Callback] = ()  # called when a round is written and on its way into a checkpoint
+    callbacks: Sequence[Callback] = ()  # in addition to those that the options ask for
+    last: Sequence[Callback] = ()  # called after a round is written and handed to a checkpoint
     given: Given = NOTHING
-    noted: Mapping[str, Any] | None = None  # of a run in memory, what was settled when it began
+    noted: Mapping[str, Any] | None = None  # for a run in memory: what was settled when it began
 
     @property
     def in_memory(self) -> bool:
-        """Whether nothing is written."""
+        """Whether the experiment writes no folder."""
         return self.config.run_dir is None and self.config.resume is None
 
 
 class Record:
-    """What is kept of one experiment, in memory or in a folder.
+    """The record of one experiment, in memory or in a folder.
 
     Attributes:
-      callbacks: of the experiment, in their order.
+      callbacks: of the experiment, in the order of their calls.
     """
 
     callbacks: Sequence[Callback]
     noted: Mapping[str, Any] | None  # what was settled when the run began, None before
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """Args: e: of this one among the experiments of the setup; state: its own, before the first round."""
+        """Args: e: index of the experiment in the setup; state: that of the experiment before the first round."""
         self.asked, self.setup, self.e, self.noted, self.say = asked, setup, e, asked.noted, say
-        self._first = [(one, copy.deepcopy(one.state())) for one in (*asked.callbacks, *asked.last)]
+        self._first = [(callback, copy.deepcopy(callback.state())) for callback in (*asked.callbacks, *asked.last)]
 
     def close(self) -> None:
-        """Let files go."""
+        """Release the files."""
 
     def resolve(self, notes: Mapping[str, Any]) -> None:
-        """Note what the options did not say."""
+        """Note what the options left open."""
         self.noted = notes
 
     def begin(self, state: State) -> tuple[State, Progress]:
-        """State and progress that training begins with."""
+        """State and progress from which training begins."""
         return state, Progress(0, new_history(self.setup.federations[self.e].num_clients), self._best(state))
 
     def _best(self, state: State) -> Any:
@@ -81,14 +81,14 @@ class Record:
         return jax.tree.map(jnp.copy, generic(state.servers)) if self.setup.keeps_best else ()
 
     def continued(self) -> Asked:
-        """What goes on, its callbacks as they were at the start."""
+        """The request that continues the run, with the callbacks as they were at the start."""
         for callback, state in self._first:
             if state is not None:
                 callback.restore(state)
         return self.asked._replace(noted=self.noted)
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:
-        """The summary."""
+        """The summary of a finished run."""
         return self._summary(run, result | {"compilations": run.simulation.compilations})
 
     def _summary(self, run: Run, result: Result) -> Result:
@@ -98,26 +98,26 @@ class Record:
 
 
 def check_given(names: Sequence[str], given: Given, folder: Path) -> None:
-    """UserError where one of the objects is missing that a run of Python's was trained on."""
+    """UserError if an object that a run in Python was trained on is missing."""
     missing = ", ".join(f"{name}=..." for name in names if getattr(given, name) is None)
     if missing:
         raise UserError(f"{folder} was trained on objects of Python's: use fp.resume or fp.load_run with {missing}.")
 
 
 class MemoryRecord(Record):
-    """Nothing but what the callbacks keep."""
+    """The record of an experiment in memory: only what the callbacks keep."""
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
-        """As a `Record`."""
+        """As for `Record`."""
         super().__init__(asked, setup, e, state, say)
         accuracies = setup.accuracies(e, per_client=True)
         self.callbacks = [accuracies, *asked.callbacks, LastRound(accuracies), *asked.last]
 
 
 class FolderRecord(Record):
-    """What one experiment writes: its folder, and the callbacks that fill it."""
+    """The record of an experiment in a folder: the folder, and the callbacks that fill it."""
 
-    _before: Mapping[str, Any] = {}  # the summary of a run that was over, whose costs are those of its training
+    _before: Mapping[str, Any] = {}  # summary of a run that had already ended: the costs in it stay
 
     def __init__(self, asked: Asked, setup: Setup, e: int, state: State, say: Say):
         """Open or create the folder; UserError before anything is written."""
@@ -137,17 +137,17 @@ class FolderRecord(Record):
             check_inputs((self.noted or {}).get("inputs"), self.inputs, self.folder.path, say)
             self.folder.keep_partition(setup.federations[e], heat_map)
             accuracies = setup.accuracies(e, kept=self._kept)
-            measured = [accuracies, *asked.callbacks]
-            self.checkpoint = Checkpoint(checkpoints, measured)
-            ends = [LastRound(accuracies), *self._writers(), self.checkpoint]
-            self.callbacks = [*measured, *ends, *asked.last]
+            checkpointed = [accuracies, *asked.callbacks]
+            self.checkpoint = Checkpoint(checkpoints, checkpointed)
+            final_callbacks = [LastRound(accuracies), *self._writers(), self.checkpoint]
+            self.callbacks = [*checkpointed, *final_callbacks, *asked.last]
             self.close = opened.pop_all().close
 
     def _kept(self) -> str:
         """The end of a sentence about a model that is not finite."""
         round = self.checkpoint.checkpoints.newest_full
-        kept = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
-        return f"; in {self.folder.path} {kept}"
+        status = "no checkpoint was written" if round is None else f"the checkpoint of round {round} is good"
+        return f"; in {self.folder.path} {status}"
 
     def _created(self, state: State) -> RunFolder:
         config = self.asked.config
@@ -166,39 +166,39 @@ class FolderRecord(Record):
         return [*writers, Profile(folder.path / "profile")] if config.profile else writers
 
     def continued(self) -> Asked:
-        """What goes on from the newest checkpoint, or from the start."""
+        """The request that continues from the newest checkpoint, or from the start."""
         path = self.folder.path
         return super().continued()._replace(config=replace(self.asked.config, resume=path, run_dir=path))
 
     def resolve(self, notes: Mapping[str, Any]) -> None:
-        """Note in resolved.json what the options did not say; what a run that had begun noted stays."""
+        """Note in resolved.json what the options left open; earlier notes of a continued run stay."""
         hyperparameters = {
             name: value if isinstance(value, str | int | bool | None) else float(value)
             for name, value in asdict(self.setup.methods[self.e]).items()
         }
         origin = {} if self.asked.config.resume else self.asked.origin
-        known = {"hyperparameters": hyperparameters, "inputs": self.inputs, **origin} | dict(self.noted or {})
-        self.noted = self.checkpoint.resolved = known | dict(notes) | self._together()
+        resolved = {"hyperparameters": hyperparameters, "inputs": self.inputs, **origin} | dict(self.noted or {})
+        self.noted = self.checkpoint.resolved = resolved | dict(notes) | self._together()
         write_resolved(self.folder, self.noted)
 
     def _together(self) -> dict[str, int]:
-        several = len(self.setup.pairs)
-        return {"together": several} if several > 1 else {}
+        count = len(self.setup.pairs)
+        return {"together": count} if count > 1 else {}
 
     def begin(self, state: State) -> tuple[State, Progress]:
         """State and progress of the newest intact checkpoint, or of the start."""
         resumed = self.checkpoint.begin(state, self._best(state)) if self.asked.config.resume else None
         check_inputs(self.checkpoint.began_with, self.inputs, self.folder.path, self.say)
-        began = resumed or super().begin(state)
-        if began[1].stopped or began[1].round >= self.asked.config.rounds:
-            with suppress(UserError):  # it is damaged, and written anew
+        start = resumed or super().begin(state)
+        if start[1].stopped or start[1].round >= self.asked.config.rounds:
+            with suppress(UserError):  # a damaged one is written anew
                 self._before = self.folder.summary() or {}
         elif self.checkpoint.missing:
-            lost = ", ".join(self.checkpoint.missing)
+            names = ", ".join(self.checkpoint.missing)
             self.say(
-                f"{self.folder.path} was trained with {lost}: to go on with it, resume in Python with callbacks=[...]."
+                f"{self.folder.path} was trained with {names}: to go on with it, resume in Python with callbacks=[...]."
             )
-        return began
+        return start
 
     def conclude(self, run: Run, result: Result) -> Result | UserError:
         """Write the summary and the curves."""

@@ -1,8 +1,8 @@
-"""Runs: in memory or in folders, new, continued or loaded; one, or several as one compiled program.
+"""Runs in memory or in folders: new, continued or loaded; one alone, or several as one compiled program.
 
-Each experiment with a folder has one of its own, whether or not it is trained with others: it holds the same files, and
-can be resumed alone. The seconds of an experiment that shares a program are its share, so that the sum over all is what
-they cost. Letters: E experiments, K clients.
+Each experiment that is written has its own folder, with the same files whether or not it is trained with others, and
+can be resumed alone. An experiment that shares a program reports its share of the seconds, so that the sum over all is
+what they cost. Letters: E experiments, K clients.
 """
 
 import os
@@ -41,7 +41,7 @@ from fedjax_pcdd.training.tasks import setup
 
 
 def warn(sentence: str) -> None:
-    """How Python is told what a user should know."""
+    """Show a sentence to the user of the Python interface, as a warning."""
     warnings.warn(spelled(sentence), stacklevel=3)
 
 
@@ -53,10 +53,10 @@ def run(
 
     Args:
       config, method, origin, callbacks, last: as in `Asked`.
-      say: told of settings without effect, or that the method advises against.
+      say: called with a sentence for each setting that has no effect, or that the method advises against.
 
     Returns:
-      What summary.json holds.
+      The summary, as in summary.json.
 
     Raises:
       UserError: a setting that cannot work, or a loss that is no longer finite.
@@ -74,22 +74,22 @@ def run_together(
 ) -> list[Any]:
     """Run, or resume, experiments that share a program (`sweep.program_key`).
 
-    Those that were interrupted in different rounds are trained with those of the same round. Where the device is out of
-    memory, they go on from the newest checkpoint (in memory: from the start) with half of the lanes, which
+    Interrupted experiments are trained together with those that stopped in the same round. If the device runs out of
+    memory, training continues from the newest checkpoint (in memory: from the start) with half of the lanes, which
     resolved.json then notes.
 
     Args:
       asked: all in folders, or one in memory.
       say: as in `run`.
-      finish: makes what is returned of an experiment from its record, its run and what summary.json holds.
+      finish: turns an experiment's record, run and summary into what is returned for it.
 
     Returns:
-      What `finish` gave of each, or the error with which it failed, which stops none of the others.
+      For each experiment what `finish` returned, or the error with which it failed, which stops none of the others.
 
     Raises:
-      UserError: one of them cannot be prepared or continued, none has trained then; or a device that fails.
+      UserError: an experiment cannot be prepared or continued (then none has trained), or the device fails.
     """
-    fewer: list[Asked] = []
+    continued: list[Asked] = []
     with ExitStack() as opened:
         with in_sentences("preparing the run"):
             session = Session(asked, say, opened)
@@ -101,70 +101,72 @@ def run_together(
                     results = zip(session.records, runs, session.results(runs), strict=True)
                     return [r if isinstance(r, Exception) else finish(record, run, r) for record, run, r in results]
             except OutOfMemory as error:
-                fewer = session.with_fewer_lanes(error, say)
-    del session  # and what it has on the device
-    if fewer:
-        return run_together(fewer, say, finish)
+                continued = session.with_fewer_lanes(error, say)
+    del session  # and what it holds on the device
+    if continued:
+        return run_together(continued, say, finish)
     groups: dict[int, list[int]] = {}
     for e, round in enumerate(rounds):
         groups.setdefault(round, []).append(e)
-    told: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
     for members in groups.values():
-        told |= zip(members, run_together([asked[e] for e in members], say, finish), strict=True)
-    return [told[e] for e in range(len(asked))]
+        outcomes |= zip(members, run_together([asked[e] for e in members], say, finish), strict=True)
+    return [outcomes[e] for e in range(len(asked))]
 
 
 class Session:
-    """Experiments of one program, between their options and their results.
+    """Experiments that share one program, from their options to their results.
 
     Attributes:
-      setup: their parts.
-      records: what each writes [E].
+      setup: the `Setup` that they share.
+      records: what is kept of each [E].
       simulation: with the number of lanes that is used.
-      state: that training begins with.
-      since: what is known of the rounds before it [E].
+      state: from which training begins.
+      since: progress of each before that [E].
     """
 
     def __init__(self, asked: Sequence[Asked], say: Say, opened: ExitStack):
-        """Prepare all, open or create the folders, and go back to the newest checkpoints."""
+        """Prepare all experiments, open or create their folders, and restore the newest checkpoints."""
         loggers.check(asked[0].config)
-        self.setup = setup([(one.config, one.method) for one in asked], asked[0].given)
+        self.setup = setup([(request.config, request.method) for request in asked], asked[0].given)
         for e in range(len(asked)):
             for sentence in self.setup.advice(e):
                 say(sentence)
         state = self.setup.start()
         self.records: list[Record] = []
-        for e, one in enumerate(asked):
-            record = (MemoryRecord if one.in_memory else FolderRecord)(one, self.setup, e, self._own(state, e), say)
+        for e, request in enumerate(asked):
+            record = (MemoryRecord if request.in_memory else FolderRecord)(
+                request, self.setup, e, self._own(state, e), say
+            )
             opened.callback(record.close)
             self.records.append(record)
-        noted = max((r.noted for r in self.records if r.noted), key=lambda noted: noted["lanes"], default=None)
-        self.simulation = self.setup.settled(state, noted, say)
+        notes = max((r.noted for r in self.records if r.noted), key=lambda notes: notes["lanes"], default=None)
+        self.simulation = self.setup.settled(state, notes, say)
         for record in self.records:
             record.resolve(self.setup.notes(self.simulation))
         starts = [record.begin(self._own(state, e)) for e, record in enumerate(self.records)]
         self.since = [progress for _, progress in starts]
         resumed = any(progress.round for progress in self.since)
-        self.state = _joined([own for own, _ in starts]) if resumed else self.setup.prepared(self.simulation, state)
+        self.state = _joined([start for start, _ in starts]) if resumed else self.setup.prepared(self.simulation, state)
 
     def _own(self, state: State, e: int) -> State:
-        several = len(self.setup.pairs) > 1
-        return own_state(state, e, self.setup.federations[e].num_clients) if several else state
+        shared = len(self.setup.pairs) > 1
+        return own_state(state, e, self.setup.federations[e].num_clients) if shared else state
 
     def train(self) -> list[Run]:
-        """Train to the end; one that fails among others has its error."""
+        """Train to the end; the run of an experiment that fails among others has its error."""
         callbacks = [record.callbacks for record in self.records]
-        used = callbacks[0] if len(callbacks) == 1 else [Each(callbacks)]
-        since, self.since = self.since, []  # the best models in it are replaced by better ones
-        state, self.state = self.state, State((), (), ())  # which is donated
-        runs: Any = loop(self.simulation, state, self.setup.config.rounds, used, since)
+        loop_callbacks = callbacks[0] if len(callbacks) == 1 else [Each(callbacks)]
+        since, self.since = self.since, []  # not kept: its best models are replaced by better ones
+        state, self.state = self.state, State((), (), ())  # its buffers are donated
+        runs: Any = loop(self.simulation, state, self.setup.config.rounds, loop_callbacks, since)
         return [runs] if isinstance(runs, Run) else [runs[e] for e in range(len(runs))]
 
     def with_fewer_lanes(self, error: OutOfMemory, say: Say) -> list[Asked]:
-        """The experiments as they are continued with half of the lanes.
+        """Requests that continue the experiments with half of the lanes.
 
         Raises:
-          OutOfMemory: the error, where there is but one lane, or where other processes would have to know.
+          OutOfMemory: the given error, if there is only one lane, or if other processes would have to know.
         """
         notes = self.setup.notes(self.simulation)
         notes["lanes"] = fewer_lanes(notes["lanes"], error, say)
@@ -175,18 +177,18 @@ class Session:
         return [record.continued() for record in self.records]
 
     def results(self, runs: Sequence[Run]) -> list[Result | UserError]:
-        """Fine-tune where PA asks for it, and write all results."""
+        """Fine-tune if the protocol of PA asks for it, and write all results."""
         results = [result(run.history, run.method) for run in runs]
         if not all(run.error for run in runs):
             best = _joined([run.best for run in runs]) if self.setup.keeps_best else None
             state = _joined([run.state for run in runs]) if any(run.stopped for run in runs) else runs[0].runs.state
             results = self.setup.concluded(self.simulation, runs[0].round, state, best, results)
-        written = zip(self.records, runs, results, strict=True)
-        return [run.error or record.conclude(run, result) for record, run, result in written]  # pyright: ignore
+        outcomes = zip(self.records, runs, results, strict=True)
+        return [run.error or record.conclude(run, result) for record, run, result in outcomes]  # pyright: ignore
 
 
 def _joined(trees: Sequence[Any]) -> Any:
-    """Trees of the experiments one after another."""
+    """The trees of all experiments, concatenated along their leading axis."""
     return trees[0] if len(trees) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
 
 
@@ -194,14 +196,14 @@ def resume(
     folder: str | Path, *, callbacks: Sequence[Any] = (), metrics: Mapping[str, Callable[[Run], float]] | None = None,
     progress: bool = False, **objects: Any,
 ) -> History:  # fmt: skip
-    """Continue an interrupted run to its last round; on a CPU to the bits that it would have had.
+    """Continue an interrupted run to its last round; on a CPU bit for bit as if it had not been interrupted.
 
     Args:
       folder: of the run.
-      callbacks: as for `simulate`; those that have a state take it from the checkpoint, and a warning names any that
-        the run had and that is not given.
-      metrics: as for `simulate`; rounds that were trained without them have none.
-      progress: whether a bar is shown.
+      callbacks: as for `simulate`; those with a state restore it from the checkpoint, and a warning names any that the
+        run had and that is not passed.
+      metrics: as for `simulate`; rounds that were trained without them have no values.
+      progress: whether a progress bar is shown.
       objects: as for `load_run`.
 
     Returns:
@@ -210,13 +212,13 @@ def resume(
     Raises:
       UserError: there is no run, or it cannot be continued.
     """
-    told, last = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)], bars(progress)
-    one = recorded(as_path(folder, "folder"), objects, "resume")
-    return finished(one._replace(callbacks=told, last=last))
+    run_callbacks, last = [*([Metrics(metrics)] if metrics else []), *as_callbacks(callbacks)], bars(progress)
+    request = recorded(as_path(folder, "folder"), objects, "resume")
+    return finished(request._replace(callbacks=run_callbacks, last=last))
 
 
 def finished(asked: Asked, label: str | None = None) -> History:
-    """The history of one experiment, when it is over; UserError where it fails."""
+    """Run one experiment to its end and return its history; UserError if it fails."""
 
     def history(record: Record, run: Run, summary: Result) -> History:
         of_clients = clients_in(record.folder) if isinstance(record, FolderRecord) else {}
@@ -232,10 +234,10 @@ def history_of(
     run: Run, asked: Asked, of_clients: Mapping[int, Any], label: str | None = None,
     summary: Mapping[str, Any] = MappingProxyType({}),
 ) -> History:  # fmt: skip
-    """The history of a run, over or not.
+    """The history of a run, finished or not.
 
     Args:
-      of_clients: PA of the clients by round, where rows lack it.
+      of_clients: PA of each client by round, for rows that lack it.
       label: None for the method's name.
     """
     config, rows = asked.config, with_clients(run.history.rows, of_clients)
@@ -246,20 +248,20 @@ def history_of(
 
 
 def clients_in(folder: RunFolder) -> dict[int, Any]:
-    """PA of the clients of a run in a folder, by round."""
+    """PA of each client by round, from the folder of a run."""
     return {row["round"]: row.get("pa_per_client") for row in folder.rows(CLIENTS)}
 
 
 def with_clients(rows: Sequence[Mapping[str, Any]], of_clients: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """Rows that have the accuracies of the clients, too."""
+    """The rows with the accuracies of the clients added."""
     return [{"pa_per_client": of_clients.get(row["round"]), **row} for row in rows]
 
 
 def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -> Asked:
-    """A run that is continued, with the objects that config.yaml cannot describe; UserError where one is missing.
+    """The request that continues a run, with the objects that config.yaml cannot describe; UserError if one is missing.
 
     Args:
-      asks: the function that was called, for sentences.
+      asks: name of the function that was called, for error messages.
     """
     config, method = read_run(folder)
     for name in objects:
@@ -268,24 +270,26 @@ def recorded(folder: Path, objects: Mapping[str, Any], asks: str = "load_run") -
     if not isinstance(objects.get("federation"), Federation | None):
         raise UserError(f"takes what fp.partition returns, not {shortened(objects['federation'])}.", field="federation")
     given, resolved = Given(**objects), {}
-    with suppress(UserError):  # where it is damaged, the newest checkpoint knows, and digests differ
+    with suppress(UserError):  # if damaged: the newest checkpoint has the same notes, and digests differ
         resolved = RunFolder(folder).read_json(RESOLVED) or {}
     check_given(resolved.get("given", ()), given, folder)
     return Asked(replace(config, resume=folder, run_dir=folder), method, given=given)
 
 
 def check_same(recorded: Pair, wanted: Pair, folder: Path) -> None:
-    """UserError that names the options in which the run of a folder is another one than is wanted."""
+    """UserError that names the options in which the run in a folder differs from the wanted one."""
     old, new = values(*recorded), values(*wanted)
     fields = difference(recorded, wanted)
     if fields:
-        parts = ", ".join(f"`{name}` was {old.get(name)}, not {new.get(name)}" for name in fields[:4])
-        more = f", and {len(fields) - 4} more differ" if len(fields) > 4 else ""
-        raise UserError(f"{folder} holds another run: {parts}{more}. Choose another folder, or the options it has.")
+        differences = ", ".join(f"`{name}` was {old.get(name)}, not {new.get(name)}" for name in fields[:4])
+        remainder = f", and {len(fields) - 4} more differ" if len(fields) > 4 else ""
+        raise UserError(
+            f"{folder} holds another run: {differences}{remainder}. Choose another folder, or the options it has."
+        )
 
 
 def _check_readable(checkpoints: Path) -> None:
-    """UserError where there are some that may not be read."""
+    """UserError if a folder of checkpoints may not be read."""
     for path in (checkpoints, *checkpoints.glob("*")):
         try:
             _ = path.is_dir() and os.listdir(path)
@@ -294,33 +298,33 @@ def _check_readable(checkpoints: Path) -> None:
 
 
 def load_run(folder: str | Path, **objects: Any) -> History:
-    """A run from its folder, as `simulate` would have returned it: its rounds, and the models of its last checkpoint.
+    """Load a run from its folder as `simulate` would have returned it: its rounds, the models of its last checkpoint.
 
     Args:
       folder: of the run.
-      objects: `federation`, `model` and `pipeline`, where `simulate` was given some that no option describes.
+      objects: `federation`, `model` and `pipeline`, if `simulate` was given ones that no option describes.
 
     Raises:
       UserError: there is no run, no intact checkpoint, or an object is missing.
     """
     files = RunFolder(as_path(folder, "folder"))
-    one = recorded(files.path, objects)
-    config = replace(one.config, device="auto", devices="auto")
-    parts = setup([(config, one.method)], one.given)
-    start, generic = parts.start(), jax.vmap(parts.methods[0].generic_variables)
-    best = jax.eval_shape(generic, start.servers) if parts.keeps_best else ()
+    request = recorded(files.path, objects)
+    config = replace(request.config, device="auto", devices="auto")
+    prepared = setup([(config, request.method)], request.given)
+    start, generic = prepared.start(), jax.vmap(prepared.methods[0].generic_variables)
+    best = jax.eval_shape(generic, start.servers) if prepared.keeps_best else ()
     _check_readable(files.path / "checkpoints")
     with Checkpoints(files.path / "checkpoints", read_only=True) as checkpoints:
         restored = checkpoints.restore((start.servers, best), (start.clients, start.statistics))
     if restored is None:
         raise UserError(f"{folder} has no checkpoint left: run it again.")
     resolved = restored.history.get("resolved", {})
-    check_given(resolved.get("given", ()), one.given, files.path)
-    check_inputs(resolved.get("inputs"), parts.inputs(0, config, one.method), files.path, warn)
+    check_given(resolved.get("given", ()), request.given, files.path)
+    check_inputs(resolved.get("inputs"), prepared.inputs(0, config, request.method), files.path, warn)
     rows = with_clients(files.rows(rounds=restored.round)[: restored.round], clients_in(files))
     state = start._replace(servers=restored.server[0], clients=restored.clients[0], statistics=restored.clients[1])
     summary = files.summary() or {}
     return History(
-        short_name(config.method), parts.methods[0], parts.federations[0], config, rows, state, summary,
-        parts.simulation, one.given,
+        short_name(config.method), prepared.methods[0], prepared.federations[0], config, rows, state, summary,
+        prepared.simulation, request.given,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The figure of `plot`, in a file that is imported when the first one is drawn: matplotlib takes long to start."""
+"""The figure of `plot`, in a file that is imported on the first plot, because matplotlib is slow to import."""
 
 import io
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 
 class ShownOnce(Figure):
-    """A figure that a notebook shows as the value of a cell, and then not below the cell again."""
+    """A figure that a notebook shows as the value of a cell, and not a second time below the cell."""
 
     def _ipython_display_(self) -> None:
         from IPython.display import Image, display  # pyright: ignore[reportMissingImports] -- a notebook has it

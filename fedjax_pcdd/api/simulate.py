@@ -29,7 +29,7 @@ from fedjax_pcdd.training.metrics import plain
 from fedjax_pcdd.training.progress import bars
 from fedjax_pcdd.training.setup import Given
 
-# Run options that have a meaning in memory, beside the arguments of `simulate` that have the same names.
+# Run options that apply in memory, in addition to those that are arguments of `simulate` by name.
 OPTIONS = tuple(
     name
     for name, option in RUN.items()
@@ -61,32 +61,33 @@ def simulate(
     progress: bool = False,
     **options: Any,
 ) -> History:
-    """Train a federation by a method.
+    """Train a federation with a method.
 
     Args:
-      federation: as `fp.partition` made it.
+      federation: as `fp.partition` returns it.
       method: an object like `fp.FedGELA(ew=4.0)`, or a name for its defaults.
-      model: an architecture by its name, a module that `fp.build_model` made, or any Flax module, Linen or NNX, or a
-        class of them: a backbone from images to features, or a whole classifier that ends with a dense layer. A list
-        of these where clients have models of their own. None for mlp on the digits, lstm on text, else simple_cnn.
+      model: name of an architecture, a module from `fp.build_model`, or any Flax module (Linen or NNX) or module class:
+        a backbone from images to features, or a whole classifier that ends with a dense layer. A list of these if
+        clients have models of their own. None for mlp on the digits, lstm on text, else simple_cnn.
       rounds: T.
-      local_epochs: E; None for 10, or where `local_steps` says how many updates.
+      local_epochs: E; None for 10, or if `local_steps` sets the number of updates.
       batch_size: B.
       lr: learning rate of the clients.
       seed: of initial weights, cohorts and batches; the partition has its own.
-      lanes: clients trained as one step; "auto" measures what is fastest. Results do not depend on it but for rounding.
-      pipeline: what is done to images; None for what is customary for the data set of this name.
-      callback: called after every round with the history so far, whose `state` is valid until it returns; True ends
-        the run.
-      callbacks: `fp.Callback` objects, as `fp.EarlyStopping("pa", patience=5)`, or functions of the run and the report
-        of a round; a True that one of them returns ends the run.
-      metrics: functions of the run by the names that their numbers get in the history's rows, called where a round is
-        evaluated; a run has `variables`, `client_variables(k)`, `outputs(images)`, `federation` and `history`.
-      run_dir: folder of a run, as the command line writes it, checkpoints included; None to write nothing.
+      lanes: clients trained in one step; "auto" measures which number is fastest. Results depend on it only through
+        rounding.
+      pipeline: preprocessing and augmentation of images; None for what is customary for the data set of this name.
+      callback: called after every round with the history so far, whose `state` is valid only until the function
+        returns; returning True ends the run.
+      callbacks: `fp.Callback` objects, such as `fp.EarlyStopping("pa", patience=5)`, or functions of the run and the
+        report of a round; if one of them returns True, the run ends.
+      metrics: functions of the run, by the names of their values in the history's rows; called when a round is
+        evaluated. A run has `variables`, `client_variables(k)`, `outputs(images)`, `federation` and `history`.
+      run_dir: folder that is written as the command line writes it, checkpoints included; None to write nothing.
       resume: continue the run in `run_dir` if there is one, or load it if it is finished.
-      label: what curves and tables call this experiment; None for the method's name.
-      progress: whether a bar is shown.
-      options: further options of the command line, with its defaults, a list where that has commas: cohort, momentum,
+      label: name of this experiment in curves and tables; None for the method's name.
+      progress: whether a progress bar is shown.
+      options: further options of the command line, with its defaults; lists replace its commas: cohort, momentum,
         weight_decay, optimizer, optimizer_state, last_batch, lr_steps, lr_decay, shuffle, grad_clip, weights,
         augmentation, neck, bn, precision, local_steps, loss, focal_gamma, class_weights, initial_weights, select_by,
         augment, client_state, data, data_memory, tune, eval_every, fine_tune_epochs, calibrate, pa_protocol,
@@ -107,29 +108,29 @@ def simulate(
     """
     if local_epochs is None and options.get("local_steps") is None:
         local_epochs = RUN["local_epochs"].default
-    named = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
-    named |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
+    named_options = {"rounds": rounds, "local_epochs": local_epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
+    named_options |= {"lanes": lanes, "model": model if isinstance(model, str) else None}
     if not isinstance(method, Method | str) or not isinstance(federation, Federation):
         raise UserError("simulate takes what fp.partition returns and a method, as fp.FedAvg(): pass these two.")
     _check_objects(pipeline=pipeline, callback=callback, label=label, resume=resume, run_dir=run_dir)
-    chosen = methods.get(method)() if isinstance(method, str) else as_read(method)
-    config = _config(federation, named | {"method": _name(method)} | dict(_known(options, chosen)))
+    method_object = methods.get(method)() if isinstance(method, str) else as_read(method)
+    config = _config(federation, named_options | {"method": _name(method)} | dict(_known(options, method_object)))
     given = Given(federation, None if isinstance(model, str) else model, pipeline)
-    told = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
+    all_callbacks = [*([] if metrics is None else [Metrics(metrics)]), *as_callbacks(callbacks)]
     if callback is not None:
         folder = None if run_dir is None else as_path(run_dir, "run_dir")
-        told.append(_Told(callback, label, Asked(config, chosen, given=given), folder))
-    asked = Asked(config, chosen, callbacks=told, last=bars(progress), given=given)
+        all_callbacks.append(_Told(callback, label, Asked(config, method_object, given=given), folder))
+    asked = Asked(config, method_object, callbacks=all_callbacks, last=bars(progress), given=given)
     if run_dir is None:
         return finished(asked, label)
     return _in_folder(asked, as_path(run_dir, "run_dir"), resume, label)
 
 
 class _Told(Callback):
-    """Calls a function of the history so far after every round."""
+    """Calls a function with the history so far after every round."""
 
     def __init__(self, function: Callable[[History], object], label: str | None, asked: Asked, folder: Path | None):
-        """Args: folder: holds the rounds before, of a run that is continued."""
+        """Args: folder: of a run that is continued, with its earlier rounds."""
         self.function, self.label, self.asked, self.folder = function, label, asked, folder
         self.of_clients: dict[int, Any] = {}
 
@@ -144,23 +145,27 @@ class _Told(Callback):
 
 
 def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> History:
-    """A run that is written into a folder, continued or loaded there."""
+    """Run an experiment in a folder, or continue or load the run that is there."""
     config, method, given = asked.config, asked.method, asked.given
-    lasting = (int, float, str, bool, type(None))
-    unwritten = [n for n in options_of(type(method)) if not isinstance(getattr(method, n), lasting)]
-    if unwritten:
-        raise UserError(f"`{unwritten[0]}` is no number or name, which is all that a run folder holds: drop `run_dir`.")
+    plain_types = (int, float, str, bool, type(None))
+    unwritable = [n for n in options_of(type(method)) if not isinstance(getattr(method, n), plain_types)]
+    if unwritable:
+        raise UserError(
+            f"`{unwritable[0]}` is no number or name, which is all that a run folder holds: drop `run_dir`."
+        )
     assert given.federation is not None
     if config.method == type(method).__name__:
-        methods.METHODS.register(config.method)(type(method))  # a script's own class, for who loads the run in there
-    known = options_that_load(given.federation.dataset)
-    where: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (known or {})
-    config = replace(config, **where)
-    objects = {name: one for name, one in given._asdict().items() if one is not None}
+        methods.METHODS.register(config.method)(type(method))  # a class of the calling script, which may load the run
+    load_options = options_that_load(given.federation.dataset)
+    overrides: dict[str, Any] = {"run_dir": folder, "partition": str((folder / "partition.npz").absolute())} | (
+        load_options or {}
+    )
+    config = replace(config, **overrides)
+    objects = {name: part for name, part in given._asdict().items() if part is not None}
     if not resume and is_there(folder / CONFIG):
         raise UserError(f"{folder} already holds a run: continue it with `resume=True`, or choose another `run_dir`.")
     if not is_there(folder / CONFIG):
-        missing = [name for name in objects if name != "federation" or known is None]
+        missing = [name for name in objects if name != "federation" or load_options is None]
         return finished(asked._replace(config=config, origin={"given": missing} if missing else {}), label)
     continued = recorded(folder, objects)
     check_same((continued.config, continued.method), (config, method), folder)
@@ -171,7 +176,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
 
 
 def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run_dir: Any) -> None:
-    """UserError for an object that is not understood."""
+    """UserError for an argument of the wrong kind."""
     if not isinstance(label, str | None):
         raise UserError(f"takes a text, not {shortened(label)}.", field="label")
     if not isinstance(resume, bool):
@@ -187,7 +192,7 @@ def _check_objects(*, pipeline: Any, callback: Any, label: Any, resume: Any, run
 
 
 def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
-    """The options, none of which is unknown."""
+    """The options; UserError for one that `simulate` does not take."""
     for name in options:
         if name in OPTIONS:
             continue
@@ -204,18 +209,18 @@ def _known(options: Mapping[str, Any], method: Method) -> Mapping[str, Any]:
 
 
 def _name(method: Method | str) -> str:
-    """A method's name on the command line or its import path; that of its class where it has none."""
+    """A method's name on the command line, or its import path; if it has neither, the name of its class."""
     if isinstance(method, str):
         return method
     cls = type(method)
-    name = next((name for name, known in methods.METHODS.data.items() if known is cls), None)
+    name = next((name for name, registered in methods.METHODS.data.items() if registered is cls), None)
     origin = None if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__ else origin_of(cls)
     return name or (f"{origin.path}:{origin.object}" if origin else cls.__name__)
 
 
-def _config(federation: Federation, given: Mapping[str, Any]) -> RunConfig:
+def _config(federation: Federation, options: Mapping[str, Any]) -> RunConfig:
     """The options of a run, read as the command line reads them; UserError for a value that does not fit."""
-    if given.get("validation") is None:
-        given = {**given, "validation": share_kept(federation) or None}
-    read = {name: read_value(RUN[name], value) for name, value in given.items()}
-    return RunConfig(dataset=federation.dataset.name, clients=federation.num_clients, **read)
+    if options.get("validation") is None:
+        options = {**options, "validation": share_kept(federation) or None}
+    parsed = {name: read_value(RUN[name], value) for name, value in options.items()}
+    return RunConfig(dataset=federation.dataset.name, clients=federation.num_clients, **parsed)

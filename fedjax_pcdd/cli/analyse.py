@@ -50,7 +50,7 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 class Command(NamedTuple):
-    """What a word of the command line does with runs and options; it returns what is to be printed."""
+    """One analysis; `work` takes runs and options and returns the text to print."""
 
     work: Callable[[list[RunRecord], Options], str]
     options: tuple[str, ...] = ()
@@ -85,28 +85,28 @@ def _run(name: str, arguments: Sequence[str]) -> str:
         raise UserError(f"there is no analysis '{name}': {nearest(name, [*COMMANDS, 'partition'])}")
     command = COMMANDS[name]
     paths: list[str] = []
-    given = _located(scan(arguments, {"by_split", "clip_colours"}, paths))
-    for option in given:
+    options = _located(scan(arguments, {"by_split", "clip_colours"}, paths))
+    for option in options:
         if option not in command.options:
-            known = ", ".join(flag(one) for one in command.options) or "none"
-            raise UserError(f"{name} has no option {flag(option)}: its options are {known}.")
-    _check_suffix(given.get("output"))
+            available = ", ".join(flag(o) for o in command.options) or "none"
+            raise UserError(f"{name} has no option {flag(option)}: its options are {available}.")
+    _check_suffix(options.get("output"))
     if not paths and not command.alone:
         raise UserError("name at least one folder of runs, as runs/.")
     records = _finished(collect(paths)) if paths else []
-    if "output" not in given:
-        return command.work(records, given)
-    with at_once(Path(given["output"]), OUTPUT) as half:
-        return command.work(records, given | {"output": str(half)})
+    if "output" not in options:
+        return command.work(records, options)
+    with at_once(Path(options["output"]), OUTPUT) as temporary:
+        return command.work(records, options | {"output": str(temporary)})
 
 
-def _located(given: Mapping[str, str]) -> dict[str, str]:
-    """The options, ~ in those that are files being the home folder."""
-    return {name: str(as_path(text, name)) if name in ("output", "counts") else text for name, text in given.items()}
+def _located(options: Mapping[str, str]) -> dict[str, str]:
+    """The options, with ~ expanded to the home folder in those that are files."""
+    return {name: str(as_path(text, name)) if name in ("output", "counts") else text for name, text in options.items()}
 
 
 def _check_suffix(output: str | None) -> None:
-    """UserError for a picture in a format that is not written."""
+    """UserError for a picture in an unsupported format."""
     if output is not None and (suffix := Path(output).suffix) not in PICTURES:
         raise UserError(f"must end with {', '.join(PICTURES)}, not '{suffix}'.", field="output")
 
@@ -119,40 +119,42 @@ def _finished(records: list[RunRecord]) -> list[RunRecord]:
 
 
 def _of_task(analysis: Callable[..., Lines]) -> Command:
-    """The table and picture of an analysis of tasks."""
+    """The command of an analysis of tasks: its table, and its picture if `output` is given."""
 
-    def work(records: list[RunRecord], given: Options) -> str:
-        return table(*analysis(records, labels_of(records), given.get("output")))
+    def work(records: list[RunRecord], options: Options) -> str:
+        return table(*analysis(records, labels_of(records), options.get("output")))
 
     return Command(work, ("output",))
 
 
-def _correlation(records: list[RunRecord], given: Options) -> str:
-    if "output" in given and len(records) > 1:
+def _correlation(records: list[RunRecord], options: Options) -> str:
+    if "output" in options and len(records) > 1:
         raise UserError("one picture is of one run: name one, or leave `output` out.")
-    return table(*correlation(records, labels_of(records), given.get("output"), given.get("clip_colours") == "true"))
+    return table(
+        *correlation(records, labels_of(records), options.get("output"), options.get("clip_colours") == "true")
+    )
 
 
-def _partition(given: Options) -> str:
+def _partition(options: Options) -> str:
     from fedjax_pcdd.api.grid import expand
     from fedjax_pcdd.training.build import federate
 
-    output = given.pop("output", "partition.png")
+    output = options.pop("output", "partition.png")
     _check_suffix(output)
-    if "counts" in given:
-        if len(given) > 1:
+    if "counts" in options:
+        if len(options) > 1:
             raise UserError("is all that is drawn: leave the other options out.", field="counts")
-        maps = [read_counts(Path(given["counts"]))]
+        maps = [read_counts(Path(options["counts"]))]
     else:
-        if "task" in given:
+        if "task" in options:
             raise UserError("is divided by domains, which have no heat map: leave it out.", field="task")
-        splits = [{"split": one} for one in given.pop("split", "").split(",") if one] or [{}]
-        points = [one.given for split in splits for one in expand(given | split)]
+        splits = [{"split": name} for name in options.pop("split", "").split(",") if name] or [{}]
+        points = [experiment.given for split in splits for experiment in expand(options | split)]
         maps = [map_of(federate(configure(point)[0])) for point in points]
-    with at_once(Path(output), OUTPUT) as half:
-        heat_maps(maps, half)
-    owned = [(one.counts > 0).sum(1) for one in maps]
-    words = [f"{len(one)} clients with {one.min()} to {one.max()} classes" for one in owned]
+    with at_once(Path(output), OUTPUT) as temporary:
+        heat_maps(maps, temporary)
+    owned = [(heat_map.counts > 0).sum(1) for heat_map in maps]
+    words = [f"{len(counts)} clients with {counts.min()} to {counts.max()} classes" for counts in owned]
     return f"{'; '.join(words)}: written to {output}"
 
 
@@ -169,5 +171,5 @@ COMMANDS = (
         "grid": Command(grid),
         "correlation": Command(_correlation, ("output", "clip_colours")),
     }
-    | {one.__name__: _of_task(one) for one in (tasks, ablation, embedding)}
+    | {analysis.__name__: _of_task(analysis) for analysis in (tasks, ablation, embedding)}
 )

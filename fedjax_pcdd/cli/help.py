@@ -1,4 +1,4 @@
-"""What the command line shows instead of a run: the help of a method, and lists of what there is."""
+"""What the command line shows instead of a run: the help of a method, and lists of what is available."""
 
 import json
 import textwrap
@@ -16,7 +16,7 @@ from fedjax_pcdd.training.options import SERVER, in_any_case
 
 COUNTS = Path(__file__).with_name("traffic.json")  # written by docs/hooks/catalogue.py
 
-# First-stage options: they decide which others there are. `method` is one too, and part of the run.
+# First-stage options, which decide what the others are. `method` is one of them and also part of the run.
 _PRESET = "settings of a published table, as fedmr/table1, or a YAML file, as a config.yaml; options beside it win"
 _SELECTION = [
     Option("method", str, False, "fedavg", help="what is trained; its options are in the last group"),
@@ -46,32 +46,32 @@ class MethodRow(NamedTuple):
 
 
 def method_rows() -> list[MethodRow]:
-    """All registered methods; one that has not been counted has question marks."""
+    """All registered methods; question marks for methods whose traffic has not been counted."""
     counts, rows = json.loads(COUNTS.read_text()), []
     for name, cls in methods.every().items():
-        sent = [counts.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held")]
+        traffic = [counts.get(name, {}).get(key, "?") for key in ("down", "up", "client", "held")]
         traits, file = cls().traits(), cls.__module__.replace(".", "/") + ".py"
         status = "reconstruction" if "reconstructed" in traits.paper else "complete"
-        rows.append(MethodRow._make((name, traits.paper, traits.target, *sent, file, status)))
+        rows.append(MethodRow._make((name, traits.paper, traits.target, *traffic, file, status)))
     return rows
 
 
 def information(given: Mapping[str, str]) -> str:
     """The list or the help that arguments ask for, "" if they ask for a run."""
     switches = [Option(name, bool, False, False) for name in (*LISTS, "help") if name in given]
-    asked = [switch.name for switch in switches if convert(switch, given[switch.name])]
-    if not asked:
+    names = [switch.name for switch in switches if convert(switch, given[switch.name])]
+    if not names:
         return ""
-    return help_text(in_any_case(given.get("method", "fedavg"), METHODS)) if asked[0] == "help" else _list(asked[0])
+    return help_text(in_any_case(given.get("method", "fedavg"), METHODS)) if names[0] == "help" else _list(names[0])
 
 
 def _list(name: str) -> str:
     if name == "list_methods":
         header, rows = ("method", "optimises", "sent up", "kept", "paper"), method_rows()
         lines = [(row.name, row.optimises, row.up, row.client) for row in rows]
-        before = sum(2 + max(map(len, column)) for column in zip(header[:-1], *lines, strict=True))
+        used_width = sum(2 + max(map(len, column)) for column in zip(header[:-1], *lines, strict=True))
         return table(
-            header, [(*line, _cut(row.paper, width() - before)) for line, row in zip(lines, rows, strict=True)]
+            header, [(*line, _cut(row.paper, width() - used_width)) for line, row in zip(lines, rows, strict=True)]
         )
     if name == "list_datasets":
         from fedjax_pcdd.data.sources import DATASETS
@@ -88,12 +88,12 @@ def _list(name: str) -> str:
 
 
 def _cut(paper: str, room: int) -> str:
-    """So much of it as a line has room for."""
+    """A paper, cut to the room that a line has."""
     return paper if len(paper) <= room else f"{paper[: room - 1].rstrip()}…"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Plain columns; what is longer than the terminal is wide goes on below its column.
+    """Plain columns; text that exceeds the width of the terminal continues below its column.
 
     >>> print(table(("a", "b"), [("one", "two")]))
     a    b
@@ -115,22 +115,27 @@ def help_text(method: str) -> str:
     groups = [("selection", "What to run, and where its defaults come from.", _SELECTION)]
     for group, text in GROUPS.items():
         groups.append((group, text, [option for option in RUN.values() if option.group == group]))
-    own = list(options_of(cls).values())
-    if own:
+    own_options = list(options_of(cls).values())
+    if own_options:
         paper = cls().traits().paper
-        groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own))
-    parts = [f"usage: {invocation('run')} [--NAME=VALUE ...]", textwrap.fill(_description(method, bool(own)), width())]
-    parts += [f"{group} options: {text}\n{entries(options)}" for group, text, options in groups]
-    return "\n\n".join(parts)
+        groups.append((method, f"Hyper-parameters of {method}" + (f" ({paper})." if paper else "."), own_options))
+    sections = [
+        f"usage: {invocation('run')} [--NAME=VALUE ...]",
+        textwrap.fill(_description(method, bool(own_options)), width()),
+    ]
+    sections += [f"{group} options: {text}\n{entries(options)}" for group, text, options in groups]
+    return "\n\n".join(sections)
 
 
 def _description(method: str, has_own: bool) -> str:
-    others = ", ".join(name for name in METHODS if name != method)
+    other_methods = ", ".join(name for name in METHODS if name != method)
     default = " (the default)" if method == RUN["method"].default else ""
-    chosen = f"The method is {method}{default}"
-    own = f"{chosen}, whose options are in the last group" if has_own else f"{chosen}, which has no options of its own"
+    subject = f"The method is {method}{default}"
+    method_sentence = (
+        f"{subject}, whose options are in the last group" if has_own else f"{subject}, which has no options of its own"
+    )
     return (
         "Federated learning under partially class-disjoint data: trains one method on one partition. "
-        f"{own}; --method=NAME --help shows those of another: {others}. "
+        f"{method_sentence}; --method=NAME --help shows those of another: {other_methods}. "
         f"NAME+SUFFIX is a method with something added, as moon+prototypes: {', '.join(methods.known_suffixes())}."
     )

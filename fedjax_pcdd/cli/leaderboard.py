@@ -1,4 +1,4 @@
-"""The leaderboard from the command line: what has no result is run, and the tables are shown or written."""
+"""The leaderboard from the command line: cells without a result are run, and the tables are shown or written."""
 
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
@@ -21,7 +21,7 @@ from fedjax_pcdd.report import standings
 from fedjax_pcdd.report.tables import Cell, Column, Row, Table, between, escaped, markdown, terminal
 from fedjax_pcdd.training.fields import read_text, run_option, write_text
 
-BASELINE = "fedavg"  # with which the ranks of the others are compared
+BASELINE = "fedavg"  # the method with which the ranks of the others are compared
 BEGIN, END = "<!-- leaderboard: begin -->\n", "<!-- leaderboard: end -->\n"
 
 
@@ -69,19 +69,19 @@ def _act(options: Options, argv: Sequence[str]) -> None:
     console = Console()
     if not (options.status or options.page):
         _complete(options, argv, plan, cells, console)
-    known = leaderboard.read_results(options.results)
-    for one in known:
-        if one["network"] in networks and one["split"] in splits:
-            leaderboard.check_plan(plan, one, leaderboard.cell_of(one).path(options.results))
+    results = leaderboard.read_results(options.results)
+    for result in results:
+        if result["network"] in networks and result["split"] in splits:
+            leaderboard.check_plan(plan, result, leaderboard.cell_of(result).path(options.results))
     done = sum(leaderboard.has_result(plan, cell, options.results) for cell in cells)
     if not options.status:
-        tables = [standings.table(network, split, known) for network in networks for split in splits]
+        tables = [standings.table(network, split, results) for network in networks for split in splits]
         tables = [table for table in tables if table.rows]
         if options.page:
             with writing(options.page, "another `page`"):
                 rankings = [
                     part for network in networks for part in _ranking(options.page, network, *standings.over_splits(
-                        known, [cell for cell in cells if cell.network == network]))
+                        results, [cell for cell in cells if cell.network == network]))
                 ]  # fmt: skip
             _write(options.page, [*rankings, *map(_text, tables)])
         else:
@@ -91,37 +91,37 @@ def _act(options: Options, argv: Sequence[str]) -> None:
 
 
 def _complete(options: Options, argv: Sequence[str], plan: Any, cells: Sequence[Any], console: Console) -> None:
-    """Run what has no result, in several processes where that is asked for."""
+    """Run the cells that have no result, in several processes if `workers` asks for them."""
     from fedjax_pcdd.api import leaderboard
 
-    more = {"data_dir": str(options.data_dir)} if options.data_dir else {}
-    for cell in cells:  # a mistake is said before anything runs
+    common_options = {"data_dir": str(options.data_dir)} if options.data_dir else {}
+    for cell in cells:  # mistakes are reported before anything runs
         for trial in plan.trials_of(cell.method, cell.network):
-            leaderboard.configure(leaderboard.options(plan, cell, trial, 0, more))
+            leaderboard.configure(leaderboard.options(plan, cell, trial, 0, common_options))
         leaderboard.has_result(plan, cell, options.results)
     end = time.monotonic() + 60 * options.budget_minutes if options.budget_minutes else float("inf")
     if options.workers > 1:
-        given = scan(argv, {"status", "help"})
-        words = [f"{flag(name)}={text}" for name, text in given.items() if name != "workers"]
+        arguments = scan(argv, {"status", "help"})
+        words = [f"{flag(name)}={text}" for name, text in arguments.items() if name != "workers"]
         with writing(options.runs_dir, "another `runs_dir`"):
             options.runs_dir.mkdir(parents=True, exist_ok=True)
         processes([sys.executable, "-m", "fedjax_pcdd", "leaderboard", *words], options.runs_dir, options.workers)
     leaderboard.complete(
-        plan, cells, options.results, options.runs_dir, more, goes_on=lambda: time.monotonic() < end,
+        plan, cells, options.results, options.runs_dir, common_options, goes_on=lambda: time.monotonic() < end,
         done=lambda cell: print(f"{cell.network}, {cell.split}: {cell.method}", flush=True), console=console,
     )  # fmt: skip
 
 
-def _chosen(option: str, given: str | None, known: Sequence[str]) -> list[str]:
-    chosen = given.split(",") if given else list(known)
-    for name in chosen:
-        if name not in known:
-            raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, known)}", field=option)
-    return chosen
+def _chosen(option: str, text: str | None, available: Sequence[str]) -> list[str]:
+    names = text.split(",") if text else list(available)
+    for name in names:
+        if name not in available:
+            raise UserError(f"names no {option} of the plan by '{name}': {nearest(name, available)}", field=option)
+    return names
 
 
 def _ranking(page: Path, network: str, names: list[str], splits: list[str], scores: np.ndarray) -> list[str]:
-    """A network's ranks in words and as a picture beside the page; nothing of fewer than two methods or no split."""
+    """A network's ranks as Markdown, with a picture beside the page; [] for fewer than two methods or no split."""
 
     if len(names) < 2 or not splits:
         return []
@@ -130,20 +130,20 @@ def _ranking(page: Path, network: str, names: list[str], splits: list[str], scor
     picture = page.parent / "images" / f"{page.stem}_{network.replace('/', '_')}.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_ranks(names, ranked, picture)
-    told = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
-    told += f" {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
+    remarks = f"By the GA of the last ten rounds, over {', '.join(splits)}; 95 % of a bootstrap over splits and seeds."
+    remarks += f" {standings.LOCAL}: without a global model, so that GA is the mean of the clients' models."
     if len(splits) > 1:
-        told += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
+        remarks += f" Mean ranks that differ by less than {ranked.critical:.1f} are not told apart at 5 % (Nemenyi)."
     else:
-        told += " Of one split the draws are of seeds alone, so that these intervals are too narrow."
+        remarks += " Of one split the draws are of seeds alone, so that these intervals are too narrow."
     table = _ranks_table(names, ranked, baseline)
-    table = replace(table, title=f"Ranks, {network}", remarks=told)
-    shown = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
-    return [_text(table), shown]
+    table = replace(table, title=f"Ranks, {network}", remarks=remarks)
+    image = f"![Mean ranks of {len(names)} methods with their intervals, {network}](images/{picture.name})\n"
+    return [_text(table), image]
 
 
 def _ranks_table(names: list[str], ranked: Ranks, baseline: int | None) -> Table:
-    """By rising mean rank, with the intervals."""
+    """The methods by rising mean rank, with the intervals."""
     rows = []
     for i in ranked.mean.argsort(kind="stable"):
         spans = [f"{ranked.low[i]:.1f} to {ranked.high[i]:.1f}"]
@@ -159,8 +159,8 @@ def _text(table: Table) -> str:
 
 
 def _write(path: Path, parts: Sequence[str]) -> None:
-    """Between the two marks of a page, or a page of them alone."""
+    """Write the parts between the two marks of a page, or as a page of their own."""
     text = read_text(path) if is_there(path) else f"# Leaderboard\n\n{BEGIN}{END}"
-    whole = "\n".join(parts) or "No method has a result yet.\n"
-    write_text(path, between(text, (BEGIN, END), whole, str(path)), "another `page`")
+    content = "\n".join(parts) or "No method has a result yet.\n"
+    write_text(path, between(text, (BEGIN, END), content, str(path)), "another `page`")
     print(f"written: {path}")

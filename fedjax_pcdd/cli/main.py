@@ -21,18 +21,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the first word says with the others; the exit code is the command's, 2 where there is none."""
-    word, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    """Run the command that the first word names, with the other words; return its exit code, 2 if there is none."""
+    word, *arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if word in COMMANDS:
         module, function, _ = COMMANDS[word]
-        return getattr(importlib.import_module(f"fedjax_pcdd.cli.{module}"), function)(rest)
+        return getattr(importlib.import_module(f"fedjax_pcdd.cli.{module}"), function)(arguments)
     if word in ("--version", "-V"):
         print(__version__)
         return 0
     lines = [f"  {name:11} {text}" for name, (_, _, text) in COMMANDS.items()]
     usage = "\n".join(["usage: fedjax-pcdd COMMAND [--NAME=VALUE ...]", "", *lines, "", "COMMAND --help says more."])
     if word in ("--help", "-h"):
-        return guarded(lambda _: print(usage), rest)
+        return guarded(lambda _: print(usage), arguments)
     from fedjax_pcdd.errors import nearest
 
     print(f"there is no command '{word}': {nearest(word, COMMANDS)}", file=sys.stderr)

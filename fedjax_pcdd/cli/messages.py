@@ -1,4 +1,4 @@
-"""What commands say: options as they are written, the names of commands, and how one ends."""
+"""Messages of the commands: options as written, the names of commands, and how a command ends."""
 
 import os
 import shlex
@@ -13,12 +13,12 @@ from fedjax_pcdd.errors import UserError, spelled
 
 
 def flag(name: str) -> str:
-    """A field as an option, as `--batch-size`."""
+    """The option of a field, such as `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def sentence(text: str) -> str:
-    """A sentence with its fields as options.
+    """A sentence with its fields written as options.
 
     >>> sentence("`batch_size` must be at least 1 with `bn=local`.")
     '--batch-size must be at least 1 with --bn=local.'
@@ -29,7 +29,7 @@ def sentence(text: str) -> str:
 
 
 def invocation(name: str) -> str:
-    """How a command is written: as a script of a checkout, where one was called, else as the installed program."""
+    """How a command is called: as a script of a checkout, if one was run, else as the installed program."""
     script = Path(sys.argv[0])
     in_checkout = script.suffix == ".py" and script.parent.name == "experiments"
     return f"python experiments/{name}.py" if in_checkout else f"fedjax-pcdd {name}"
@@ -37,25 +37,25 @@ def invocation(name: str) -> str:
 
 @contextmanager
 def _warned_in_sentences() -> Iterator[None]:
-    """What the package warns of is a line, as errors are; warnings of others stay as Python writes them."""
-    package, written = str(Path(__file__).parents[1]), warnings.formatwarning
+    """Print warnings of this package on one line, as errors are; other warnings stay as Python writes them."""
+    package, original = str(Path(__file__).parents[1]), warnings.formatwarning
 
     def line(message, category, filename, lineno, text=None):
-        own = filename.startswith(package)
-        return f"{sentence(str(message))}\n" if own else written(message, category, filename, lineno, text)
+        from_package = filename.startswith(package)
+        return f"{sentence(str(message))}\n" if from_package else original(message, category, filename, lineno, text)
 
     warnings.formatwarning = line
     try:
         yield
     finally:
-        warnings.formatwarning = written
+        warnings.formatwarning = original
 
 
 def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | None) -> int:
-    """The exit code of a command: its own; 2 for a mistake of the user and 130 for an interrupt, said in a sentence.
+    """Run a command and return its exit code: 2 for a mistake of the user, 130 for an interrupt, each with a sentence.
 
     Args:
-      work: with the arguments.
+      work: called with the arguments.
       argv: arguments without the program's name; None for those of the process.
     """
     if isinstance(sys.stdout, TextIOWrapper):
@@ -72,10 +72,10 @@ def guarded(work: Callable[[Sequence[str]], int | None], argv: Sequence[str] | N
         advice = str(stop) or "the same command continues."
         print(sentence(f"stopped; {advice}"), file=sys.stderr)
         return getattr(stop, "code", 130)
-    except BrokenPipeError:  # who read it has seen enough, as `head`
+    except BrokenPipeError:  # the reader has seen enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # of a file that nobody has looked at before
+    except OSError as error:  # about a file that nothing has checked before
         if error.filename is None:
             raise
         print(f"{os.fsdecode(error.filename)} cannot be used ({error.strerror}): put that right.", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Arguments: how they are read, refused and explained; those of a run in two stages, method and preset first.
+"""How arguments are read, refused and explained; those of a run in two stages, method and preset first.
 
-Everything is generated from dataclasses (`RunConfig`, a method, the form of a command): a new field appears by itself.
+Generated from dataclasses (`RunConfig`, a method, the form of a command), so that a new field appears automatically.
 """
 
 import inspect
@@ -27,19 +27,19 @@ LISTS = tuple(name for name in RESERVED if name.startswith("list_"))
 
 
 def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str] | None = None) -> dict[str, str]:
-    """Arguments as name -> text, the last one winning; `--x=v`, `--x v`, `--flag` and `--no-flag`.
+    """Parse `--x=v`, `--x v`, `--flag` and `--no-flag` into name -> text; the last occurrence of a name wins.
 
     Args:
       switches: options that take no value; None for those of runs.
-      words: takes what is no option; None where there may be no such words.
+      words: collects what is no option; None if only options are allowed.
 
     Raises:
       UserError: something that is no option, or an option without its value.
     """
-    given, rest, of_runs = {}, list(argv), switches is None
+    texts, remaining, is_run = {}, list(argv), switches is None
     switches = _switches(_named_method(argv)) if switches is None else switches
-    while rest:
-        token = rest.pop(0)
+    while remaining:
+        token = remaining.pop(0)
         if token == "-h":
             token = "--help"
         if words is not None and not token.startswith("-"):
@@ -57,37 +57,37 @@ def scan(argv: Sequence[str], switches: set[str] | None = None, words: list[str]
                 raise UserError(f"{word} takes no value: write {word} alone.")
             name, text = name.removeprefix("no_"), "false"
         elif not equals:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise UserError(_without_value(name))
-            text = rest.pop(0)
-        given[name] = text
-    return options.with_server(given) if of_runs and not {"resume", "help"} & given.keys() else given
+            text = remaining.pop(0)
+        texts[name] = text
+    return options.with_server(texts) if is_run and not {"resume", "help"} & texts.keys() else texts
 
 
 def _named_method(argv: Sequence[str]) -> list[type[Method]]:
-    """The classes of methods from outside that arguments name (a sweep several), whose options are not known before."""
+    """Classes of the external methods that arguments name (a sweep several), whose options are not known in advance."""
     words = [word.partition("=") for word in argv]
     pairs = list(pairwise([*words, ("", "", "")]))
 
-    def several(name: str) -> list[str]:
+    def listed(name: str) -> list[str]:
         texts = [text or following for (option, _, text), (following, _, _) in pairs if option == name]
         return texts[-1].split(",") if texts else []
 
-    servers = [f"fedavg+{name}" for name in several("--server-optimizer") if is_import_path(name)]
-    named = [name for name in several("--method") if is_import_path(methods.plain_name(name))]
-    return [methods.get(name) for name in [*named, *servers]]
+    server_names = [f"fedavg+{name}" for name in listed("--server-optimizer") if is_import_path(name)]
+    method_names = [name for name in listed("--method") if is_import_path(methods.plain_name(name))]
+    return [methods.get(name) for name in [*method_names, *server_names]]
 
 
-def _switches(named: Sequence[type[Method]]) -> set[str]:
+def _switches(classes: Sequence[type[Method]]) -> set[str]:
     """Names of all options that are true or false."""
-    every = [RUN, *map(options_of, [*methods.every().values(), *named])]
-    names = {option.name for options in every for option in options.values() if option.kind is bool}
+    option_groups = [RUN, *map(options_of, [*methods.every().values(), *classes])]
+    names = {option.name for options in option_groups for option in options.values() if option.kind is bool}
     return names | {"help", "status", *LISTS}
 
 
 def _without_value(name: str) -> str:
-    known = {*RUN, *RESERVED, SERVER, *(field for cls in methods.every().values() for field in options_of(cls))}
-    return f"`{name}` needs a value: write `{name}=VALUE`." if name in known else options.no_option(name, known)
+    names = {*RUN, *RESERVED, SERVER, *(field for cls in methods.every().values() for field in options_of(cls))}
+    return f"`{name}` needs a value: write `{name}=VALUE`." if name in names else options.no_option(name, names)
 
 
 def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
@@ -96,7 +96,7 @@ def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunCon
 
 
 def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
-    """The recorded run; what is given beside it may not change its results."""
+    """The recorded run; other options that are given may not change its results."""
     for name in ("preset", "split", "variant", "run_dir", SERVER):
         if name in given:
             raise UserError(f"continues a run as it was started: drop `{name}`.", field="resume")
@@ -117,47 +117,47 @@ def _resumed(given: Mapping[str, str]) -> tuple[RunConfig, Method]:
 
 
 def _changed(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
-    parts = [f"`{name}` was {old[name]} in this run, not {value}" for name, value in new.items()]
-    it = "it" if len(parts) == 1 else "them"
-    return f"{', '.join(parts)}: resume without {it}, or start a new run with `run_dir`."
+    changes = [f"`{name}` was {old[name]} in this run, not {value}" for name, value in new.items()]
+    it = "it" if len(changes) == 1 else "them"
+    return f"{', '.join(changes)}: resume without {it}, or start a new run with `run_dir`."
 
 
 def command(form: Any, work: Callable[[Any], Any], argv: Sequence[str] | None, program: str) -> int:
-    """Do what the arguments of a command ask for that is no run.
+    """Parse the arguments of a command other than `run` and do its work.
 
     Args:
-      form: a dataclass; its fields are the options, a field `runs` the words beside them, which the help calls RUN, or
+      form: a dataclass whose fields are the options; a field `runs` holds the other words, which the help calls RUN, or
         by the form's attribute `WORD`.
-      work: with the options.
+      work: called with the options.
       argv: arguments without the program's name; None for those of the process.
-      program: its name.
+      program: name of the command, for the help.
 
     Returns:
       Exit code, as `guarded`.
     """
 
-    def whole(arguments: Sequence[str]) -> None:
+    def parse_and_work(arguments: Sequence[str]) -> None:
         if (options := _parsed(form, arguments, program)) is not None:
             work(options)
 
-    return guarded(whole, argv)
+    return guarded(parse_and_work, argv)
 
 
 def _parsed(form: Any, argv: Sequence[str], program: str) -> Any:
-    """The options; None after the help."""
-    known = dict(options_of(form))
-    runs = known.pop("runs", None)
+    """The options as an instance of the form; None if the help was printed."""
+    form_options = dict(options_of(form))
+    runs = form_options.pop("runs", None)
     words: list[str] | None = None if runs is None else []
-    given = scan(argv, {name for name, option in known.items() if option.kind is bool} | {"help"}, words)
-    if "help" in given:
+    texts = scan(argv, {name for name, option in form_options.items() if option.kind is bool} | {"help"}, words)
+    if "help" in texts:
         word = getattr(form, "WORD", "RUN")
         usage = f"usage: {program} [--NAME=VALUE ...]" + (f" {word}...\n\n{word}: {runs.help}" if runs else "")
-        print("\n\n".join([usage, inspect.cleandoc(form.__doc__), entries(known.values())]))
+        print("\n\n".join([usage, inspect.cleandoc(form.__doc__), entries(form_options.values())]))
         return None
-    for name in given:
-        if name not in known:
-            raise UserError(options.no_option(name, [*known, "help"]))
-    values: dict[str, Any] = {name: convert(known[name], text) for name, text in given.items()}
+    for name in texts:
+        if name not in form_options:
+            raise UserError(options.no_option(name, [*form_options, "help"]))
+    values: dict[str, Any] = {name: convert(form_options[name], text) for name, text in texts.items()}
     return form(**values) if words is None else form(runs=tuple(map(Path, words)), **values)
 
 
@@ -167,19 +167,19 @@ def entries(options: Iterable[Option]) -> str:
 
 
 def width() -> int:
-    """Of the help, in columns."""
+    """Width of the help, in columns."""
     return max(60, min(120, shutil.get_terminal_size().columns))
 
 
 def _entry(option: Option, width: int) -> str:
     limits, symbol = bounds(option), f"{option.symbol}: " if option.symbol else ""
     text = symbol + sentence(option.help) + (f" [{limits}]" if limits else "")
-    if option.default not in (None, "") and option.name not in LISTS:  # where it is none, the text says what that means
+    if option.default not in (None, "") and option.name not in LISTS:  # the text says what None means
         text += f" (default: {option.default})"
     head, indent = f"  {_form(option)}", " " * 28
-    first = head.ljust(len(indent)) if len(head) < len(indent) - 1 else f"{head}\n{indent}"
+    first_line = head.ljust(len(indent)) if len(head) < len(indent) - 1 else f"{head}\n{indent}"
     lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
-    return first + f"\n{indent}".join(lines)
+    return first_line + f"\n{indent}".join(lines)
 
 
 def _form(option: Option) -> str:
@@ -192,6 +192,9 @@ def _form(option: Option) -> str:
     name = flag(option.name)
     if option.kind is bool:
         return name if option.name in LISTS else f"{name}, --no-{name[2:]}"
-    plain = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
-    values = [*map(str, choices(option.kind)), *(plain[part] for part in members(option.kind) if part in plain)]
+    placeholders = {int: "INT", float: "FLOAT", str: "NAME", Path: "PATH"}
+    values = [
+        *map(str, choices(option.kind)),
+        *(placeholders[part] for part in members(option.kind) if part in placeholders),
+    ]
     return f"{name} {'|'.join(values)}"

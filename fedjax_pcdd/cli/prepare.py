@@ -1,6 +1,6 @@
 """Download a data set and prepare it, once: the only command that touches the network, and that needs TensorFlow.
 
-It also writes the clients of a data set that is at hand to a folder of memory-mapped files.
+It also writes the clients of an available data set to a folder of memory-mapped files.
 """
 
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
@@ -58,20 +58,20 @@ def _by_client(name: str, options: PrepareOptions) -> Path:
     dataset = load(name, options.data_dir)
     if dataset.groups is None:
         raise UserError(f"'{name}' names no writers or domains, so that there are no clients to write.")
-    parts = partition("natural", dataset.y_train, dataset.y_test, groups=dataset.groups)
+    clients = partition("natural", dataset.y_train, dataset.y_test, groups=dataset.groups)
     assert options.federation is not None
-    return write_federation(options.federation, Federation(dataset, parts), name=dataset.name)
+    return write_federation(options.federation, Federation(dataset, clients), name=dataset.name)
 
 
 def prepare(name: str, data_dir: Path) -> Path:
-    """Download `name` and write it below `data_dir` in the array_record format; gives its folder.
+    """Download `name`, write it below `data_dir` in the array_record format, and return its folder.
 
     Raises:
       UserError: unknown name, no TensorFlow, or the download failed.
     """
     if name in DATASETS and name not in TFDS_NAMES:
-        need = "is built in" if name == "digits" else f"comes as {name}.npz (docs/data.md)"
-        raise UserError(f"The data set '{name}' {need} and needs no preparation.")
+        reason = "is built in" if name == "digits" else f"comes as {name}.npz (docs/data.md)"
+        raise UserError(f"The data set '{name}' {reason} and needs no preparation.")
     if importlib.util.find_spec("tensorflow") is None:
         raise UserError("Preparing a data set needs TensorFlow; run: pip install 'fedjax-pcdd[prepare]'")
     import tensorflow_datasets as tfds

@@ -69,7 +69,7 @@ def report_main(argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int
 
 
 def compare_main(argv: Sequence[str] | None = None) -> int:
-    """Print a comparison; arguments and exit code as `report_main`."""
+    """Print a comparison; arguments and exit code as for `report_main`."""
     return command(CompareOptions, _compare, argv, invocation("compare"))
 
 
@@ -89,25 +89,25 @@ def _runs(folders: Sequence[Path]) -> list[RunRecord]:
     return collect(folders)
 
 
-def _report(options: ReportOptions, folder: Path) -> None:
+def _report(options: ReportOptions, papers_folder: Path) -> None:
     """Write every file of a report and say where they are."""
-    runs, cells = _runs(options.runs), Cells(folder / "presets")
+    runs, cells = _runs(options.runs), Cells(papers_folder / "presets")
     preset = options.preset and options.preset.removesuffix(".yaml")
     if preset:
         cells.preset(preset)
     groups = group(runs, cells, preset)
     if preset and not groups:
         raise UserError(f"none of the {len(runs)} runs is a finished one of {preset}: leave --preset out to see them.")
-    papers, unread = _papers(groups, folder / "expected")
-    notes = [*_notes(runs, groups), *unread]
+    papers, unread_notes = _papers(groups, papers_folder / "expected")
+    notes = [*_notes(runs, groups), *unread_notes]
     if not options.rows:
         for name in ("columns", "metric"):
             if getattr(options, name) != getattr(ReportOptions, name):
                 raise UserError("needs `rows`, as `rows=method`.", field=name)
     rows, columns, metric = ((name or "").replace("-", "_") for name in (options.rows, options.columns, options.metric))
-    counted = [run for one in groups for entry in one.entries for run in entry.runs]
-    own = [pivot(counted, rows, columns or None, metric)] if rows else []
-    files = _files(groups, papers, runs, notes, own)
+    counted_runs = [run for run_group in groups for entry in run_group.entries for run in entry.runs]
+    pivots = [pivot(counted_runs, rows, columns or None, metric)] if rows else []
+    files = _files(groups, papers, runs, notes, pivots)
     for name, text in files.items():
         write_text(options.output / name, text, "another `output`")
     names = ", ".join(name for name in files if "/" not in name)
@@ -115,55 +115,55 @@ def _report(options: ReportOptions, folder: Path) -> None:
 
 
 def _papers(groups: Sequence[Group], expected: Path) -> tuple[list[Table], list[str]]:
-    """The papers' tables that have runs, and a sentence about printed numbers that run folders do not have."""
+    """The papers' tables that have runs, and a sentence per preset on printed numbers that run folders lack."""
     tables, notes = [], []
-    for preset in dict.fromkeys(one.preset for one in groups if one.preset):
+    for preset in dict.fromkeys(run_group.preset for run_group in groups if run_group.preset):
         numbers = read_expected(expected, preset)
-        tables += paper_tables(preset, [one for one in groups if one.preset == preset], numbers)
-        unread = dict.fromkeys(kind(one.metric) for one in numbers if title(one.metric) is None)
-        if unread:
-            notes.append(f"{preset} also prints {', '.join(unread)}, which is not read from run folders.")
+        tables += paper_tables(preset, [run_group for run_group in groups if run_group.preset == preset], numbers)
+        unread_metrics = dict.fromkeys(kind(number.metric) for number in numbers if title(number.metric) is None)
+        if unread_metrics:
+            notes.append(f"{preset} also prints {', '.join(unread_metrics)}, which is not read from run folders.")
     return tables, notes
 
 
 def _notes(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
-    """What a reader has to know about single runs."""
+    """What a reader must know about single runs."""
     notes = []
     for run in [run for run in runs if run.summary is None]:
         done = f"{run.rounds_done} of {run.config['rounds']} rounds"
         failed = f"{run.path} failed after {done} and is in no table: {sentence(run.failure or '')}"
         notes.append(failed if run.failure else f"{run.path} is unfinished: {done}; it is in no table.")
-    entries = [entry for one in groups for entry in one.entries]
+    entries = [entry for run_group in groups for entry in run_group.entries]
     for entry in entries:
         notes += [f"{run.path} repeats seed {run.seed} of a newer run and does not count." for run in entry.repeated]
     counted = sum(len(entry.runs) + len(entry.repeated) for entry in entries)
-    left = sum(run.summary is not None for run in runs) - counted
-    if left:
-        notes.append(f"{left} finished runs do not belong to this preset and are left out.")
+    uncounted = sum(run.summary is not None for run in runs) - counted
+    if uncounted:
+        notes.append(f"{uncounted} finished runs do not belong to this preset and are left out.")
     if any(len(entry.runs) == 1 for entry in entries):
         notes.append("Where there is one seed alone, differences are mostly noise; compare tells with several.")
     return notes
 
 
-def _files(groups, papers, runs, notes, own) -> dict[str, str]:
+def _files(groups, papers, runs, notes, pivots) -> dict[str, str]:
     """Text of every file by its name."""
-    own_tables = [own_table(one) for one in groups]
-    tables = [*own, *papers, *own_tables]
+    group_tables = [own_table(run_group) for run_group in groups]
+    tables = [*pivots, *papers, *group_tables]
     commands = {run.path: command_of(run) for run in runs}
     pictures = {}
     lines = ["# Federated runs", "", LEGEND, "", *(f"- {escaped(note)}" for note in notes), ""]
-    lines += map(markdown, [*own, *papers])
-    for index, (one, table) in enumerate(zip(groups, own_tables, strict=True)):
+    lines += map(markdown, [*pivots, *papers])
+    for index, (run_group, table) in enumerate(zip(groups, group_tables, strict=True)):
         lines.append(markdown(table))
         for name in CURVES:
-            svg = curves(one, name, key=True)
+            svg = curves(run_group, name, key=True)
             if svg is not None:
                 pictures[f"curves/{index}-{name}.svg"] = svg
-                lines.append(f"![{escaped(in_words(one, name))}](curves/{index}-{name}.svg)")
+                lines.append(f"![{escaped(in_words(run_group, name))}](curves/{index}-{name}.svg)")
         lines.append("")
     lines += ["### Runs", "", *(f"- {code(str(path))}: {code(text)}" for path, text in commands.items())]
     return {
-        "report.html": page(groups, papers, runs, notes, commands, own),
+        "report.html": page(groups, papers, runs, notes, commands, pivots),
         "report.md": "\n".join(lines) + "\n",
         "report.csv": comma_separated(tables),
         "report.tex": "\n".join(map(latex, tables)),
@@ -172,5 +172,5 @@ def _files(groups, papers, runs, notes, own) -> dict[str, str]:
 
 
 def command_of(run: RunRecord) -> str:
-    """How a run was started; where that is not recorded, a command with the same options."""
+    """The command that started a run; if it is not recorded, one with the same options."""
     return run.command or f"{invocation('run')} {shlex.quote(f'--preset={run.path / CONFIG}')}"

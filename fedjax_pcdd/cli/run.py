@@ -1,4 +1,4 @@
-"""One run from the command line: its arguments, and what is printed of it."""
+"""One run from the command line: its arguments, and what it prints."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ GRACE = 30.0  # seconds that a run has after SIGTERM or SIGINT to end its round 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the arguments say.
+    """Run the experiment that the arguments describe.
 
     Args:
       argv: arguments without the program's name; None for those of the process.
@@ -30,25 +30,25 @@ def _main(argv: Sequence[str]) -> None:
     from fedjax_pcdd.cli.help import information
     from fedjax_pcdd.cli.options import configure, scan
 
-    given = scan(argv)
-    if shown := information(given):
-        print(shown)
+    options = scan(argv)
+    if text := information(options):
+        print(text)
         return
-    config, method = configure(given)
+    config, method = configure(options)
     if config.resume is None:
         config = replace(config, run_dir=run_folder(config))
     try:
-        _train(config, method, origin(given, argv))
+        _train(config, method, origin(options, argv))
     except KeyboardInterrupt as stop:
         stop.args = (f"{f'{stop}: ' if str(stop) else ''}continue with `resume={config.run_dir}`",)
         raise
 
 
 def _plainly_written(argv: Sequence[str]) -> dict[str, str]:
-    """Options of every run among arguments like --name=value; none where the help is asked for."""
+    """Options that every run has, among arguments like --name=value; {} if the help is asked for."""
     words = [word[2:].partition("=") for word in argv if word.startswith("--") and "=" in word]
-    given = {name.replace("-", "_"): text for name, _, text in words}
-    return {} if {"-h", "--help"} & {*argv} else {name: text for name, text in given.items() if name in RUN}
+    options = {name.replace("-", "_"): text for name, _, text in words}
+    return {} if {"-h", "--help"} & {*argv} else {name: text for name, text in options.items() if name in RUN}
 
 
 def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
@@ -58,12 +58,12 @@ def _train(config: RunConfig, method: Any, origin: Mapping[str, Any]) -> None:
     def killed() -> str:
         return sentence(f"stopped in the midst of a round: continue with `resume={config.run_dir}`")
 
-    with interrupts.watch(GRACE, killed), hosts.together(config, sentence) as own:
-        if own.quiet:
-            runs.run(own, method, origin, say=lambda _: None)
+    with interrupts.watch(GRACE, killed), hosts.together(config, sentence) as host_config:
+        if host_config.quiet:
+            runs.run(host_config, method, origin, say=lambda _: None)
             return
-        summary = runs.run(own, method, origin, last=[progress.RunBar()], say=_warn)
-        progress.show(summary, own.run_dir or Path())
+        summary = runs.run(host_config, method, origin, last=[progress.RunBar()], say=_warn)
+        progress.show(summary, host_config.run_dir or Path())
 
 
 def _warn(text: str) -> None:
@@ -71,6 +71,6 @@ def _warn(text: str) -> None:
 
 
 def origin(given: Mapping[str, str], argv: Sequence[str]) -> dict[str, Any]:
-    """How a run was asked for: by it a report sees the cell of a paper's table."""
+    """How a run was requested; from it a report knows the cell of a paper's table."""
     cell = {name: given.get(name) for name in ("preset", "split", "variant")}
     return {**cell, "command": f"{invocation('run')} {shlex.join(argv)}".rstrip()}

@@ -38,11 +38,11 @@ COLUMNS_OF = {
     "gradients": [("norm of gradients", "local", "norm"), ("clipped steps", "local", "clipped"),
                   ("weights, local", "local", "weights"), ("weights, global", "global", "weights")],
 }  # fmt: skip
-PRINTED = {"spectrum": EIGENVALUES}  # and the metric under which a paper prints a number of theirs
+PRINTED = {"spectrum": EIGENVALUES}  # quantity -> metric under which a paper prints a number of it
 
 
 def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
-    """What makes the table and the picture of a quantity."""
+    """The function that makes the table and the picture of a quantity."""
 
     def work(records: list[RunRecord], given: Options) -> str:
         if given.get("by_split") == "true" and "output" not in given:
@@ -50,9 +50,9 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
         rows = {label: _rows_of(record, name) for label, record in zip(labels_of(records), records, strict=True)}
         if given.get("by_split") == "true":
             groups: dict[str, dict[str, Any]] = {}
-            for own, record in zip(rows.values(), records, strict=True):
+            for track_rows, record in zip(rows.values(), records, strict=True):
                 group = groups.setdefault(_partition_of(record), {})
-                group[str(record.path) if record.path.name in group else record.path.name] = own
+                group[str(record.path) if record.path.name in group else record.path.name] = track_rows
             draw_columns(name, groups, given["output"])
         elif "output" in given:
             draw(name, rows if len(rows) > 1 else {"": next(iter(rows.values()))}, given["output"])
@@ -71,7 +71,7 @@ def tracked(name: str) -> Callable[[list[RunRecord], Options], str]:
 
 
 def _rows_of(record: RunRecord, name: str) -> list[dict[str, Any]]:
-    """Lines of track.jsonl that have a quantity; where there are none, one of the run's last checkpoint."""
+    """Lines of track.jsonl that have a quantity; if there are none, one line from the run's last checkpoint."""
     rows = [row for row in RunFolder(record.path).rows(TRACK) if name in row]
     return rows or [_last(record, name)]
 
@@ -90,7 +90,7 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     """What a run's method sends, keeps and holds, in numbers and in words, and how many clients a round has.
 
     Raises:
-      UserError: it is a run over the domains of a task, or its data set is not at hand.
+      UserError: it is a run over the domains of a task, or its data set is not available.
     """
     config, method = parse_config(record.text, str(record.path / "config.yaml"))
     if "model" in record.resolved.get("given", ()):
@@ -102,11 +102,11 @@ def _counted(record: RunRecord) -> tuple[Traffic, dict[str, str], int]:
     counts = counted(method, build_model(config, name, dataset), dataset.x_train.shape[1:], spoken_of(config, method))
     names = ("up", "down", "client", "held")
     cohort = config.cohort or len(load_partition(record.path / "partition.npz").train)
-    return counts, {one: in_words(getattr(counts, one), counts, dataset.num_classes) for one in names}, cohort
+    return counts, {field: in_words(getattr(counts, field), counts, dataset.num_classes) for field in names}, cohort
 
 
 def labels_of(records: list[RunRecord]) -> list[str]:
-    """Names of the folders, or their whole paths where two have the same name."""
+    """Names of the folders, or their whole paths if two have the same name."""
     names = [record.path.name for record in records]
     return names if len(set(names)) == len(names) else [str(record.path) for record in records]
 
@@ -129,8 +129,8 @@ def traffic(records: list[RunRecord], given: Options) -> str:
 
 def _table3() -> str:
     cells = read_expected(EXPECTED, TABLE3)
-    expected = {(one.split, one.method, one.metric): one.value for one in cells}
-    names = dict.fromkeys((one.method, one.metric) for one in cells)
+    expected = {(number.split, number.method, number.metric): number.value for number in cells}
+    names = dict.fromkeys((number.method, number.metric) for number in cells)
     lines = []
     for split, column in COLUMNS.items():
         sent = upload(column)
@@ -145,19 +145,19 @@ def _table3() -> str:
 
 def rounds(records: list[RunRecord], given: Options) -> str:
     """Rounds to FedAvg's accuracy and the speed-up (FedMR, Table 4; FedRL, Table 2)."""
-    wanted = given.get("target", "best")
-    if wanted not in ("best", "last"):
-        raise UserError(f"takes best or last, not {wanted!r}.", field="target")
-    rule = BEST if wanted == "best" else LAST
+    target = given.get("target", "best")
+    if target not in ("best", "last"):
+        raise UserError(f"takes best or last, not {target!r}.", field="target")
+    rule = BEST if target == "best" else LAST
     references = [record for record in records if record.method == REFERENCE]
     if not references:
         raise UserError("the target is FedAvg's accuracy: name the folder of a run of fedavg too.")
     lines = []
     for label, record in zip(labels_of(records), records, strict=True):
         result = reached(record, references, rule)
-        texts = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
+        numbers = ["-", "-"] if result is None else ["never" if x is None else _number(x) for x in result]
         paper = [_number(_paper(record, metric)) for metric in ("rounds_to_target", "speedup")]
-        lines.append([label, *texts, *paper])
+        lines.append([label, *numbers, *paper])
     text = table(["run", "rounds", "speed-up", "paper: rounds", "speed-up"], lines)
     return f"{text}\n{rule.sentence}"
 
@@ -169,8 +169,8 @@ def burden(records: list[RunRecord], given: Options) -> str:
         (counts, words, _), summary = _counted(record), record.result
         reference = _reference(record, records)
         seconds = summary.get("seconds_local") or summary.get("seconds_per_round")
-        base = (reference and reference.summary) or {}
-        reference_seconds = base.get("seconds_local") or base.get("seconds_per_round")
+        reference_result = (reference and reference.summary) or {}
+        reference_seconds = reference_result.get("seconds_local") or reference_result.get("seconds_per_round")
         ratio = seconds / reference_seconds if seconds and reference_seconds else None
         memory = summary.get("device_peak_memory_mb") or summary.get("peak_memory_mb")
         cells = [f"{4e-6 * counts.held:.2f}", words["client"], *map(_number, (seconds, ratio))]
@@ -185,26 +185,26 @@ def burden(records: list[RunRecord], given: Options) -> str:
 
 
 def _burdens(runs: dict[str, list[tuple]]) -> list[Burden]:
-    """Of each method the means over the partitions that all have: of the time's ratio the geometric one."""
-    common = set.intersection(*({one[0] for one in own} for own in runs.values()))
-    if not common or any(ratio is None for own in runs.values() for _, _, ratio, _ in own):
+    """Means of each method over the partitions that all methods have; of the ratio of times, the geometric mean."""
+    common = set.intersection(*({entry[0] for entry in entries} for entries in runs.values()))
+    if not common or any(ratio is None for entries in runs.values() for _, _, ratio, _ in entries):
         raise UserError("a picture needs one partition that all methods have, FedAvg among them.")
     burdens = []
-    for name, own in runs.items():
-        held, ratios, ga = zip(*(one[1:] for one in own if one[0] in common), strict=True)
+    for name, entries in runs.items():
+        held, ratios, ga = zip(*(entry[1:] for entry in entries if entry[0] in common), strict=True)
         burdens.append(Burden(name, float(np.mean(held)), float(np.exp(np.mean(np.log(ratios)))), float(np.mean(ga))))
     return burdens
 
 
 def _reference(record: RunRecord, records: list[RunRecord]) -> RunRecord | None:
     """The run of FedAvg with the same model and training on the same partition and kind of machine."""
-    alike = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
+    same_options = ("model", "models", "local_epochs", "local_steps", "batch_size", "cohort")
 
-    def compared(one: RunRecord) -> list[Any]:
-        machine = [one.result.get(name) for name in ("device", "platform", "cpus")]
-        return [one.partition, *(one.config.get(name) for name in alike), *machine]
+    def compared(run: RunRecord) -> list[Any]:
+        machine = [run.result.get(name) for name in ("device", "platform", "cpus")]
+        return [run.partition, *(run.config.get(name) for name in same_options), *machine]
 
-    return next((one for one in records if one.method == REFERENCE and compared(one) == compared(record)), None)
+    return next((run for run in records if run.method == REFERENCE and compared(run) == compared(record)), None)
 
 
 def bilateral(records: list[RunRecord], given: Options) -> str:
@@ -212,33 +212,33 @@ def bilateral(records: list[RunRecord], given: Options) -> str:
     groups, fedavg = _by_ew(records)
     if not groups:
         raise UserError("none of these runs has an E_W: sweep `ew=1,4,16` of fedgela.")
-    curves = {key: {ew: _over_seeds(own[ew]) for ew in sorted(own)} for key, own in groups.items()}
-    means = {setting: _over_seeds(own) for setting, own in fedavg.items()}
+    curves = {key: {ew: _over_seeds(by_ew[ew]) for ew in sorted(by_ew)} for key, by_ew in groups.items()}
+    means = {setting: _over_seeds(runs) for setting, runs in fedavg.items()}
     labels = {key: f"{key[0]} ({key[1]})" if key[1] else key[0] for key in groups}
-    swept = [one for own in groups.values() for runs in own.values() for one in runs]
-    others = [one for runs in fedavg.values() for one in runs]
-    pa, reference = (with_pa_named("PA", [one.result for one in runs]) for runs in (swept, others))
+    swept = [run for by_ew in groups.values() for runs in by_ew.values() for run in runs]
+    fedavg_runs = [run for runs in fedavg.values() for run in runs]
+    pa, reference = (with_pa_named("PA", [run.result for run in runs]) for runs in (swept, fedavg_runs))
     fedavg_pa = "FedAvg" if reference == pa else f"FedAvg, {reference}"
     if "output" in given:
-        references = {labels[k]: [one.mean or 0.0 for one in means[k[0]]] for k in groups if k[0] in means}
+        references = {labels[k]: [cell.mean or 0.0 for cell in means[k[0]]] for k in groups if k[0] in means}
         numbers = {
             labels[key]: np.array(
-                [[ew, *(x or 0.0 for one in cells for x in (one.mean, one.std))] for ew, cells in own.items()]
+                [[ew, *(x or 0.0 for cell in cells for x in (cell.mean, cell.std))] for ew, cells in curve.items()]
             )
-            for key, own in curves.items()
+            for key, curve in curves.items()
         }
         draw_bilateral(numbers, references, given["output"], pa=pa, reference=fedavg_pa)
-    cells = [(labels[key], f"{ew:g}", *both) for key, own in curves.items() for ew, both in own.items()]
-    cells += [(name, fedavg_pa, *(replace(one, std=None) for one in both)) for name, both in means.items()]
-    lines = [[label, at, shown(ga), shown(own), str(ga.n)] for label, at, ga, own in cells]
+    cells = [(labels[key], f"{ew:g}", *ga_and_pa) for key, curve in curves.items() for ew, ga_and_pa in curve.items()]
+    cells += [(name, fedavg_pa, *(replace(cell, std=None) for cell in ga_and_pa)) for name, ga_and_pa in means.items()]
+    lines = [[label, at, shown(ga_cell), shown(pa_cell), str(ga_cell.n)] for label, at, ga_cell, pa_cell in cells]
     by = _chosen_on(records)
     return table(["", "E_W", f"GA best on {by} (%)", f"{pa} best on {by} (%)", "seeds"], lines)
 
 
 def _over_seeds(runs: Sequence[RunRecord]) -> tuple[Cell, Cell]:
     """GA and PA in percent, of the newest run of each seed."""
-    summaries = [one.result for one in newest(runs)]
-    ga, pa = (over_seeds((one[name] for one in summaries), factor=100.0) for name in ("ga_best", "pa_best"))
+    summaries = [run.result for run in newest(runs)]
+    ga, pa = (over_seeds((summary[name] for summary in summaries), factor=100.0) for name in ("ga_best", "pa_best"))
     return ga, pa
 
 
@@ -249,40 +249,42 @@ def _ew(record: RunRecord) -> float | None:
 def _by_ew(
     records: list[RunRecord],
 ) -> tuple[dict[tuple[str, str], dict[float, list[RunRecord]]], dict[str, list[RunRecord]]]:
-    """By partition (and options of the run that differ) and own settings the runs with each E_W, and FedAvg's."""
+    """Runs with each E_W, by partition (with the run options that differ) and own settings; FedAvg's by partition."""
     groups: dict[tuple[str, str], dict[float, list[RunRecord]]] = {}
     fedavg: dict[str, list[RunRecord]] = {}
     of_partition = {"method", "dataset", "partition", "beta", "classes_per_client", "clients"}
-    apart = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
-    swept, told = [one for one in records if _ew(one) is not None], {*RUN, "ew", "scale"}
-    own = {
-        method: [n for n in differing([one.config for one in swept if one.method == method]) if n not in told]
-        for method in dict.fromkeys(one.method for one in swept)
+    varied = [name for name in differing([r.config for r in records]) if name in RUN and name not in of_partition]
+    swept, excluded = [run for run in records if _ew(run) is not None], {*RUN, "ew", "scale"}
+    method_options = {
+        method: [n for n in differing([run.config for run in swept if run.method == method]) if n not in excluded]
+        for method in dict.fromkeys(run.method for run in swept)
     }
     for record in records:
         ew, summary = _ew(record), record.result
         if None in (summary.get("ga_best"), summary.get("pa_best")) or (ew is None and record.method != REFERENCE):
             continue
-        setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in apart)])
+        setting = ", ".join([_partition_of(record), *(f"{name}={record.config.get(name)}" for name in varied)])
         if ew is None:
             fedavg.setdefault(setting, []).append(record)
             continue
-        parts = [record.method] * (len(own) > 1) + [f"{n}={record.config.get(n)}" for n in own[record.method]]
+        parts = [record.method] * (len(method_options) > 1) + [
+            f"{n}={record.config.get(n)}" for n in method_options[record.method]
+        ]
         parts += ["linear"] * (record.resolved["hyperparameters"].get("scale") == "linear")
         groups.setdefault((setting, ", ".join(parts)), {}).setdefault(ew, []).append(record)
     return groups, fedavg
 
 
 def _chosen_on(records: list[RunRecord]) -> str:
-    """What the best rounds of the runs were chosen by."""
-    return " or ".join(dict.fromkeys(one.result.get("selected_on", "test") for one in records))
+    """What the best rounds of the runs were chosen on."""
+    return " or ".join(dict.fromkeys(record.result.get("selected_on", "test") for record in records))
 
 
 def _partition_of(record: RunRecord) -> str:
     """Data set, partition and number of clients, as `cifar10 dirichlet0.1, 10 clients` or `cifar10 P10C2`."""
     dataset, tag = data_of(record)
     partition, clients = record.config["partition"], record.config["clients"]
-    tag = partition if tag == short_name(partition) else tag  # files of several folders may have one name
+    tag = partition if tag == short_name(partition) else tag  # files in different folders may have the same name
     return f"{dataset} {tag}, {clients} clients" if clients and f"P{clients}C" not in tag else f"{dataset} {tag}"
 
 
@@ -292,22 +294,22 @@ def grid(records: list[RunRecord], given: Options) -> str:
     for record in records:
         cells.setdefault((record.resolved.get("split") or _partition_of(record), record.method), []).append(record)
     lines = []
-    for (split, method), own in cells.items():
-        if unknown := [one for one in own if "hyperparameters" not in one.resolved]:
+    for (split, method), method_runs in cells.items():
+        if unknown := [run for run in method_runs if "hyperparameters" not in run.resolved]:
             raise UserError(f"{unknown[0].path / 'resolved.json'} has no hyper-parameters: leave the run out.")
-        hyper = [one.resolved["hyperparameters"] for one in own]
-        for name in [n for n in hyper[0] if len({str(h[n]) for h in hyper}) > 1]:
-            searched = _searched(own, name)
-            held_out = all(one.result.get("selected_on") == "validation" for one in searched)
+        hyperparameters = [run.resolved["hyperparameters"] for run in method_runs]
+        for name in [n for n in hyperparameters[0] if len({str(h[n]) for h in hyperparameters}) > 1]:
+            searched = _searched(method_runs, name)
+            held_out = all(run.result.get("selected_on") == "validation" for run in searched)
             means = _means_by(searched, name, "ga_best")
             scores = _means_by(searched, name, "ga_validation_best") if held_out else means
             if not scores:
                 continue
             best = max(scores, key=lambda value: scores[value])
-            paper = _paper(own[0], name)
+            paper = _paper(method_runs[0], name)
             gain = 100 * (means[best] - means[paper]) if paper in means else None
-            shown = _number(best) if isinstance(best, int | float) else str(best)
-            numbers = [shown, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
+            best_text = _number(best) if isinstance(best, int | float) else str(best)
+            numbers = [best_text, "validation" if held_out else "test", f"{100 * means[best]:.2f}"]
             lines.append([split, method, name, *numbers, _number(paper), _number(gain)])
     if not lines:
         raise UserError("no runs of one method differ in a hyper-parameter: name those of a search or a sweep.")
@@ -319,25 +321,25 @@ def _means_by(records: list[RunRecord], name: str, measure: str) -> dict[float, 
     members: dict[float, list[RunRecord]] = {}
     for record in records:
         members.setdefault(record.resolved["hyperparameters"][name], []).append(record)
-    return {value: float(np.mean([one.result[measure] for one in newest(own)])) for value, own in members.items()}
+    return {value: float(np.mean([run.result[measure] for run in newest(runs)])) for value, runs in members.items()}
 
 
 def _searched(records: list[RunRecord], name: str) -> list[RunRecord]:
-    """Most of the runs that differ in one hyper-parameter (and the seed), and in no other option."""
+    """The largest set of runs that differ in one hyper-parameter (and the seed), and in no other option."""
     groups: dict[str, list[RunRecord]] = {}
-    apart = [one for one in differing([record.config for record in records]) if one != name]
+    other_options = [option for option in differing([record.config for record in records]) if option != name]
     for record in records:
-        groups.setdefault(str([record.config.get(one) for one in apart]), []).append(record)
+        groups.setdefault(str([record.config.get(option) for option in other_options]), []).append(record)
     return max(groups.values(), key=len)
 
 
 def _paper(record: RunRecord, metric: str, method: str | None = None) -> float | None:
-    """The printed number of the cell that a run stands for, None where it stands for none."""
+    """The printed number of the cell that a run stands for, None if it stands for none."""
     if record.preset is None:
         return None
     cell = (record.resolved.get("split") or "", method or record.method, record.resolved.get("variant") or "", metric)
     numbers = read_expected(EXPECTED, record.preset)
-    return next((one.value for one in numbers if (one.split, one.method, one.variant, one.metric) == cell), None)
+    return next((n.value for n in numbers if (n.split, n.method, n.variant, n.metric) == cell), None)
 
 
 def _ratio(value: float | None, reference: float | None) -> str:
@@ -345,7 +347,7 @@ def _ratio(value: float | None, reference: float | None) -> str:
 
 
 def _number(value: Any) -> str:
-    """Four digits, - for nothing.
+    """A number with four significant digits, - for None.
 
     >>> _number(None), _number(12), _number(0.123456), _number(1234.56)
     ('-', '12', '0.1235', '1235')

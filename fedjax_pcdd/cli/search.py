@@ -35,30 +35,30 @@ A search is one process, since a suggestion follows from the results before it: 
 
 
 def search_main(argv: Sequence[str] | None = None) -> int:
-    """Search as the arguments say; exit code as `sweep_main`."""
+    """Run the search that the arguments describe; exit code as for `sweep_main`."""
     return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = scan(argv)
-    if "help" in given:
+    options = scan(argv)
+    if "help" in options:
         print(HELP)
         return 0
-    own, results = own_options(given, OPTIONS), {}
+    settings, results = own_options(options, OPTIONS), {}
     from fedjax_pcdd.api.search import ON_TEST, Search
 
-    search = Search(given, results, metric=own["metric"], seed=own["search_seed"])
+    search = Search(options, results, metric=settings["metric"], seed=settings["search_seed"])
     if search.on_test:
         print(f"warning: {sentence(ON_TEST)}", file=sys.stderr)
-    stages, known = search.stages(own["trials"], own["together"]), []
+    stages, standings = search.stages(settings["trials"], settings["together"]), []
 
-    def before(part: "Sweep", folder: Path) -> bool:
-        known.extend(part.standings())
-        return not (own["status"] and part.left)
+    def before(sweep: "Sweep", folder: Path) -> bool:
+        standings.extend(sweep.standings())
+        return not (settings["status"] and sweep.left)
 
-    folder, _ = train(stages, results, own["sweep_dir"], before=before)
-    if own["status"]:
-        CONSOLE.print(terminal(status(known)))
+    folder, _ = train(stages, results, settings["sweep_dir"], before=before)
+    if settings["status"]:
+        CONSOLE.print(terminal(status(standings)))
         return 0
     best = search.best()
     code = conclude(folder, search.rows(), search.chosen_on, tuple(best))

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from fedjax_pcdd.api.sweep import Standing, Sweep
 
 CONSOLE = Console()
-COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")  # of schedulers
+# Parameters that submitit has for every scheduler; all others get the prefix `slurm_`.
+COMMON = ("name", "timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 OPTIONS = {
     "together": Option("together", Literal["auto"] | int, False, "auto", low=1),
     "workers": Option("workers", int, False, 1, low=1),
@@ -64,7 +65,7 @@ run."""
 
 
 def as_table(rows: Sequence[Mapping[str, Any]], select_on: str = "test", shown: Sequence[str] = ()) -> RichTable:
-    """For the terminal, in percent; best rounds are chosen by samples of that kind, and some options are shown."""
+    """A table for the terminal, in percent; `select_on` names the samples that chose best rounds, `shown` options."""
     from fedjax_pcdd.training.progress import with_pa_named  # which loads JAX
 
     headings = [with_pa_named(measure.replace("_", " ").upper(), rows) for measure in MEASURES]
@@ -83,48 +84,48 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep that the arguments describe.
 
     Returns:
-      Exit code: 0; 1 where an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
+      Exit code: 0; 1 if an experiment failed; 2 for a mistake of the user, before anything runs; 130 if interrupted.
     """
     return guarded(_main, argv)
 
 
 def _main(argv: Sequence[str]) -> int:
     slurm = [word for word in argv if word.startswith("--slurm.")]
-    given = scan([word for word in argv if word not in slurm])
-    if "help" in given:
+    options = scan([word for word in argv if word not in slurm])
+    if "help" in options:
         print(HELP)
         return 0
-    own, results = own_options(given, OPTIONS), {}
-    if slurm and own["launcher"] == "processes":
+    settings, results = own_options(options, OPTIONS), {}
+    if slurm and settings["launcher"] == "processes":
         raise UserError(f"{slurm[0]} is for jobs of Slurm: add --launcher=slurm, or leave it out.")
-    words = [f"{flag(name)}={text}" for name, text in given.items()]
-    if own["status"] and own["sweep_dir"] and not given:
+    words = [f"{flag(name)}={text}" for name, text in options.items()]
+    if settings["status"] and settings["sweep_dir"] and not options:
         from fedjax_pcdd.api import sweep
 
-        known = sweep.Sweep(sweep.begun(own["sweep_dir"]), own["sweep_dir"], _failed)
-        CONSOLE.print(terminal(status(known.standings())))
+        begun_sweep = sweep.Sweep(sweep.begun(settings["sweep_dir"]), settings["sweep_dir"], _failed)
+        CONSOLE.print(terminal(status(begun_sweep.standings())))
         return 0
 
-    def before(part: "Sweep", folder: Path) -> bool:
-        if own["status"]:
-            CONSOLE.print(terminal(status(part.standings())))
-        elif part.left and not results and (own["workers"] > 1 or own["launcher"] != "processes"):
+    def before(stage_sweep: "Sweep", folder: Path) -> bool:
+        if settings["status"]:
+            CONSOLE.print(terminal(status(stage_sweep.standings())))
+        elif stage_sweep.left and not results and (settings["workers"] > 1 or settings["launcher"] != "processes"):
             from fedjax_pcdd.api.sweep import MOST
             from fedjax_pcdd.training.folder import CLAIMS
 
-            share = _most(own) or min(MOST, math.ceil(len(part.left) / own["workers"]))
+            share = _most(settings) or min(MOST, math.ceil(len(stage_sweep.left) / settings["workers"]))
             command = [sys.executable, "-m", "fedjax_pcdd", "sweep", *words, f"--sweep-dir={folder}"]
-            launch([*command, f"--together={share}"], folder / CLAIMS, own, slurm)
-        return not own["status"]
+            launch([*command, f"--together={share}"], folder / CLAIMS, settings, slurm)
+        return not settings["status"]
 
-    folder, experiments = train(stages(given, results), results, own["sweep_dir"], _most(own), before)
-    if own["status"]:
+    folder, experiments = train(stages(options, results), results, settings["sweep_dir"], _most(settings), before)
+    if settings["status"]:
         return 0
     return conclude(folder, summarise(experiments, results), configure(experiments[0].given)[0].chosen_on)
 
 
 def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
-    """The values of a command's own options, which are taken out of what is given.
+    """The values of a command's own options, which are removed from `given`.
 
     Raises:
       UserError: a wrong value, or an option that is for one run alone.
@@ -137,24 +138,24 @@ def own_options(given: dict[str, str], known: Mapping[str, Option]) -> dict[str,
     return {name: convert(option, given.pop(name, str(option.default))) for name, option in known.items()}
 
 
-def _most(own: Mapping[str, Any]) -> int | None:
-    """Of experiments that are trained together; None for as many as fit."""
-    return None if own["together"] == "auto" else own["together"]
+def _most(settings: Mapping[str, Any]) -> int | None:
+    """Most experiments that are trained together; None for as many as fit."""
+    return None if settings["together"] == "auto" else settings["together"]
 
 
 def train(
     steps: Iterable[list[Experiment]], results: dict[str, Any], folder: Path | None, together: int | None = None,
     before: Callable[["Sweep", Path], bool] = lambda part, folder: True,
 ) -> tuple[Path, list[Experiment]]:  # fmt: skip
-    """As `api.sweep.run_stages`, with what a command adds: a bar, signals, its origin."""
+    """`api.sweep.run_stages` with what a command adds: a bar, signals, its origin."""
     from fedjax_pcdd.api import sweep  # JAX programs are not needed for the help
     from fedjax_pcdd.training import interrupts
 
     try:
         with interrupts.watch(GRACE, lambda: "stopped in the midst of a round: the same command continues."):
-            said: Any = {"failed": _failed, "say": _say}
+            reporters: Any = {"failed": _failed, "say": _say}
             return sweep.run_stages(
-                steps, results, folder, together, console=CONSOLE, origin=_origin, before=before, **said
+                steps, results, folder, together, console=CONSOLE, origin=_origin, before=before, **reporters
             )
     except KeyboardInterrupt as stop:
         stop.args = ("the same command continues.",)
@@ -162,7 +163,7 @@ def train(
 
 
 def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, shown: Sequence[str] = ()) -> int:
-    """Write and show the table; the exit code, 1 where something failed."""
+    """Write and show the table; return the exit code, 1 if an experiment failed."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
     lines = io.StringIO()
@@ -175,8 +176,8 @@ def conclude(folder: Path, rows: Sequence[Mapping[str, Any]], chosen_on: str, sh
     return 1 if any(row["failed"] for row in rows) else 0
 
 
-def _origin(one: Experiment) -> dict[str, Any]:
-    return origin(one.given, [f"{flag(name)}={value}" for name, value in one.given.items()])
+def _origin(experiment: Experiment) -> dict[str, Any]:
+    return origin(experiment.given, [f"{flag(name)}={value}" for name, value in experiment.given.items()])
 
 
 def _failed(name: str, error: UserError) -> None:
@@ -188,18 +189,18 @@ def _say(text: str) -> None:
 
 
 def status(standings: Sequence["Standing"]) -> Table:
-    """Who does what, what is done, failed and left."""
+    """A table of what each experiment has done, what it has left, and which process runs it."""
     lines = []
-    for one in standings:
-        left = "" if one.seconds is None or one.state == "done" else str(timedelta(seconds=math.ceil(one.seconds)))
-        lines.append([one.name, one.state, f"{one.round} of {one.rounds}", left, one.by or ""])
-    counts = Counter(one.state for one in standings)
+    for run in standings:
+        to_go = "" if run.seconds is None or run.state == "done" else str(timedelta(seconds=math.ceil(run.seconds)))
+        lines.append([run.name, run.state, f"{run.round} of {run.rounds}", to_go, run.by or ""])
+    counts = Counter(run.state for run in standings)
     title = ", ".join(f"{counts[state]} {state}" for state in ("done", "running", "waiting", "failed"))
     return texts(title, ("experiment", "state", "rounds", "to go", "by"), lines, left=("state", "by"))
 
 
 def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Sequence[str]) -> None:
-    """Start workers that divide a sweep, and wait for them; what one that dies leaves, the others or the caller do."""
+    """Start workers that divide a sweep, and wait for them; the others or the caller do what a dead one leaves."""
     from fedjax_pcdd.api.sweep import ELSEWHERE
 
     with writing(logs.parent, ELSEWHERE):
@@ -220,7 +221,7 @@ def launch(command: Sequence[str], logs: Path, own: Mapping[str, Any], slurm: Se
         executor.update_parameters(**{"name": "fedjax-pcdd"} | settings)
         function = submitit.helpers.CommandFunction(list(command), verbose=False)
         jobs = [executor.submit(function) for _ in range(own["workers"])]
-    except Exception as error:  # whatever a scheduler says
+    except Exception as error:  # schedulers raise all kinds of errors
         raise UserError(f"the workers cannot be started: {in_one_line(error).rstrip('?.')}.") from error
     for job in jobs:
         job.wait()
@@ -235,11 +236,11 @@ def processes(command: Sequence[str], logs: Path, count: int) -> None:
     try:
         for i in range(count):
             share = cores[i * len(cores) // count : (i + 1) * len(cores) // count] or [cores[i % len(cores)]]
-            own = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
+            gpu_variable = {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if gpus else {}
             if may_share:
                 os.sched_setaffinity(0, share)  # which a child inherits
             with open(logs / f"worker-{i}.log", "w") as log:
-                started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | own))
+                started.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | gpu_variable))
         for process in started:
             process.wait()
     finally:
@@ -250,7 +251,7 @@ def processes(command: Sequence[str], logs: Path, count: int) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Numbers of the GPUs that a process here may use, asked for without taking one."""
+    """Numbers of the GPUs that a process may use, found without occupying one."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [one for one in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if one.strip()]
+        return [number for number in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if number.strip()]
     return sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))

@@ -25,48 +25,50 @@ EACH = 50  # samples of a class in an embedding
 
 
 def tasks(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
-    """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the first moves."""
-    top, *others = dict.fromkeys(_recipe(record).top for record in records)
-    if others:
-        raise UserError(f"some of these runs count top-{top}, others top-{others[0]}: name runs of one task.")
-    rows = [[one for one in (RunFolder(r.path).read_json("start.json"),) if one] + r.rows for r in records]
+    """Intra-domain accuracy and local objective over the rounds (Figure 6), and how much the former fluctuates."""
+    top, *other_tops = dict.fromkeys(_recipe(record).top for record in records)
+    if other_tops:
+        raise UserError(f"some of these runs count top-{top}, others top-{other_tops[0]}: name runs of one task.")
+    rows = [[start for start in (RunFolder(r.path).read_json("start.json"),) if start] + r.rows for r in records]
     if output:
         draw_tasks(dict(zip(labels, rows, strict=True)), top, output)
     lines = []
-    for label, own in zip(labels, rows, strict=True):
-        intra = np.array([row[f"intra_top{top}"] for row in own if row.get(f"intra_top{top}") is not None])
+    for label, run_rows in zip(labels, rows, strict=True):
+        intra = np.array([row[f"intra_top{top}"] for row in run_rows if row.get(f"intra_top{top}") is not None])
         numbers = (100 * intra[0], 100 * intra[-1], 100 * fluctuation(intra))
-        lines.append([label, *(f"{x:.2f}" for x in numbers), f"{own[-1]['local_objective']:.4f}"])
+        lines.append([label, *(f"{x:.2f}" for x in numbers), f"{run_rows[-1]['local_objective']:.4f}"])
     return ["run", f"own domain, top-{top}, first (%)", "last", "mean change, last 20", "local objective, last"], lines
 
 
 def ablation(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
     """Accuracies of the last round by public data set, and with and without CON (Figures 7 and 8)."""
-    parts: dict[tuple[str, bool], list[RunRecord]] = {}
+    records_by_setting: dict[tuple[str, bool], list[RunRecord]] = {}
     for record in records:
         continual = record.resolved.get("hyperparameters", {}).get("continual", True)
         public = str(record.config["public"] or _recipe(record).public)
-        parts.setdefault((public, continual), []).append(record)
-    domains, *others = [_domains(record) for record in records]
-    if any(other != domains for other in others):
+        records_by_setting.setdefault((public, continual), []).append(record)
+    domains, *other_domains = [_domains(record) for record in records]
+    if any(other != domains for other in other_domains):
         raise UserError("these runs are of tasks with other domains: name runs of one task.")
     _check_alike(records)
-    means = {key: _over_seeds(own) for key, own in parts.items()}
+    means = {key: _over_seeds(setting_records) for key, setting_records in records_by_setting.items()}
     if output:
         draw_bars(*_bars(means, domains), output)
     lines = []
-    for (public, continual), both in means.items():
-        numbers = [f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*both[name], both[name].mean())]
+    for (public, continual), accuracies in means.items():
+        numbers = [
+            f"{100 * x:.2f}" for name in ("inter", "intra") for x in (*accuracies[name], accuracies[name].mean())
+        ]
         lines.append([public, "with" if continual else "without", *numbers])
     heads = [f"{name} {domain} (%)" for name in ("inter", "intra") for domain in (*domains, "mean")]
     return ["public images", "CON", *heads], lines
 
 
 def _check_alike(records: list[RunRecord]) -> None:
-    """UserError where runs differ in more than their public images and CON."""
-    others = set(differing([record.config for record in records])) - {"public", "public_samples", "continual"}
-    if others:
-        which = "method" if "method" in others else ", ".join(sorted(others))
+    """UserError if runs differ in more than their public images and CON."""
+    differences = set(differing([record.config for record in records])) - {"public", "public_samples", "continual"}
+    if differences:
+        which = "method" if "method" in differences else ", ".join(sorted(differences))
         raise UserError(f"these runs differ in {which}, too: name those of one setting.")
 
 
@@ -76,16 +78,16 @@ def _over_seeds(records: list[RunRecord]) -> dict[str, np.ndarray]:
 
 
 def _bars(means: dict[tuple[str, bool], Any], domains: Sequence[str]) -> tuple[dict, list[str]]:
-    """Panels and groups: with and without CON by public data set, or domains where there is one kind alone."""
+    """Panels and groups: with and without CON by public data set, or by domain if all runs are of one kind."""
     kinds = sorted({continual for _, continual in means}, reverse=True)
     publics = list(dict.fromkeys(public for public, _ in means))
     if len(kinds) == 1:
-        bars = {public: [*both["inter"], both["inter"].mean()] for (public, _), both in means.items()}
+        bars = {public: [*accuracies["inter"], accuracies["inter"].mean()] for (public, _), accuracies in means.items()}
         return {"other domains": bars}, [*domains, "mean"]
-    nothing = {"inter": np.array([np.nan]), "intra": np.array([np.nan])}
+    missing = {"inter": np.array([np.nan]), "intra": np.array([np.nan])}
     names = {True: "FCCL", False: "without CON"}
     return {
-        title: {names[k]: [means.get((public, k), nothing)[name].mean() for public in publics] for k in kinds}
+        title: {names[k]: [means.get((public, k), missing)[name].mean() for public in publics] for k in kinds}
         for name, title in (("inter", "other domains"), ("intra", "own domain"))
     }, publics
 
@@ -107,7 +109,7 @@ def correlation(records: list[RunRecord], labels: Sequence[str], output: str | N
 
 
 def embedding(records: list[RunRecord], labels: Sequence[str], output: str | None) -> Lines:
-    """How far the first two participants' features set the classes apart, own domain and the other's (Figure 4)."""
+    """How well the features of the first two participants separate the classes of own and other domain (Figure 4)."""
     from fedjax_pcdd.api.runs import load_run  # only this analysis restores checkpoints
 
     panels: dict[str, list] = {"own domain": [], "other domain": []}
@@ -115,10 +117,10 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
     for label, record, names in zip(labels, records, [_domains(record) for record in records], strict=True):
         history = load_run(record.path)
         dataset, tests = history.federation.dataset, history.federation.partition.test
-        for client, (row, domain) in ((c, one) for c in (0, 1) for one in zip(panels, (c, 1 - c), strict=True)):
-            chosen = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
-            features = np.asarray(history.outputs(dataset.x_test[chosen], client=client).features)
-            sample = features, dataset.y_test[chosen]
+        for client, (row, domain) in ((c, target) for c in (0, 1) for target in zip(panels, (c, 1 - c), strict=True)):
+            indices = tests[domain][balanced(dataset.y_test[tests[domain]], EACH)]
+            features = np.asarray(history.outputs(dataset.x_test[indices], client=client).features)
+            sample = features, dataset.y_test[indices]
             panels[row].append((f"{label}: {names[client]} on {names[domain]}", sample))
             lines.append([label, names[client], names[domain], *(f"{x:.3f}" for x in separation(*sample))])
     if output:
@@ -127,12 +129,12 @@ def embedding(records: list[RunRecord], labels: Sequence[str], output: str | Non
 
 
 def _domains(record: RunRecord) -> list[str]:
-    """Names of the domains of a run; UserError where it is none over such."""
+    """Names of the domains of a run; UserError if it is no run over domains."""
     _recipe(record)
-    known = record.result.get("domains")
-    if known is None:
+    domains = record.result.get("domains")
+    if domains is None:
         raise UserError(f"{record.path / 'summary.json'} names no domains: resume the run, or leave it out.")
-    return known
+    return domains
 
 
 def _recipe(record: RunRecord):

@@ -1,8 +1,8 @@
-"""The device: which one, how exactly it computes, what it has compiled and left, and what fails below JAX.
+"""The device: which one is used, how exactly it computes, compilations and free memory, and failures below JAX.
 
-Failures are one sentence each: of memory, the compiler, the driver, the cache of compiled programs. Products are full
-float32 everywhere but in the models, which say themselves what they take: a precision is "float32", "tf32" or
-"bfloat16", and docs/performance.md has what each means on each device.
+Each failure (memory, the compiler, the driver, the compilation cache) is reported in one sentence. Products are full
+float32 everywhere except in the models, which choose their own precision: "float32", "tf32" or "bfloat16";
+docs/performance.md says what each means on each device.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ TYPES = {"float32": jnp.float32, "tf32": jnp.float32, "bfloat16": jnp.bfloat16} 
 
 
 class OutOfMemory(UserError):
-    """The memory of a device does not suffice."""
+    """A device does not have enough memory."""
 
 
 @contextlib.contextmanager
 def in_sentences(doing: str) -> Iterator[None]:
-    """Raise what the device reports as a `UserError`, `OutOfMemory` where that is the reason.
+    """Raise device errors as a `UserError`, or as `OutOfMemory` where that is the reason.
 
-    What several processes report of each other passes as it is.
+    With several processes other errors pass unchanged, as they may be about another process.
 
     Args:
-      doing: what the device was about, as "compiling the round".
+      doing: what the device was doing, such as "compiling the round".
     """
     try:
         yield
@@ -59,7 +59,7 @@ def in_sentences(doing: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device reports that its memory does not suffice."""
+    """Whether the error says that a device is out of memory."""
     return any(sign in str(error) for sign in MEMORY)
 
 
@@ -67,7 +67,7 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
     """Use "cpu", "gpu" or "tpu" for everything that follows; "auto" leaves the choice to JAX.
 
     Args:
-      devices: as `count_devices` will be asked for; a CPU is divided into so many before JAX starts.
+      devices: as later passed to `count_devices`; a CPU is divided into this many before JAX starts.
 
     Raises:
       UserError: JAX has no such device, or cannot start it.
@@ -81,9 +81,9 @@ def select_device(name: str, devices: Literal["auto"] | int = "auto") -> None:
 
 
 def _divide_cpu(devices: int) -> None:
-    """Let JAX see so many devices in the CPU, unless it has started or was told otherwise."""
-    # A device that waits for another holds a thread, so with one each a factorisation would find none, for ever.
-    # A round without one takes some 5 % longer for it (two devices on two processors, simple_cnn).
+    """Make JAX see the CPU as this many devices, unless it has started or was configured otherwise."""
+    # A device that waits for another holds a thread, so with one thread each a factorisation would wait for ever.
+    # A round without a factorisation takes some 5 % longer for it (two devices on two processors, simple_cnn).
     os.environ.setdefault("PJRT_NPROC", str(max(2 * devices, processors())))
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" not in flags:
@@ -92,34 +92,34 @@ def _divide_cpu(devices: int) -> None:
     if "collective_call" not in flags:
         # By default XLA ends the process when one device waits a minute for another.
         names = ("warn_stuck", "terminate")
-        patient = [f"--xla_cpu_collective_call_{name}_timeout_seconds={PATIENCE}" for name in names]
-        os.environ["XLA_FLAGS"] = " ".join([flags, *patient]).strip()
+        timeouts = [f"--xla_cpu_collective_call_{name}_timeout_seconds={PATIENCE}" for name in names]
+        os.environ["XLA_FLAGS"] = " ".join([flags, *timeouts]).strip()
 
 
 def processors() -> int:
-    """Those of the machine that this process may use."""
+    """Number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def started_platforms(name: str) -> set[str]:
-    """The platforms of the devices that JAX has, which this starts; what it complains of becomes warnings of a line.
+    """Start JAX and return the platforms of its devices; its complaints become one-line warnings.
 
     Args:
-      name: what was asked for, "auto", "cpu", "gpu" or "tpu".
+      name: the requested platform, "auto", "cpu", "gpu" or "tpu".
 
     Raises:
-      UserError: it cannot start what was asked for, as its driver is missing or too old.
+      UserError: JAX cannot start the requested platform, for example because its driver is missing or too old.
     """
     complaints: list[str] = []
     try:
         with _hearing(complaints):
             platforms = {device.platform for device in jax.devices()}
-    except (RuntimeError, AssertionError) as error:  # the latter where a plugin has given up before
-        wanted = os.environ.get("JAX_PLATFORMS") or name
+    except (RuntimeError, AssertionError) as error:  # the latter if a plugin has failed before
+        requested = os.environ.get("JAX_PLATFORMS") or name
         reason = complaints[0] if complaints else in_one_line(error)
         raise UserError(
-            f"JAX cannot start {wanted} ({reason}): install its extra and its driver, or update them, or run with "
+            f"JAX cannot start {requested} ({reason}): install its extra and its driver, or update them, or run with "
             "`device=cpu`."
         ) from None
     if name in ("auto", *platforms):
@@ -135,7 +135,7 @@ def started_platforms(name: str) -> set[str]:
 
 @contextlib.contextmanager
 def _hearing(complaints: list[str]) -> Iterator[None]:
-    """Collect what JAX logs of its devices, in place of the traceback that it would print."""
+    """Collect what JAX logs about its devices, in place of the traceback that it would print."""
     logger = logging.getLogger("jax._src.xla_bridge")
 
     def hear(record: logging.LogRecord) -> bool:
@@ -153,7 +153,7 @@ def _hearing(complaints: list[str]) -> Iterator[None]:
 
 
 def check_compilation_cache() -> None:
-    """Do without JAX's cache of compiled programs, and say so, where its folder cannot be written."""
+    """Disable JAX's cache of compiled programs, with a warning, if its folder cannot be written."""
     folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     if not folder or "://" in folder or not enabled:
@@ -169,24 +169,24 @@ def check_compilation_cache() -> None:
 
 
 def count_devices(asked: Literal["auto"] | int) -> int:
-    """Devices of a run in all its processes: in each what was asked for, or all, but one if it is a CPU.
+    """Number of devices of a run in all its processes: in each as many as asked; for "auto" all, but one on a CPU.
 
-    Of processes that differ, the one with the fewest says what all are.
+    If processes differ, the one with the fewest devices decides for all.
 
     Raises:
-      UserError: there are fewer.
+      UserError: there are fewer than asked for.
     """
     least, platform = min(Counter(d.process_index for d in jax.devices()).values()), jax.default_backend()
     if asked == "auto":
         return jax.process_count() * (1 if platform == "cpu" else least)
     if asked > least:
-        late = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
-        raise UserError(f"`devices={asked}` is more than the {least} {platform} devices that JAX has here; {late}.")
+        remedy = "JAX has already divided the CPU: ask in a new process" if platform == "cpu" else "use at most as many"
+        raise UserError(f"`devices={asked}` is more than the {least} {platform} devices that JAX has here; {remedy}.")
     return jax.process_count() * asked
 
 
 class CompileClock:
-    """Counts programs that XLA compiled and the seconds it took, from the moment it is made."""
+    """Counts the programs that XLA compiles, and the seconds this takes, from the clock's creation on."""
 
     def __init__(self):
         """Start counting."""
@@ -195,46 +195,46 @@ class CompileClock:
 
     @property
     def count(self) -> int:
-        """Of programs."""
+        """Number of programs compiled so far."""
         return len(self._heard) - self._before
 
     @property
     def seconds(self) -> float:
-        """Of all these."""
+        """Seconds that compiling these took."""
         return sum(self._heard[self._before :])
 
 
 @functools.cache
 def _compilations() -> list[float]:
-    """Seconds of each program that XLA compiles from now on, as listeners are not taken back."""
-    heard: list[float] = []
+    """Compile seconds of each program from the first call on; one list for all clocks, as listeners stay registered."""
+    durations: list[float] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
-            heard.append(duration_secs)
+            durations.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return heard
+    return durations
 
 
 def free_memory() -> float:
-    """Bytes that the fullest device of this process has left; infinite where it shares those of the machine."""
-    known = [device.memory_stats() or {} for device in jax.local_devices()]
-    return min((k["bytes_limit"] - k["bytes_in_use"] if "bytes_limit" in k else math.inf) for k in known)
+    """Bytes left on the fullest device of this process; infinite if it shares the machine's memory."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return min((s["bytes_limit"] - s["bytes_in_use"] if "bytes_limit" in s else math.inf) for s in stats)
 
 
 def available_memory() -> float:
-    """Bytes for arrays that a device, or where it shares the machine's memory this, has left; infinite if unknown."""
+    """Bytes left for arrays on a device, or on the machine if the device shares its memory; infinite if unknown."""
     free = free_memory()
     return free if free < math.inf else memory_of_the_machine()
 
 
 def products(precision: str) -> str:
-    """What products of a model's float32 operands take, as `jax.default_matmul_precision` has it.
+    """Precision of products of a model's float32 operands, a value of `jax.default_matmul_precision`.
 
-    A GPU's default is TF32. What JAX calls "tensorfloat32" is so in cuDNN alone: in the matrix products that XLA writes
-    itself it is full float32, by the code that XLA generates for an H100. On a TPU, whose default rounds operands to
-    bfloat16, it is three products of these, which are as exact as TF32.
+    A GPU's default is TF32. What JAX calls "tensorfloat32" means TF32 in cuDNN alone: in the matrix products that XLA
+    writes itself it means full float32, judging by the code that XLA generates for an H100. On a TPU, whose default
+    rounds operands to bfloat16, it means three bfloat16 products, which are as exact as TF32.
     """
     if precision == "tf32" and jax.default_backend() == "tpu":
         return "tensorfloat32"
@@ -242,10 +242,10 @@ def products(precision: str) -> str:
 
 
 def full_precision(function: Callable) -> Callable:
-    """The function, in which products of float32 operands are as exact as float32 allows wherever nothing else is said.
+    """The function with products of float32 operands as exact as float32 allows, unless specified otherwise inside.
 
-    JAX leaves them to the device, and a GPU rounds operands to 10 bits, a TPU to 7: too few for sums over clients and
-    for losses. A model's layers say otherwise by `Classifier.precision`. On a CPU the compiled program is the same.
+    JAX leaves their precision to the device, and a GPU rounds operands to 10 bits, a TPU to 7: too few for sums over
+    clients and for losses. Models set theirs by `Classifier.precision`. On a CPU the compiled program is the same.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""What the models of all clients give together: the answer of their ensemble, and the mean of what they keep.
+"""Results over the models of all clients: the predictions of their ensemble, and the mean of what clients keep.
 
-Clients are looked at in portions, as they are fetched, so both are sums over the clients of one portion.
+Clients are processed in portions, as they are fetched, so both are sums over the clients of one portion.
 """
 
 from collections.abc import Iterable
@@ -24,24 +24,24 @@ def softmax_sums(program: Program, methods, state: State, data: Data, rows, slot
     """Sums of the personal models' softmax outputs on the whole test set, [E, N, C].
 
     Args:
-      state: its clients and statistics are those of the rows, [n, ...], or on several devices found by the slots.
+      state: its clients and statistics are those of the rows, [n, ...]; on several devices the slots locate them.
       rows, slots: [n].
-      live: [n] booleans, which of them count.
+      live: [n] booleans, which of the rows count.
     """
 
     def sums(methods, state, data, entries):
         def batch(index):
             images = prepare(program.pipeline, data.test.images[index], None, train=False, dtype=program.dtype)
 
-            def one(entry):
+            def client_softmax(entry):
                 client, counts = entry
                 logits = personal_logits(program, methods, state, data, client, "local")(images)
                 return jnp.where(counts, jax.nn.softmax(logits), 0)
 
             rows, live = entries
-            each = by_client(program, one, ((rows, state.clients, state.statistics), live))  # [n, B, C]
-            of = rows // program.setting.num_clients
-            return jax.ops.segment_sum(each, of, program.experiments).swapaxes(0, 1)
+            outputs = by_client(program, client_softmax, ((rows, state.clients, state.statistics), live))  # [n, B, C]
+            experiment = rows // program.setting.num_clients
+            return jax.ops.segment_sum(outputs, experiment, program.experiments).swapaxes(0, 1)
 
         images = data.test.labels.shape[0]
         return over_all(batch, images, program.eval_batch_of(program.blocks.size)).swapaxes(0, 1)
@@ -50,14 +50,14 @@ def softmax_sums(program: Program, methods, state: State, data: Data, rows, slot
 
 
 def ensemble_correct(program: Program, sums: jax.Array, data: Data) -> jax.Array:
-    """Correct predictions [E, C] of the ensembles from their sums [E, N, C], whose largest entry is the answer."""
+    """Correct predictions [E, C] of the ensembles from their sums [E, N, C]; the largest entry is the prediction."""
     labels = data.test.labels
-    return jax.vmap(lambda one: tally(program, one, labels, jnp.ones(labels.shape, bool)))(sums)
+    return jax.vmap(lambda scores: tally(program, scores, labels, jnp.ones(labels.shape, bool)))(sums)
 
 
 @jax.jit
 def _kept_sums(statistics: Tree, slots: jax.Array, shares: jax.Array) -> Tree:
-    """Sums over the clients in some slots [n], each times its share [E, n]."""
+    """Sums over the clients in some slots [n], each weighted by its share [E, n]."""
     return jax.tree.map(lambda x: jnp.tensordot(shares.astype(x.dtype), x[slots], 1), statistics)
 
 
@@ -66,8 +66,8 @@ def mean_kept(portions: Iterable[Portion], weights: np.ndarray) -> Tree:
     shares = weights / weights.sum(1, keepdims=True)
     by_row = np.einsum("ek,ed->edk", shares, np.eye(len(shares))).reshape(len(shares), -1)  # [E, R]
 
-    def part(held, rows, slots, first):
-        models = {name: tree for name, tree in held.statistics.items() if name != OPTIMISER}
+    def portion_sums(state, rows, slots, first):
+        models = {name: tree for name, tree in state.statistics.items() if name != OPTIMISER}
         return _kept_sums(models, slots, by_row[:, rows] * first)
 
-    return total(part(*portion) for portion in portions)
+    return total(portion_sums(*portion) for portion in portions)

@@ -1,6 +1,6 @@
 """Accuracy counts: the global test set (GA) and each client's own (PA), top-1, per class.
 
-The functions count correct predictions [.., C]; dividing by the number of test samples is for `training`.
+The functions count correct predictions [.., C]; `training` divides them by the number of test samples.
 """
 
 from collections.abc import Callable
@@ -36,50 +36,50 @@ from fedjax_pcdd.trees import at, select
 
 
 def evaluation_batch(trained: int) -> int:
-    """Samples at a time in passes that train nothing: few enough on a CPU for its caches to hold their activations.
+    """Samples at a time in passes without training: on a CPU few enough for its caches to hold their activations.
 
     Args:
-      trained: samples of a training step of all lanes, which needs more memory than a pass over as many.
+      trained: samples in a training step of all lanes, which needs more memory than a pass over as many.
     """
     return 100 if jax.default_backend() == "cpu" else max(500, trained)
 
 
 def client_batches(function: Callable, samples: Samples, row, how: Pass) -> Tree:
-    """Sum of function(index, mask) over the samples of one row, so many at a time."""
+    """Sum of function(index, mask) over the samples of one row, in batches as `how` says."""
     index = jax.ShapeDtypeStruct((how.batch,), jnp.int32)
     template = jax.eval_shape(function, index, jax.ShapeDtypeStruct((how.batch,), bool))
     return sum_over_samples(function, samples, start_of(samples, row), at(samples.size, row), how, template)
 
 
 def by_client(program: Program, function: Callable, clients: Tree) -> Tree:
-    """The function of each client, stacked: one after another on a CPU, elsewhere in blocks."""
+    """The function applied to each client, results stacked: one after another on a CPU, elsewhere in blocks."""
     size, number = program.blocks.size, len(jax.tree.leaves(clients)[0])
     return jax.lax.map(function, clients, batch_size=None if size == 1 else size if size < number else 0)
 
 
 def logits_of(program: Program, method: Any, variables: Tree, images: jax.Array, *client: Any, **scope: Any):
-    """What the method's hook `logits` gives; UserError unless it is [B, C]."""
-    made = method.logits(program.model, variables, images, *client, **scope)
-    return shaped(method, "logits", made, len(images), program.setting.num_classes)
+    """What the method's hook `logits` returns; UserError unless it is [B, C]."""
+    logits = method.logits(program.model, variables, images, *client, **scope)
+    return shaped(method, "logits", logits, len(images), program.setting.num_classes)
 
 
 def personal_logits(program: Program, methods, state: State, data: Data, entry: Tree, scope: Any) -> Callable:
-    """A client's model between rounds: its logits [B, C] of prepared images.
+    """A client's model between rounds, as a function from prepared images to logits [B, C].
 
     Args:
       entry: the client's row, state and statistics.
     """
     row, client, statistics = entry
     method, server = of_experiment((methods, state.servers), program, experiment_of(program, row))
-    own = of_model(method, "personal_variables", method.personal_variables(server, client))
-    variables, facts = with_own(own, statistics), facts_of(program, data, row)
+    personal = of_model(method, "personal_variables", method.personal_variables(server, client))
+    variables, facts = with_own(personal, statistics), facts_of(program, data, row)
     return lambda images: logits_of(program, method, variables, images, server, client, facts, scope=scope)
 
 
 def counted(predict: Callable, program: Program, samples: Samples, count: Callable = correct_per_class) -> Callable:
-    """A function of (index [B], mask [B]): what `count` makes of predict's logits, labels, mask and C, as integers.
+    """A function of (index [B], mask [B]) that returns `count` of predict's logits, labels, mask and C, as integers.
 
-    Correct predictions per class are [C], with validation samples among the tests [2C].
+    Correct predictions per class are [C], or [2C] with validation samples among the tests.
     """
 
     def function(index, mask):
@@ -92,12 +92,12 @@ def counted(predict: Callable, program: Program, samples: Samples, count: Callab
 def tally(
     program: Program, logits: jax.Array, labels: jax.Array, mask: jax.Array, count: Callable = correct_per_class
 ) -> jax.Array:
-    """What `count` makes of logits [B, C], labels [B], mask [B] and C, as integers; tests before validation samples."""
+    """`count` of logits [B, C], labels [B], mask [B] and C, as integers; test samples before validation samples."""
     classes = program.setting.num_classes
     if not program.validated:
         return count(logits, labels, mask, classes).astype(jnp.int32)
-    parts = (mask & (labels < classes), mask & (labels >= classes))
-    return jnp.concatenate([count(logits, labels % classes, m, classes) for m in parts]).astype(jnp.int32)
+    masks = (mask & (labels < classes), mask & (labels >= classes))
+    return jnp.concatenate([count(logits, labels % classes, m, classes) for m in masks]).astype(jnp.int32)
 
 
 @full_precision
@@ -105,17 +105,17 @@ def domain_correct(program: Program, how: Pass, methods, state: State, data: Dat
     """Correct predictions [n, D, 2, C] of the personal models of all rows on D test lists: top-1 and top-5.
 
     Args:
-      how: a model goes through a list.
+      how: the pass of a model over one list.
     """
     shape = jax.ShapeDtypeStruct((2, program.setting.num_classes), jnp.int32)
 
-    def one(entry):
+    def client_correct(entry):
         count = counted(personal_logits(program, methods, state, data, entry, "local"), program, tests, both_tops)
         lists = tests.start, tests.size
         return jax.lax.map(lambda test: sum_over_samples(count, tests, test[0], test[1], how, shape), lists)
 
     rows = jnp.arange(data.class_counts.shape[0])
-    return by_client(program, one, (rows, state.clients, state.statistics))
+    return by_client(program, client_correct, (rows, state.clients, state.statistics))
 
 
 @full_precision
@@ -124,7 +124,7 @@ def public_logits(
 ) -> jax.Array:
     """Logits [n, N, C] of the personal models of all rows on public images [N, H, W, channels]."""
 
-    def one(entry):
+    def client_logits(entry):
         predict = personal_logits(program, methods, state, data, entry, "local")
 
         def predicted(index):
@@ -133,30 +133,30 @@ def public_logits(
         return over_all(predicted, images.shape[0], program.eval_batch_of(program.blocks.size))
 
     rows = jnp.arange(data.class_counts.shape[0])
-    return by_client(program, one, (rows, state.clients, state.statistics))
+    return by_client(program, client_logits, (rows, state.clients, state.statistics))
 
 
 def both_tops(logits, labels, mask, num_classes: int) -> jax.Array:
-    """Correct predictions per class, top-1 and top-5 [2, C]; of equal logits the lower class comes first."""
-    own = jnp.take_along_axis(logits, labels[:, None], axis=1)
-    before = (logits > own) | ((logits == own) & (jnp.arange(num_classes) < labels[:, None]))
-    among = (before.sum(1) < min(5, num_classes)) & jnp.isfinite(own[:, 0]) & mask
-    top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(among.astype(jnp.int32))
+    """Correct predictions per class, top-1 and top-5 [2, C]; of classes with equal logits the lower one ranks first."""
+    label_logits = jnp.take_along_axis(logits, labels[:, None], axis=1)
+    ranked_before = (logits > label_logits) | ((logits == label_logits) & (jnp.arange(num_classes) < labels[:, None]))
+    in_top5 = (ranked_before.sum(1) < min(5, num_classes)) & jnp.isfinite(label_logits[:, 0]) & mask
+    top5 = jnp.zeros(num_classes, jnp.int32).at[labels].add(in_top5.astype(jnp.int32))
     return jnp.stack([correct_per_class(logits, labels, mask, num_classes).astype(jnp.int32), top5])
 
 
 def on_own_tests(predict: Callable, program: Program, samples: Samples, row) -> jax.Array:
-    """Correct predictions per class [C] on the tests of the client in a row."""
+    """Correct predictions per class [C] on the test samples of a row's client."""
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
     start, size, how = start_of(samples, row), at(samples.size, row), program.test_pass
     return sum_over_samples(counted(predict, program, samples), samples, start, size, how, template)
 
 
 def on_whole_test(predict: Callable, program: Program, samples: Samples, models: int, devices: int = 1) -> jax.Array:
-    """Correct predictions per class [C] on all test images, or on this one's part if several devices divide them.
+    """Correct predictions per class [C] on all test images, or on this device's part if several divide them.
 
     Args:
-      models: that are tested together.
+      models: how many are tested together.
     """
     images = samples._replace(order=jnp.arange(samples.labels.shape[0], dtype=jnp.int32))
     template = jax.ShapeDtypeStruct((program.counts,), jnp.int32)
@@ -170,14 +170,14 @@ def on_whole_test(predict: Callable, program: Program, samples: Samples, models:
 def generic_correct(
     program: Program, methods, servers: Tree, layers: Tree, data: Data
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further ones by name.
+    """Correct predictions [E, C] on the whole test set: of the global models (or ()), and of further models by name.
 
     Args:
-      layers: [E, ...] the mean of what clients keep of their models, for one more; () where they keep nothing.
+      layers: [E, ...] the mean of the layers and statistics that clients keep, for one more model; () without any.
     """
 
     def count(methods, servers, layers, data):
-        def one(method, server, layers):
+        def experiment_correct(method, server, layers):
             def correct(variables):
                 def predict(images):
                     return logits_of(program, method, variables, images, server)
@@ -188,14 +188,14 @@ def generic_correct(
                 return of_model(method, "generic_variables", method.generic_variables(server))
 
             further = of_kind(method, "further_models", method.further_models(server), dict)
-            further = {name: of_model(method, "further_models", one) for name, one in further.items()}
-            if layers:  # the server's own never trained where clients send differences
+            further = {name: of_model(method, "further_models", model) for name, model in further.items()}
+            if layers:  # the server's own layers were never trained where clients send differences
                 further = {**further, "server_average": average()}
                 further = {name: with_own(model, layers) for name, model in further.items()}
             generic = correct(average()) if method.traits().global_model else ()
             return generic, {name: correct(model) for name, model in further.items()}
 
-        return lift(one, program.experiments)(methods, servers, layers)
+        return lift(experiment_correct, program.experiments)(methods, servers, layers)
 
     if program.devices > 1:
         count = spread(lambda *args, count=count: summed(count(*args)), program.devices, EVERYWHERE, EVERYWHERE)
@@ -207,7 +207,7 @@ def personal_correct(program: Program, own: bool, methods, state: State, data: D
     """Correct predictions [n, C] of the personal models of n rows between rounds.
 
     Args:
-      state: its clients and statistics are those of the rows, [n, ...], or on several devices found by the slots.
+      state: its clients and statistics are those of the rows, [n, ...]; on several devices the slots locate them.
       own: on the client's own test set (PA), or on the whole one (GA of methods without a global model).
       slots: [n] of the rows in the state; n is a multiple of the devices.
     """
@@ -219,12 +219,12 @@ def over_rows(
     function: Callable, collect: Callable, program: Program, methods, state: State, data: Data, rows: Tree, slots, *,
     own_tests: bool = False,
 ) -> Tree:  # fmt: skip
-    """function(methods, state, data, rows), on several devices of the share of each, put together by `collect`.
+    """function(methods, state, data, rows); several devices take a share of the rows each, which `collect` joins.
 
     Args:
       rows: leaves [n, ...], n a multiple of the devices.
       slots: [n] where each row's client is in the state.
-      own_tests: each device has the test samples of its own clients, where devices divide samples.
+      own_tests: each device has only the test samples of its own clients, where devices divide samples.
     """
     if program.devices == 1:
         return function(methods, state, data, rows)
@@ -233,21 +233,21 @@ def over_rows(
 
     def share(methods, state, data, rows, slots):
         clients = (state.clients, state.statistics)
-        held = clients if program.split_clients else select(clients, slots)
+        row_states = clients if program.split_clients else select(clients, slots)
         data = own_shard(data, tests=True) if split else data
-        return collect(function(methods, State(state.servers, *held), data, rows))
+        return collect(function(methods, State(state.servers, *row_states), data, rows))
 
-    clients = SPLIT if program.split_clients else EVERYWHERE
-    read = TESTS if split else EVERYWHERE
-    inputs = (EVERYWHERE, State(EVERYWHERE, clients, clients), read, SPLIT, SPLIT)
-    return spread(share, program.devices, inputs, EVERYWHERE)(methods, state, data, rows, slots)
+    client_spec = SPLIT if program.split_clients else EVERYWHERE
+    data_spec = TESTS if split else EVERYWHERE
+    specs = (EVERYWHERE, State(EVERYWHERE, client_spec, client_spec), data_spec, SPLIT, SPLIT)
+    return spread(share, program.devices, specs, EVERYWHERE)(methods, state, data, rows, slots)
 
 
 def _personal_correct(program: Program, own: bool, methods, state: State, data: Data, rows) -> jax.Array:
-    def one(entry):
+    def client_correct(entry):
         predict = personal_logits(program, methods, state, data, entry, "personal" if own else "local")
         if own:
             return on_own_tests(predict, program, data.test, entry[0])
         return on_whole_test(predict, program, data.test, program.blocks.size)
 
-    return by_client(program, one, (rows, state.clients, state.statistics))
+    return by_client(program, client_correct, (rows, state.clients, state.statistics))

@@ -1,4 +1,4 @@
-"""Tests of a state between rounds: of what an experiment has one of, and of every client's personal model.
+"""Tests of a state between rounds: of each experiment's global models and ensemble, and of every personal model.
 
 Letters: E experiments, K clients, R = E * K rows, C classes.
 """
@@ -26,10 +26,10 @@ class Evaluator:
     """Counts correct predictions, with four compiled functions.
 
     Attributes:
-      methods: [E, ...] as they were configured.
-      weights: [E, K] of clients in means over all of them, 0 for those that never train.
-      cohort: S, at most as many clients are looked at together where samples are streamed and states are on the device.
-      fetched: clients' states do not live on the device.
+      methods: [E, ...] as configured.
+      weights: [E, K] of the clients in means over all clients, 0 for those that never train.
+      cohort: S, the most clients processed together where samples are streamed and states are on the device.
+      fetched: whether clients' states live off the device.
     """
 
     program: Program
@@ -59,7 +59,7 @@ class Evaluator:
         return Evaluation(generic, self.personal(state) if personal else (), local, further)
 
     def general(self, state: State) -> tuple[Any, dict[str, Any]]:
-        """Correct predictions of what an experiment has one of: `generic` and `further` of an `Evaluation`."""
+        """Correct predictions of the global models and ensembles: `generic` and `further` of an `Evaluation`."""
         batch, layers = self.program.eval_batch_of(self.program.experiments), self.mean_layers(state)
         counts = (self.generic_correct(self.methods, state.servers, layers, data) for data in self._whole_test(batch))
         generic, further = total(counts)
@@ -69,16 +69,16 @@ class Evaluator:
 
     def personal(self, state: State, *, own: bool = True) -> np.ndarray:
         """Correct predictions [R, C] of all personal models, each on its client's own tests or on all test samples."""
-        counted = np.zeros((self.storage.rows, self.program.counts), np.int32)
-        for held, rows, slots, _ in self._portions(state):
+        correct = np.zeros((self.storage.rows, self.program.counts), np.int32)
+        for fetched, rows, slots, _ in self._portions(state):
             batch = self.program.eval_batch_of(self.program.blocks.size)
             tests = [self.streamed.of_tests(rows)] if self.streamed and own else self._whole_test(batch)
-            counts = (self.personal_correct(own, self.methods, held, data, rows, slots) for data in tests)
-            counted[rows] = np.asarray(total(counts))
-        return counted
+            counts = (self.personal_correct(own, self.methods, fetched, data, rows, slots) for data in tests)
+            correct[rows] = np.asarray(total(counts))
+        return correct
 
     def mean_layers(self, state: State) -> Tree:
-        """The mean over all clients of what they keep of their models, [E, ...]; () where that is nothing."""
+        """The mean over all clients of the layers and statistics that they keep, [E, ...]; () without own layers."""
         if not self.program.setting.own_layers:
             return ()
         return distribute(mean_kept(self._portions(state), self.weights), self.program.devices)
@@ -87,8 +87,8 @@ class Evaluator:
         """Correct predictions [E, C] of the mean of all clients' softmax outputs."""
         batch = self.program.eval_batch_of(self.program.blocks.size)
         sums = (
-            [self.softmax_sums(self.methods, held, data, rows, slots, first) for data in self._whole_test(batch)]
-            for held, rows, slots, first in self._portions(state)
+            [self.softmax_sums(self.methods, fetched, data, rows, slots, first) for data in self._whole_test(batch)]
+            for fetched, rows, slots, first in self._portions(state)
         )
         chunks = zip(total(sums), self._whole_test(batch), strict=True)
         return total(self.ensemble_correct(*chunk) for chunk in chunks)
@@ -100,5 +100,5 @@ class Evaluator:
         """All clients, as many at a time as fit the device."""
         if self.streamed is None or self.fetched:
             return self.storage.portions(state)
-        kept = jax.tree.leaves((state.clients, state.statistics))
-        return self.storage.portions(state, self.cohort if kept else self.streamed.tested_rows(self.cohort))
+        client_arrays = jax.tree.leaves((state.clients, state.statistics))
+        return self.storage.portions(state, self.cohort if client_arrays else self.streamed.tested_rows(self.cohort))

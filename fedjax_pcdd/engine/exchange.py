@@ -1,7 +1,7 @@
 """The exchange: participants of several architectures agree through logits on public images, as one compiled function.
 
-Participants come in groups, one for each architecture, each stacked; participant k of the federation is `members` of
-some group. Letters: G groups, K participants, N public images, B public batch.
+Participants come in groups, one for each architecture, each stacked; participant k of the federation is among the
+`members` of one group. Letters: G groups, K participants, N public images, B public batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from fedjax_pcdd.trees import select, where
 
 @dataclass(frozen=True)
 class Table:
-    """Everything static of an exchange."""
+    """The static part of an exchange."""
 
     programs: tuple[Program, ...]  # of the groups
     members: tuple[tuple[int, ...], ...]  # participants of each group
@@ -37,7 +37,7 @@ class Table:
         return jax.tree.map(lambda *x: jnp.concatenate(x)[order], *parts)
 
     def lifted(self, g: int, function: Callable, *arguments: Tree) -> Tree:
-        """The function of one participant for all of a group, whose arguments are [K_g, ...]."""
+        """The function of one participant applied to all of a group; arguments are [K_g, ...]."""
         return lift(function, len(self.members[g]))(*arguments)
 
 
@@ -66,8 +66,8 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
     groups = tuple(exchange.begin(g, group) for g, group in enumerate(clients))
     targets = None
     if exchange.method.traits().targets == "round":
-        spoken = table.in_order([exchange.say_all(g, group, public) for g, group in enumerate(groups)])
-        public, targets = exchange.method.agree(public, spoken, exchange.counts)
+        answers = table.in_order([exchange.say_all(g, group, public) for g, group in enumerate(groups)])
+        public, targets = exchange.method.agree(public, answers, exchange.counts)
 
     def step(t, carry):
         return exchange.step(targets, plan[t], t, *carry)
@@ -78,7 +78,7 @@ def run_exchange(table: Table, methods, hyper, data, clients: tuple, public: Tre
 
 @dataclass(frozen=True)
 class Exchange:
-    """What does not change during an exchange, and its parts."""
+    """What is constant during an exchange, and the functions that it consists of."""
 
     table: Table
     method: Exchanging
@@ -94,13 +94,13 @@ class Exchange:
         return self.table.in_order([data.class_counts for data in self.data])
 
     def begin(self, g: int, clients: Tree) -> Active:
-        """The participants of a group."""
+        """The participants of a group, before the first step."""
         variables = jax.vmap(model_of)(clients)
         start = jax.vmap(self.optimiser(g).init)(variables["params"])
         return Active(jnp.arange(len(self.table.members[g])), clients, variables, start)
 
     def optimiser(self, g: int) -> optax.GradientTransformation:
-        """Of the steps on public images."""
+        """The optimiser of the steps on public images."""
         return make_optimiser(self.local, clip=self.table.programs[g].clip, apart=self.method.traits().apart)
 
     def context(self, g: int, one: Active, public: Tree, step) -> Context:
@@ -114,10 +114,10 @@ class Exchange:
         )  # fmt: skip
 
     def say_all(self, g: int, group: Active, public: Tree) -> Tree:
-        """What a group tells of all public images as they are, leaves [K_g, N, ...]."""
+        """What a group says of all public images, not augmented, leaves [K_g, N, ...]."""
         program, members = self.table.programs[g], len(self.table.members[g])
 
-        def one(active):
+        def participant_answers(active):
             def say(rows):
                 images = prepare(self.table.pipeline, self.images[rows], None, train=False, dtype=program.dtype)
                 context = self.context(g, active, public, jnp.zeros((), jnp.int32))
@@ -125,33 +125,35 @@ class Exchange:
 
             return over_all(say, self.images.shape[0], program.eval_batch_of(members))
 
-        return self.table.lifted(g, one, group)
+        return self.table.lifted(g, participant_answers, group)
 
     def step(self, targets: Tree, index, t, groups: tuple[Active, ...], public: Tree):
-        """One public batch: all speak, the server makes the targets, all take one step."""
+        """One public batch: all participants answer, the server makes the targets, all take one step."""
         batch = self.batch(index, jax.random.fold_in(jax.random.fold_in(self.key, t), 0))
 
-        def say(g, one):
-            return self.method.say(one.variables, batch, self.context(g, one, public, t))
+        def say(g, active):
+            return self.method.say(active.variables, batch, self.context(g, active, public, t))
 
-        def move(g, one, aim):
-            return self.move(g, one, batch._replace(target=aim), public, t)
+        def move(g, active, target):
+            return self.move(g, active, batch._replace(target=target), public, t)
 
         if targets is None:
-            spoken = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
-            public, aims = self.method.agree(public, self.table.in_order(spoken), self.counts)
-            aims = jax.lax.stop_gradient(aims)
+            answers = [self.table.lifted(g, partial(say, g), group) for g, group in enumerate(groups)]
+            public, batch_targets = self.method.agree(public, self.table.in_order(answers), self.counts)
+            batch_targets = jax.lax.stop_gradient(batch_targets)
         else:
-            aims = jax.tree.map(lambda x: x[:, index], targets)
-        own = [select(aims, np.array(members)) for members in self.table.members]
-        return tuple(self.table.lifted(g, partial(move, g), group, own[g]) for g, group in enumerate(groups)), public
+            batch_targets = jax.tree.map(lambda x: x[:, index], targets)
+        group_targets = [select(batch_targets, np.array(members)) for members in self.table.members]
+        return tuple(
+            self.table.lifted(g, partial(move, g), group, group_targets[g]) for g, group in enumerate(groups)
+        ), public
 
     def batch(self, index, key) -> PublicBatch:
-        """Public images, augmented if the pipeline says so, and plain."""
+        """A batch of public images, augmented if the pipeline is random, and plain."""
         images, dtype, pipeline = self.images[index], self.table.programs[0].dtype, self.table.pipeline
         plain = prepare(pipeline, images, None, train=False, dtype=dtype)
-        seen = prepare(pipeline, images, key, train=True, dtype=dtype) if pipeline.random else plain
-        return PublicBatch(seen, plain, ())
+        augmented = prepare(pipeline, images, key, train=True, dtype=dtype) if pipeline.random else plain
+        return PublicBatch(augmented, plain, ())
 
     def move(self, g: int, one: Active, batch: PublicBatch, public: Tree, t) -> Active:
         """One optimiser step of one participant."""
@@ -162,10 +164,10 @@ class Exchange:
             return method.imitate({**one.variables, "params": params}, batch, context)
 
         (_, state), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-        held = optimiser.init(params) if method.public_optimizer == "per_batch" else one.optimiser
-        updates, held = optimiser.update(gradients, held, params)
-        moved = optax.apply_updates(params, updates)
-        moving = method.trainable(params, context)
-        if moving is not None:
-            moved = jax.tree.map(where, moving, moved, params)
-        return one._replace(variables={**one.variables, **state, "params": moved}, optimiser=held)
+        opt_state = optimiser.init(params) if method.public_optimizer == "per_batch" else one.optimiser
+        updates, opt_state = optimiser.update(gradients, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        trainable = method.trainable(params, context)
+        if trainable is not None:
+            new_params = jax.tree.map(where, trainable, new_params, params)
+        return one._replace(variables={**one.variables, **state, "params": new_params}, optimiser=opt_state)

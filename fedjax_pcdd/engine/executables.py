@@ -1,4 +1,4 @@
-"""Compiled functions of a program, which simulations made one after another may share."""
+"""Compiled functions of programs, which simulations made one after another may share."""
 
 import contextlib
 from collections import OrderedDict
@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-MOST = 100  # functions that are kept: of twelve programs, or of a task of four architectures and its pre-training
+MOST = 100  # functions kept: enough for twelve programs, or for a task of four architectures with its pre-training
 _kept: ContextVar[OrderedDict[Any, Any] | None] = ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
-    """Within, simulations whose programs and shapes are equal are compiled once, as the trials of a sweep are.
+    """Compile simulations with equal programs and shapes, such as the trials of a sweep, only once within this context.
 
-    Not beyond: JAX does not see when something that a hook or an own pipeline reads, a global of a notebook say, is
-    another since.
+    Nothing is shared beyond it: JAX does not notice when something that a hook or a user's pipeline reads, such as a
+    notebook's global, has changed.
     """
     token = _kept.set(OrderedDict() if (outer := _kept.get()) is None else outer)
     try:
@@ -28,25 +28,25 @@ def compiled_once() -> Iterator[None]:
 
 
 def compiled(function: Callable, *static: Any, compiler_options: dict[str, Any] | None = None, **options: Any) -> Any:
-    """`jax.jit` of the function of a program's arrays, or one made before in `compiled_once` of an equal program.
+    """`jax.jit` of a function of a program's arrays; within `compiled_once`, one made before for an equal program.
 
     Args:
-      function: takes what is static, and arrays.
-      static: a `Program`, say, whose model and methods may be of others' making, so that it cannot always be compared.
+      function: takes the static arguments, then arrays.
+      static: for example a `Program`; its model and methods may be users' own, so it cannot always be hashed.
       compiler_options, options: of `jax.jit`.
     """
-    kept = _kept.get()
+    cache = _kept.get()
     key = function, static, tuple(sorted((compiler_options or {}).items())), tuple(sorted(options.items()))
     try:
         hash(key)
     except TypeError:
-        kept = None
-    if kept is None or key not in kept:
-        made = jax.jit(partial(function, *static), compiler_options=compiler_options, **options)
-        if kept is None:
-            return made
-        kept[key] = made
-    kept.move_to_end(key)
-    while len(kept) > MOST:
-        kept.popitem(last=False)
-    return kept[key]
+        cache = None
+    if cache is None or key not in cache:
+        jitted = jax.jit(partial(function, *static), compiler_options=compiler_options, **options)
+        if cache is None:
+            return jitted
+        cache[key] = jitted
+    cache.move_to_end(key)
+    while len(cache) > MOST:
+        cache.popitem(last=False)
+    return cache[key]

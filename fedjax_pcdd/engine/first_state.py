@@ -1,4 +1,4 @@
-"""What an experiment starts from: the server's state, a client's, and what the engine keeps of a client beside it."""
+"""What an experiment starts from: the server's state, a client's, and what the engine keeps for a client besides it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ from fedjax_pcdd.trees import zeros_like
 
 
 def _check_server(method: Method, server: Tree) -> None:
-    """UserError for a server state that is none, or lacks what hooks read that the method does not have itself."""
+    """UserError if the server's state has a leaf that is no array, or lacks `variables` that a default hook reads."""
     numbers(method, "init_server", server)
     reads = [hook for hook in ("download", "generic_variables") if getattr(type(method), hook) is getattr(Method, hook)]
     if reads and not hasattr(server, "variables"):
@@ -38,42 +38,43 @@ def _check_server(method: Method, server: Tree) -> None:
 def server_and_clients(
     program: Program, method: Method, data: Data, variables: Tree, *, experiment: int, seed: int
 ) -> tuple[Tree, Callable[[Any], Tree]]:
-    """An experiment's first server, and the function of a row that makes a client's first state.
+    """An experiment's initial server state, and a function from a row to its client's initial state.
 
     Args:
-      method: as it was configured.
+      method: as configured.
       variables: of the model.
 
     Raises:
-      UserError: the method's hooks return what is no state.
+      UserError: a hook of the method returns something that is no valid state.
     """
     setting = program.setting
     server_key, client_key = (stream_of(seed, which) for which in (SERVER, CLIENT))
     first = experiment * setting.num_clients
     server = method.init_server(setting, variables, data.class_counts[first : first + setting.num_clients], server_key)
     _check_server(method, server)
-    known = Server(variables) if method.traits().own_models else server  # participants begin with their own models
+    # Participants begin with their own models.
+    initial_server = Server(variables) if method.traits().own_models else server
 
     def init_client(row):
         facts = facts_of(program, data, row)
-        own = method.init_client(setting, known, facts, jax.random.fold_in(client_key, facts.client))
-        return numbers(method, "init_client", own)
+        client_state = method.init_client(setting, initial_server, facts, jax.random.fold_in(client_key, facts.client))
+        return numbers(method, "init_client", client_state)
 
     return server, init_client
 
 
 def keeps(program: Program) -> bool:
-    """Whether the engine keeps anything of each client beside its method."""
+    """Whether the engine keeps anything for each client besides the method's state."""
     return bool(program.local_statistics or program.setting.own_layers or program.keeps_optimiser)
 
 
 def kept_of_client(
     program: Program, method: Method, hyper: Local, image_shape: tuple[int, ...], server: Tree, client: Tree
 ) -> dict[str, Tree]:
-    """What the engine keeps of a client beside its method, before the first round.
+    """What the engine keeps for a client besides the method's state, before the first round.
 
     Args:
-      hyper: local training, its floats as hooks see them.
+      hyper: local training, with its floats as hooks see them.
     """
     kept, received = {}, method.download(server, client)
     if program.local_statistics:

@@ -1,11 +1,11 @@
-"""A federation of several architectures: a simulation for each, stacked, and the exchange between them.
+"""A federation of several architectures: a stacked simulation for each, and the exchange between them.
 
     groups = Groups(models, federation, method, local, seed=0, pipeline=pipeline, public=Public(images, pipeline, 64))
     state = groups.start()
     state, report = groups.step(state, round=0)
     groups.domain_correct(state)
 
-It has the face of a `Simulation` with one experiment; clients in its jobs and reports are those of the federation.
+It has the interface of a `Simulation` with one experiment; clients in its jobs and reports are the federation's.
 Letters: G groups, K participants, D domains (test lists), C classes.
 """
 
@@ -53,15 +53,15 @@ from fedjax_pcdd.trees import select
 
 
 class Public(NamedTuple):
-    """Images that all may see; no one has their labels."""
+    """Images that all participants may see, without labels."""
 
     images: np.ndarray  # [N, H, W, channels] uint8
     pipeline: Pipeline
-    batch: int  # B; of an incomplete last batch nothing is used
+    batch: int  # B; an incomplete last batch is dropped
 
 
 def members_of(models: Sequence[Classifier]) -> tuple[tuple[int, ...], ...]:
-    """Participants with equal models, in the order of their first."""
+    """Groups of participants with equal models, in the order of their first participants."""
     groups: dict[Classifier, list[int]] = {}
     for k, model in enumerate(models):
         groups.setdefault(model, []).append(k)
@@ -69,7 +69,7 @@ def members_of(models: Sequence[Classifier]) -> tuple[tuple[int, ...], ...]:
 
 
 def fitting(local: Local, sizes: np.ndarray, weights: str | None = None) -> Local:
-    """Local training with batches no larger than the largest client, where nothing but padding is lost by it."""
+    """Local training with batches no larger than the largest client, where that removes nothing but padding."""
     if local.last_batch in ("strict", "top_up") or weights == "batches":
         return local
     return replace(local, batch_size=int(min(local.batch_size, max(1, sizes.max()))))
@@ -106,16 +106,16 @@ class Groups:
         """Prepare the groups; nothing is compiled yet.
 
         Args:
-          models: of each participant [K], before `Method.build`; participants with equal ones form a group.
-          federation: test lists are those of the domains, participant k's own being the k-th.
-          epochs: local epochs of each participant, in place of the common number.
-          public: what an exchange needs.
-          public_labels: [N], for nothing but the start of methods that begin with them.
-          options: of every group's `Simulation`, as pipeline, lanes, rounds.
+          models: of each participant [K], before `Method.build`; participants with equal models form a group.
+          federation: its test lists are those of the domains; the k-th is participant k's own.
+          epochs: local epochs of each participant, instead of the common number.
+          public: images, which an exchange needs.
+          public_labels: [N], only for methods that begin by training on them.
+          options: of every group's `Simulation`, such as pipeline, lanes, rounds.
 
         Raises:
           UserError: several architectures where the method averages models, no public images for an exchange, or
-            local statistics beside own models, which have them by themselves.
+            local statistics for participants' own models, which keep theirs anyway.
         """
         self.federation, self.seed, self.public, self.local = federation, seed, public, local
         self.public_labels = public_labels
@@ -144,27 +144,27 @@ class Groups:
         self, members: tuple[int, ...], model: Classifier, method: Method, data: Dataset,
         epochs: Sequence[int] | None, options: dict[str, Any],
     ) -> Simulation:  # fmt: skip
-        """The simulation of some participants with one model."""
+        """The simulation of a group of participants with equal models."""
         lists = self.federation.partition.train, self.federation.partition.test
-        held = self.federation.validation
-        kept_out = None if held is None else Lists.of([held[k] for k in members])
-        part = Federation(data, Partition(*(tuple(own[k] for k in members) for own in lists)), kept_out)
-        own = tuple(epochs[k] for k in members) if epochs else self.local.epochs
-        local = replace(fitting(self.local, part.sizes, options.get("weights")), epochs=own)
-        experiment = Experiment(part, method, local, self.seed, members)
+        validation = self.federation.validation
+        kept_out = None if validation is None else Lists.of([validation[k] for k in members])
+        federation = Federation(data, Partition(*(tuple(split[k] for k in members) for split in lists)), kept_out)
+        group_epochs = tuple(epochs[k] for k in members) if epochs else self.local.epochs
+        local = replace(fitting(self.local, federation.sizes, options.get("weights")), epochs=group_epochs)
+        experiment = Experiment(federation, method, local, self.seed, members)
         return Simulation(model, [experiment], cohort=len(members), aggregates=not self.shares_server, **options)
 
     def _make_programs(self) -> None:
-        """The compiled functions: aggregation, the exchange, and what models of each group say of tests and images."""
+        """Make the compiled functions: aggregation, the exchange, and predictions on tests and on public images."""
         pipeline, sizes = self.public.pipeline if self.public else Pipeline(), self.federation.test_sizes
         programs = [group.program for group in self.groups]
-        everyone = self.program.setting._replace(num_clients=self.federation.num_clients)
+        whole_setting = self.program.setting._replace(num_clients=self.federation.num_clients)
         self.table = Table(tuple(programs), self.members, pipeline)
-        self._aggregates = [compiled(aggregated, replace(p, setting=everyone)) for p in programs]
+        self._aggregates = [compiled(aggregated, replace(p, setting=whole_setting)) for p in programs]
         self._exchange = compiled(run_exchange, self.table, donate_argnums=(3, 4))
         passes = [client_pass(sizes, p.eval_batch, p.blocks.size) for p in programs]
         on_tests = [replace(p, validated=False) for p in programs]
-        self._domains = [compiled(domain_correct, *pair) for pair in zip(on_tests, passes, strict=True)]
+        self._domains = [compiled(domain_correct, p, how) for p, how in zip(on_tests, passes, strict=True)]
         self._logits = [compiled(public_logits, p, pipeline) for p in programs]
         self._mean = jax.jit(mean_of_models, donate_argnums=0)
 
@@ -188,12 +188,12 @@ class Groups:
     def _check_features(self) -> None:
         widths = sorted({group.program.setting.feature_dim for group in self.groups})
         if len(widths) > 1 and self.traits.common_features:
-            many = " and ".join(map(str, widths))
-            raise UserError(f"prototypes need as many features in every model, not {many}: set `features`.")
+            counts = " and ".join(map(str, widths))
+            raise UserError(f"prototypes need as many features in every model, not {counts}: set `features`.")
 
     @property
     def federations(self) -> list[Federation]:
-        """The one."""
+        """The federation, as a list of one."""
         return [self.federation]
 
     @property
@@ -213,11 +213,11 @@ class Groups:
 
     @property
     def compilations(self) -> int:
-        """How often the round of a group was compiled at most; 1 after any number of rounds."""
+        """The most compilations of any group's round; 1 after any number of rounds."""
         return max(group.compilations for group in self.groups)
 
     def _in_order(self, parts: Sequence[Any]) -> np.ndarray:
-        """Rows of the groups as rows of the federation."""
+        """Rows of the groups, in the federation's order."""
         return np.concatenate([np.asarray(x) for x in parts])[np.argsort(np.concatenate(self.members))]
 
     def start(self) -> State:
@@ -233,7 +233,7 @@ class Groups:
         return State(servers, clients, tuple(s.statistics for s in states))
 
     def initial(self, g: int, model: Classifier | None = None) -> Tree:
-        """Fresh variables of a group's participants [K_g, ...], of their model or of another one."""
+        """Fresh variables of a group's participants [K_g, ...], of their model or of another model."""
         shape, key = self.federation.image_shape, stream_of(self.seed, MODEL)
         group, numbers = self.groups[g], jnp.array(self.members[g])
         numbers = jnp.zeros_like(numbers) if self.traits.common_start else numbers
@@ -246,11 +246,11 @@ class Groups:
         program, data, key = self.groups[g].program, self.groups[g].data, stream_of(self.seed, CLIENT)
         rows, numbers = jnp.arange(len(self.members[g])), jnp.array(self.members[g])
 
-        def one(row, number, variables):
-            own = jax.random.fold_in(key, number)
-            return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), own)
+        def initial_state(row, number, variables):
+            client_key = jax.random.fold_in(key, number)
+            return self.method.init_client(program.setting, Server(variables), facts_of(program, data, row), client_key)
 
-        return jax.jit(jax.vmap(one))(rows, numbers, variables)
+        return jax.jit(jax.vmap(initial_state))(rows, numbers, variables)
 
     def clients_of(self, round: int) -> list[np.ndarray]:
         """All participants."""
@@ -269,7 +269,7 @@ class Groups:
         return joined._replace(row=joined.number)
 
     def _shares(self) -> tuple[float, ...]:
-        """What part of the aggregation weights each group has."""
+        """Each group's share of the aggregation weights."""
         raw = np.array([(g.weights[0] * (g.steps[0] > 0)).sum() for g in self.groups])
         return tuple((raw / raw.sum()).tolist())
 
@@ -279,12 +279,12 @@ class Groups:
         return plans, self._joined([jobs for _, jobs in plans])
 
     def public_plan(self, round: int) -> np.ndarray:
-        """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation, the rest dropped."""
+        """Public images of each step of an exchange [steps, B]; every epoch a fresh permutation in full batches."""
         assert self.public is not None  # `_check` has seen to it
         total, epochs = len(self.public.images), range(self.method.public_epochs)  # pyright: ignore[reportAttributeAccessIssue]
         batch = min(self.public.batch, total)
-        drawn = [schedule.stream(self.seed, round, schedule.NOBODY, e).permutation(total) for e in epochs]
-        return np.concatenate([x[: total // batch * batch] for x in drawn]).reshape(-1, batch).astype(np.int32)
+        permutations = [schedule.stream(self.seed, round, schedule.NOBODY, e).permutation(total) for e in epochs]
+        return np.concatenate([x[: total // batch * batch] for x in permutations]).reshape(-1, batch).astype(np.int32)
 
     def step(self, state: State, round: int, plan=None) -> tuple[State, Report]:
         """One round of all participants."""
@@ -293,18 +293,18 @@ class Groups:
         state = self.exchange(state, round) if when == "before" else state
         state = self._averaged(state, "exchanged")
         parts = [group.step(of_group(state, g), round, plans[g]) for g, group in enumerate(self.groups)]
-        after, reports = zip(*parts, strict=True)
-        servers, clients, statistics = zip(*after, strict=True)
+        states, reports = zip(*parts, strict=True)
+        servers, clients, statistics = zip(*states, strict=True)
         servers = self._told(servers, jobs, round) if self.shares_server else servers
         state = self._averaged(State(state.servers | {"groups": tuple(servers)}, clients, statistics), "trained")
         state = self.exchange(state, round) if when == "after" else state
-        most = max(report.before.shape[1] for report in reports)  # epochs, which differ where participants' do
-        missing = [((0, 0), (0, most - report.before.shape[1]), (0, 0)) for report in reports]
-        reports = [r._replace(before=jnp.pad(r.before, m)) for r, m in zip(reports, missing, strict=True)]
+        most_epochs = max(report.before.shape[1] for report in reports)  # tested epochs, in which groups may differ
+        padding = [((0, 0), (0, most_epochs - report.before.shape[1]), (0, 0)) for report in reports]
+        reports = [r._replace(before=jnp.pad(r.before, m)) for r, m in zip(reports, padding, strict=True)]
         return state, Report(*(self.table.in_order(x) for x in zip(*reports, strict=True)))
 
     def _told(self, outcomes: Sequence[tuple[Tree, Message]], jobs: schedule.Jobs, round: int) -> list[Tree]:
-        """Every group's server after the messages of all groups, from those before and the groups' own messages."""
+        """Every group's next server, aggregated from its previous one and the messages of all groups."""
         message, number = self._message([message for _, message in outcomes]), np.int32(round)
         return [
             aggregate(group.methods, group.hyper_at(round), group.data, group.keys, server, message, jobs, number)
@@ -312,7 +312,7 @@ class Groups:
         ]
 
     def _message(self, messages: Sequence[Message]) -> Message:
-        """The message of all participants; groups weigh in `mean` by their shares."""
+        """The message of all participants; `mean` weights groups by their shares."""
         means, totals, each = zip(*messages, strict=True)
         shares, order = self._shares(), np.argsort(np.concatenate(self.members))
         mean = jax.tree.map(lambda *x: sum(s * v for s, v in zip(shares, x, strict=True)), *means)
@@ -324,7 +324,7 @@ class Groups:
         return Launched((), *self.step(state, round, plan), ())
 
     def prefetch(self, launched: Launched, plan) -> None:
-        """Nothing: participants live on the device."""
+        """Do nothing: participants live on the device."""
 
     def settle(self, launched: Launched) -> tuple[State, Report]:
         """The result of a launched round."""
@@ -348,9 +348,9 @@ class Groups:
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions of the groups, as `Simulation.evaluate`; participants in the federation's order."""
         counts = [group.evaluate(of_group(state, g), personal=personal) for g, group in enumerate(self.groups)]
-        generic, own, local, further = (list(field) for field in zip(*counts, strict=True))
+        generic, personal_counts, local, further = (list(field) for field in zip(*counts, strict=True))
         local = () if isinstance(local[0], tuple) else self._in_order(local)
-        return Evaluation(generic[0], self._in_order(own) if personal else (), local, further[0])
+        return Evaluation(generic[0], self._in_order(personal_counts) if personal else (), local, further[0])
 
     def general(self, state: State):
         """Correct predictions of the server's models alone, as `Simulation.general`; all groups have the same ones."""
@@ -361,11 +361,11 @@ class Groups:
         return self._of_all(self._domains, state, self.tests)
 
     def public_logits(self, state: State) -> np.ndarray:
-        """What every participant's model says of the public images as they are [K, N, C]."""
+        """Logits of every participant's model on the public images, not augmented [K, N, C]."""
         assert self.public is not None, "there are no public images"
         return self._of_all(self._logits, state, self.images)
 
-    def _of_all(self, functions: Sequence[Any], state: State, more: Any) -> np.ndarray:
-        """What each group's function returns for its participants [K, ...]."""
+    def _of_all(self, functions: Sequence[Any], state: State, inputs: Any) -> np.ndarray:
+        """Results of each group's function for its participants, in the federation's order [K, ...]."""
         pairs = enumerate(zip(self.groups, functions, strict=True))
-        return self._in_order([one(g.methods, of_group(state, i), g.data, more) for i, (g, one) in pairs])
+        return self._in_order([function(g.methods, of_group(state, i), g.data, inputs) for i, (g, function) in pairs])

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     servers: Tree  # [E, ...]
     data: Data
     jobs: Jobs
-    keys: jax.Array  # [J] one key a job
+    keys: jax.Array  # [J] one key per job
     round: jax.Array
 
 
@@ -50,8 +50,8 @@ class Lane(NamedTuple):
     optimiser: Tree
     client: Tree
     loss: jax.Array  # sum over the job's steps
-    statistics: Tree  # what the engine keeps of the client, as it was at the start
-    before: jax.Array  # [E, C] correct answers on its own tests before each epoch, where that is asked for
+    statistics: Tree  # what the engine keeps for the client, as at the start of the job
+    before: jax.Array  # [E, C] correct predictions on the client's own tests before each epoch, if requested
 
 
 def method_and_server(program: Program, inputs: Inputs, job):
@@ -62,46 +62,46 @@ def method_and_server(program: Program, inputs: Inputs, job):
 def context_of(program: Program, inputs: Inputs, lane: Lane, step) -> Context:
     """The context of one local step of a lane's job.
 
-    Layers of the client's own never move for a method: `start` has them as they are now, so that terms and messages
-    that compare with it see the shared parameters alone. `received` has them as they were, for what that model answers.
+    To a method, the client's own layers never move: `start` has their current values, so that terms and messages that
+    compare with it see only the shared parameters. `received` has their initial values, for that model's predictions.
     """
     job, client, jobs = lane.job, lane.client, inputs.jobs
     method, server = method_and_server(program, inputs, job)
     local = of_experiment(inputs.hyper, program, at(jobs.experiment, job))
     facts = facts_of(program, inputs.data, at(jobs.row, job))
     start = with_own(method.download(server, client), lane.statistics)
-    length, steps = jnp.maximum(at(jobs.epoch_steps, job), 1), at(jobs.steps, job)
-    epoch, epochs = (jax.lax.div(jnp.int32(n), jnp.int32(length)) for n in (step, steps))
+    epoch_steps, steps = jnp.maximum(at(jobs.epoch_steps, job), 1), at(jobs.steps, job)
+    epoch, epochs = (jax.lax.div(jnp.int32(n), jnp.int32(epoch_steps)) for n in (step, steps))
     keys, public = Keys.of(jax.random.fold_in(at(inputs.keys, job), step)), unlabelled(program, inputs.data)
-    held = held_out(program, inputs.data, at(jobs.row, job)) if method.traits().validation else None
+    validation = held_out(program, inputs.data, at(jobs.row, job)) if method.traits().validation else None
     context = Context(
         program.model, program.setting, local, server, client, start, facts, epoch, epochs, step, inputs.round, keys,
-        public, held, start if program.setting.own_layers else None,
+        public, validation, start if program.setting.own_layers else None,
     )  # fmt: skip
     return seen_at(program, context, lane.variables["params"])
 
 
 def seen_at(program: Program, context: Context, params: Tree) -> Context:
-    """The context for hooks that look at these parameters: `start` has their layers of the client's own."""
+    """The context for hooks that evaluate these parameters: `start` takes the client's own layers from them."""
     if not program.setting.own_layers:
         return context
-    own = jax.lax.stop_gradient(layers_of(program, params))
-    return context._replace(start={**context.start, "params": overlaid(context.start["params"], own)})
+    own_layers = jax.lax.stop_gradient(layers_of(program, params))
+    return context._replace(start={**context.start, "params": overlaid(context.start["params"], own_layers)})
 
 
 def held_out(program: Program, data: Data, row) -> Callable[[Callable[[Batch], Tree]], Tree]:
-    """For hooks: the sum of a function over batches of the validation samples of the client in a row."""
+    """For hooks: a function that sums a given function over batches of the validation samples of a row's client."""
     tests, number, how = data.test, at(data.held, row), program.held_pass
-    start = start_of(tests, row) + at(tests.size, row) - number  # they lie behind the client's tests
+    start = start_of(tests, row) + at(tests.size, row) - number  # behind the client's tests
 
     def total(function):
-        def of(index, mask):
+        def batch_value(index, mask):
             images = prepare(program.pipeline, tests.images[index], None, train=False, dtype=program.dtype)
             labels = tests.labels[index] % program.setting.num_classes
             return function(Batch(images, labels, mask.astype(jnp.result_type(float))))
 
         shapes = [jax.ShapeDtypeStruct((how.batch,), kind) for kind in (jnp.int32, bool)]
-        return sum_over_samples(of, tests, start, number, how, jax.eval_shape(of, *shapes))
+        return sum_over_samples(batch_value, tests, start, number, how, jax.eval_shape(batch_value, *shapes))
 
     return total
 
@@ -113,7 +113,7 @@ def _optimiser(program: Program, inputs: Inputs, job):
 
 
 def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job, step) -> Lane:
-    """A lane at the start of a job: the downloaded variables and a fresh optimiser, or the client's own."""
+    """A lane at the start of a job: the downloaded variables and a fresh optimiser state, or the client's kept one."""
     method, server = method_and_server(program, inputs, job)
     client, statistics = select((clients, statistics), at(inputs.jobs.slot, job))
     variables = with_own(of_model(method, "download", method.download(server, client)), statistics)
@@ -125,7 +125,7 @@ def load(program: Program, inputs: Inputs, clients: Tree, statistics: Tree, job,
 
 
 def resumed(fresh: Tree, kept: Tree, parts: tuple[str, ...] | None) -> Tree:
-    """The optimiser state that was kept: of these parts of the parameters alone, or of all."""
+    """The kept optimiser state: only for these parts of the parameters (fresh elsewhere), or for all."""
     if parts is None:
         return kept
 
@@ -136,7 +136,7 @@ def resumed(fresh: Tree, kept: Tree, parts: tuple[str, ...] | None) -> Tree:
 
 
 def train_batch(program: Program, data: Data, index, key) -> Batch:
-    """Gather and prepare the samples index [B]; -1 is padding."""
+    """Gather and prepare the samples with index [B]; -1 is padding."""
     safe = jnp.maximum(index, 0)
     images = prepare(program.pipeline, data.train.images[safe], key, train=True, dtype=program.dtype)
     mask = index >= 0 if program.masked else jnp.ones(index.shape, bool)
@@ -144,7 +144,7 @@ def train_batch(program: Program, data: Data, index, key) -> Batch:
 
 
 def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lane:
-    """One optimiser step of one lane on the batch index [B]."""
+    """One optimiser step of one lane on the batch of samples with index [B]."""
     method, _ = method_and_server(program, inputs, lane.job)
     context = context_of(program, inputs, lane, step - lane.start)
     batch = train_batch(program, inputs.data, index, context.keys.augment)
@@ -152,27 +152,27 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
     moving = like(method, "trainable", method.trainable(params, context), params)
 
     def evaluate(variables):
-        seen = seen_at(program, context, variables["params"])
+        current_context = seen_at(program, context, variables["params"])
 
         def objective(params):
-            made = method.loss({**variables, "params": params}, batch, seen)
-            value, state = of_kind(method, "loss", made, object, object)
+            result = method.loss({**variables, "params": params}, batch, current_context)
+            value, state = of_kind(method, "loss", result, object, object)
             scalar(method, "loss", value)
-            return value + scalar(method, "regulariser", method.regulariser(params, seen)), (value, state)
+            return value + scalar(method, "regulariser", method.regulariser(params, current_context)), (value, state)
 
         gradients, (value, state) = jax.grad(objective, has_aux=True)(variables["params"])
         return Evaluated(value, state, gradients)
 
     def step_on(gradients, unclipped=None):
         alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
-        update, after = _optimiser(program, inputs, lane.job).update, {"moving": moving}
+        update, extra = _optimiser(program, inputs, lane.job).update, {"moving": moving}
         if unclipped is not None:
             alike(method, "local_update", "unclipped part of a step", unclipped, params, "the parameters are")
-            after["unclipped"] = only(moving, unclipped)
-        return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **after))
+            extra["unclipped"] = only(moving, unclipped)
+        return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **extra))
 
-    made = method.local_update(evaluate, step_on, variables, batch, context)
-    value, state, (updates, optimiser) = of_kind(method, "local_update", made, object, object, Step)
+    result = method.local_update(evaluate, step_on, variables, batch, context)
+    value, state, (updates, optimiser) = of_kind(method, "local_update", result, object, object, Step)
     alike(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
     alike(method, "local_update", "variables", after, variables, "download gave them")
@@ -180,5 +180,5 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
 
 
 def only(moving: Tree | None, tree: Tree) -> Tree:
-    """The tree with zeros where nothing is to move."""
+    """The tree with zeros where nothing moves."""
     return tree if moving is None else jax.tree.map(lambda m, x: jnp.where(m, x, jnp.zeros_like(x)), moving, tree)

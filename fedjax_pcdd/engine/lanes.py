@@ -1,11 +1,12 @@
 """One round as a pure function: local training of all jobs in lanes, then aggregation in every experiment.
 
-Lanes are L workers, of which each trains one client after another, as one step over a leading axis.
+Lanes are L workers that each train one client after another; a step of all lanes is one step over a leading axis.
 The loop over segments loads jobs into lanes, runs the steps of the segment, and finishes the jobs that end: their
-message is reduced on the fly, so memory is O(lanes), not O(cohort). A lane that has run dry computes what nobody reads.
+messages are reduced on the fly, so memory is O(lanes), not O(cohort). A lane without jobs left keeps computing, and its
+results are discarded.
 Jobs are loaded and finished in blocks of b (`blocks.py`); where all lanes change their jobs at once, as one lane always
-does, a segment is a block of whole jobs, and no lane outlives it.
-Several devices do so with their own jobs, and speak to each other only when all are done.
+does, a segment is a block of whole jobs, and no lane is carried from one segment to the next.
+Several devices do this with their own jobs, and communicate only when all are done.
 """
 
 from collections.abc import Callable
@@ -45,23 +46,23 @@ from fedjax_pcdd.trees import at, select, where, zeros_like
 
 LANES = "lanes"  # the axis over which lanes are mapped
 
-# Of several devices each one's plan and members, packed [D, N], and the jobs' positions: `schedule.Shares`.
+# For several devices: each one's plan and members, packed [D, N], and the jobs' positions (`schedule.Shares`).
 Shared = tuple[Parcel, jax.Array]
 
 
 class Outcome(NamedTuple):
-    """What finished jobs leave behind."""
+    """Results of finished jobs."""
 
     message: Message  # mean and total [E, ...], or [...] of a single experiment; each [J, ...]
-    clients: Tree  # [J, ...], or where `Program.in_place` as in the state
+    clients: Tree  # [J, ...], or as in the state with `Program.in_place`
     statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
-    correct: jax.Array  # [J, C] of the own test set, right after training
+    correct: jax.Array  # [J, C] correct predictions on the client's own test set, right after training
     before: jax.Array  # [J, E, C] the same before each epoch
 
 
 def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -> Tree:
-    """The method's pass over the client's training data under the trained variables; () without one."""
+    """The method's pass over the client's training data with the trained variables; () if it has none."""
     method, _ = method_and_server(program, inputs, lane.job)
     summary = method.traits().summary
     if summary is None or not program.summarises:
@@ -71,7 +72,7 @@ def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -
     def number(index):
         return index if isinstance(train.numbers, tuple) else train.numbers[index]
 
-    def image(index):  # what it draws is the sample's own, however many form a batch
+    def image(index):  # its random draws depend on the sample alone, not on the batch size
         key, augmented = jax.random.fold_in(context.keys.augment, number(index)), summary.augmented
         return prepare(program.pipeline, train.images[index][None], key, train=augmented, dtype=program.dtype)[0]
 
@@ -88,18 +89,18 @@ def upload(program: Program, inputs: Inputs, lane: Lane) -> tuple[Tree, Message]
     """The next state of the lane's client, and its message."""
     method, _ = method_and_server(program, inputs, lane.job)
     context = context_of(program, inputs, lane, at(inputs.jobs.steps, lane.job))
-    sent = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
-    return of_kind(method, "upload", sent, object, Message)
+    result = method.upload(lane.variables, summary_of(program, inputs, lane, context), context)
+    return of_kind(method, "upload", result, object, Message)
 
 
 def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
-    """What one job leaves behind, an `Outcome` without leading axes; its model is tested on the client's own data."""
+    """The `Outcome` of one job, without leading axes; its model is tested on the client's own data."""
     method, _ = method_and_server(program, inputs, lane.job)
     client, message = upload(program, inputs, lane)
     alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
     correct = tested(program, inputs, lane, client)
-    new = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
-    statistics = {k: new[k] for k in lane.statistics} if lane.statistics else ()
+    end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
+    statistics = {k: end_state[k] for k in lane.statistics} if lane.statistics else ()
     loss = lane.loss / jnp.maximum(at(inputs.jobs.steps, lane.job), 1)
     return Outcome(message, client, statistics, loss, correct, lane.before)
 
@@ -117,65 +118,67 @@ def tested(program: Program, inputs: Inputs, lane: Lane, client: Tree) -> jax.Ar
 
 
 def tested_before(program: Program, inputs: Inputs, lane: Lane, step) -> Lane:
-    """The lane with the correct answers [C] of its model, where that begins an epoch.
+    """The lane with the correct predictions [C] of its model added, if it is about to begin an epoch.
 
-    All lanes are tested where one begins, so that this is a branch for all of them and no cost of every step.
+    All lanes are tested if any of them begins one, so that this is one branch for all and costs other steps nothing.
     """
     jobs, done = inputs.jobs, step - lane.start
     length = jnp.maximum(at(jobs.epoch_steps, lane.job), 1)
     begins = (done % length == 0) & (done < at(jobs.steps, lane.job))
-    some = begins if program.lanes == 1 else jax.lax.pmax(begins.astype(jnp.int32), LANES) > 0
+    any_begins = begins if program.lanes == 1 else jax.lax.pmax(begins.astype(jnp.int32), LANES) > 0
 
     def test(before):
         correct = tested(program, inputs, lane, lane.client)
         return jnp.where(begins, before.at[done // length].set(correct), before)
 
-    return lane._replace(before=jax.lax.cond(some, test, lambda before: before, lane.before))
+    return lane._replace(before=jax.lax.cond(any_begins, test, lambda before: before, lane.before))
 
 
 def store(program: Program, jobs: Jobs, job, live, new: Outcome, outcome: Outcome) -> Outcome:
-    """The outcome with what a block of jobs left behind.
+    """The outcome with the results of a block of jobs written into it.
 
     Args:
-      job: [b], or a scalar; so the leaves of `new`.
+      job: [b], or a scalar; the leaves of `new` likewise.
       live: [b] which of them are jobs, not padding.
     """
     rows = jobs.slot[job] if program.in_place else job
     clients, statistics = put((outcome.clients, outcome.statistics), rows, (new.clients, new.statistics), live)
-    told, added = ((x.message.each, x.loss, x.correct, x.before) for x in (outcome, new))
-    each, loss, correct, before = put(told, job, added, live)
+    per_job, entries = ((x.message.each, x.loss, x.correct, x.before) for x in (outcome, new))
+    each, loss, correct, before = put(per_job, job, entries, live)
     mean, total = reduce(program, jobs, job, live, outcome.message, new.message)
     return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
 
 
 def reduce(program: Program, jobs: Jobs, job, live, total: Message, message: Message) -> tuple[Tree, Tree]:
     """Add the messages of a block, leaves [b, ...] or [...], to their experiments' sums: `mean` and `total`."""
-    experiment, weight, alone = jobs.experiment[job], jobs.weight[job], program.experiments == 1
+    experiment, weight, single = jobs.experiment[job], jobs.weight[job], program.experiments == 1
     sums, new = (total.mean, total.total), (message.mean, message.total)
     if jnp.ndim(job) == 0:
-        old = sums if alone else select(sums, experiment)
+        old = sums if single else select(sums, experiment)
         mean = jax.tree.map(lambda t, m: t + weight.astype(m.dtype) * m, old[0], new[0])
-        added = mean, jax.tree.map(jnp.add, old[1], new[1])
-        return added if alone else put(sums, experiment, added)
+        updated = mean, jax.tree.map(jnp.add, old[1], new[1])
+        return updated if single else put(sums, experiment, updated)
     members = live & (experiment == jnp.arange(program.experiments)[:, None])  # [E, b]
 
     def add(total, values, weight):
-        """Padding may hold anything, so it is not enough to weigh it with 0."""
-        chosen, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members, weight))
-        new = jnp.where(chosen, weight.astype(values.dtype) * values, 0).sum(1, dtype=values.dtype)
-        return total + (new[0] if alone else new)
+        """Padding may hold anything, so weighting it by 0 is not enough."""
+        mask, weight = (x.reshape(*x.shape, *[1] * (values.ndim - 1)) for x in (members, weight))
+        new = jnp.where(mask, weight.astype(values.dtype) * values, 0).sum(1, dtype=values.dtype)
+        return total + (new[0] if single else new)
 
     mean = jax.tree.map(partial(add, weight=weight), sums[0], new[0])
     return mean, jax.tree.map(partial(add, weight=jnp.ones_like(weight)), sums[1], new[1])
 
 
 def _empty(program: Program, inputs: Inputs, state: State) -> tuple[Any, Outcome]:
-    """Lanes, if any outlives a segment, and outcome before the first one."""
+    """The lanes (() if none outlives a segment) and the outcome before the first segment."""
     jobs = inputs.jobs.row.shape[0]
     lane = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
-    sent = jax.eval_shape(partial(upload, program, inputs), lane)[1]
-    stacked = () if program.experiments == 1 else (program.experiments,)
-    reduced = Message(zeros_like(sent.mean, *stacked), zeros_like(sent.total, *stacked), zeros_like(sent.each, jobs))
+    message = jax.eval_shape(partial(upload, program, inputs), lane)[1]
+    leading = () if program.experiments == 1 else (program.experiments,)
+    reduced = Message(
+        zeros_like(message.mean, *leading), zeros_like(message.total, *leading), zeros_like(message.each, jobs)
+    )
     loss = jnp.full(jobs, jnp.nan, jnp.result_type(float))
     before = jnp.zeros((jobs, program.tests_epochs, program.counts), jnp.int32)
     correct = jnp.zeros((jobs, program.counts), jnp.int32)
@@ -190,20 +193,20 @@ def run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan | Share
     """Train all jobs of a round.
 
     Args:
-      plan: of one device, or the shares of several. Where these divide the clients' state (`Program.split_clients`),
-        that of the outcome is divided in the same way, [D * M, ...] in the order of the shares' members.
+      plan: of one device, or the shares of several. If these divide the clients' state (`Program.split_clients`), the
+        outcome's is divided in the same way, [D * M, ...] in the order of the shares' members.
     """
     summary, run = inputs.methods.traits().summary, partial(_run, program, inputs, state, plan)
     if summary is None or not summary.last:
         return run()
     data = own_shard(inputs.data) if program.split_data else inputs.data
-    sent = jax.eval_shape(partial(_empty, program, inputs._replace(data=data), state))[1].message.total
+    total = jax.eval_shape(partial(_empty, program, inputs._replace(data=data), state))[1].message.total
 
-    def silent():
+    def without_summary():
         outcome = _run(replace(program, summarises=False), inputs, state, plan)
-        return outcome._replace(message=outcome.message._replace(total=zeros_like(sent)))
+        return outcome._replace(message=outcome.message._replace(total=zeros_like(total)))
 
-    return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, silent)
+    return jax.lax.cond(inputs.round >= program.setting.rounds - summary.last, run, without_summary)
 
 
 def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) -> Outcome:
@@ -211,27 +214,27 @@ def _run(program: Program, inputs: Inputs, state: State, plan: Plan | Shared) ->
         return _run_lanes(program, inputs, state, plan)
     clients = SPLIT if program.split_clients else EVERYWHERE
     read = Inputs(*[EVERYWHERE] * len(Inputs._fields))._replace(data=SHARDS) if program.split_data else EVERYWHERE
-    given = (read, State(EVERYWHERE, clients, clients), (SPLIT, EVERYWHERE))
-    result = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE, EVERYWHERE)
-    return spread(partial(_run_share, program), program.devices, given, result)(inputs, state, plan)
+    in_specs = (read, State(EVERYWHERE, clients, clients), (SPLIT, EVERYWHERE))
+    out_specs = Outcome(EVERYWHERE, clients, clients, EVERYWHERE, EVERYWHERE, EVERYWHERE)
+    return spread(partial(_run_share, program), program.devices, in_specs, out_specs)(inputs, state, plan)
 
 
 def _run_share(program: Program, inputs: Inputs, state: State, shared: Shared) -> Outcome:
-    """What one of several devices does."""
+    """Run one device's share of the jobs; the outcome combines those of all devices."""
     (plan, members), position = opened(select(shared[0], 0)), shared[1]
     inputs = inputs._replace(jobs=jobs_of(inputs.jobs, members), keys=inputs.keys[jnp.maximum(members, 0)])
     if program.split_data:
         inputs = inputs._replace(data=own_shard(inputs.data))
-    own = _run_lanes(program, inputs, state, plan)
+    outcome = _run_lanes(program, inputs, state, plan)
 
-    def of_all(tree):
+    def in_job_order(tree):
         return jax.tree.map(lambda x: x[position], gathered(tree))
 
-    clients, statistics = own.clients, own.statistics
+    clients, statistics = outcome.clients, outcome.statistics
     if not program.split_clients:
-        clients, statistics = of_all((clients, statistics))
-    mean, total = summed((own.message.mean, own.message.total))
-    loss, correct, before, each = of_all((own.loss, own.correct, own.before, own.message.each))
+        clients, statistics = in_job_order((clients, statistics))
+    mean, total = summed((outcome.message.mean, outcome.message.total))
+    loss, correct, before, each = in_job_order((outcome.loss, outcome.correct, outcome.before, outcome.message.each))
     return Outcome(Message(mean, total, each), clients, statistics, loss, correct, before)
 
 
@@ -243,7 +246,7 @@ def _run_lanes(program: Program, inputs: Inputs, state: State, plan: Plan) -> Ou
 
 
 def _segments(program: Program, inputs: Inputs, state: State, plan: Plan, first, stop, carry):
-    """Segments from first to stop; carried are lanes, if any outlives a segment, and the outcome."""
+    """Run the segments from first to stop; the carry is the lanes, if any outlives a segment, and the outcome."""
     if not program.blocks.together:
         return jax.lax.fori_loop(first, stop, partial(_segment, program, inputs, state, plan), carry)
     segment = partial(_whole_jobs, program, inputs, state, plan)
@@ -251,7 +254,7 @@ def _segments(program: Program, inputs: Inputs, state: State, plan: Plan, first,
 
 
 def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, outcome: Outcome) -> Outcome:
-    """A segment in which all lanes begin and end their jobs; entry i of its lists is lane i."""
+    """Run a segment in which all lanes begin and end their jobs; entry i of its lists is lane i."""
     first, stop = at(plan.load_stop, g), at(plan.load_stop, g + 1)
 
     def run(job, indices):
@@ -265,45 +268,45 @@ def _whole_jobs(program: Program, inputs: Inputs, state: State, plan: Plan, g, o
 
 
 def _segment(program: Program, inputs: Inputs, state: State, plan: Plan, g, carry):
-    """A segment after which some lanes keep their jobs."""
+    """Run a segment after which some lanes keep their jobs."""
     lanes, outcome = carry
     size = program.blocks.size
 
-    def load_some(first, live, lanes):
-        begin = partial(load, program, inputs, *_held(program, state, outcome), step=at(plan.step_stop, g))
-        new = over(size, lambda job: begin(job=job))(block_of(plan.load_job, first, size))
+    def load_block(first, live, lanes):
+        load_job = partial(load, program, inputs, *_held(program, state, outcome), step=at(plan.step_stop, g))
+        new = over(size, lambda job: load_job(job=job))(block_of(plan.load_job, first, size))
         return put(lanes, block_of(plan.load_lane, first, size), new, live)
 
-    def finish_some(first, live, outcome):
-        some = select(lanes, block_of(plan.finish_lane, first, size))
-        return store(program, inputs.jobs, some.job, live, over(size, partial(finish, program, inputs))(some), outcome)
+    def finish_block(first, live, outcome):
+        done = select(lanes, block_of(plan.finish_lane, first, size))
+        return store(program, inputs.jobs, done.job, live, over(size, partial(finish, program, inputs))(done), outcome)
 
-    lanes = _in_blocks(size, at(plan.load_stop, g), at(plan.load_stop, g + 1), load_some, lanes)
+    lanes = _in_blocks(size, at(plan.load_stop, g), at(plan.load_stop, g + 1), load_block, lanes)
     lanes = over(program.lanes, partial(train, program, inputs, plan, g), (0, 1), LANES)(lanes, plan.indices)
-    return lanes, _in_blocks(size, at(plan.finish_stop, g), at(plan.finish_stop, g + 1), finish_some, outcome)
+    return lanes, _in_blocks(size, at(plan.finish_stop, g), at(plan.finish_stop, g + 1), finish_block, outcome)
 
 
 def _in_blocks(size: int, start, stop, body: Callable, carry: Tree) -> Tree:
-    """The body for each block of the entries from start to stop: it takes the first, which are live, and the carry."""
+    """Run the body for each block of entries from start to stop; it gets the first, which are live, and the carry."""
 
-    def one(i, carry):
+    def run_block(i, carry):
         first = start + i * size
         return body(first, first + jnp.arange(size) < stop, carry)
 
-    return jax.lax.fori_loop(0, (stop - start + size - 1) // size, one, carry)
+    return jax.lax.fori_loop(0, (stop - start + size - 1) // size, run_block, carry)
 
 
 def _held(program: Program, state: State, outcome: Outcome) -> tuple[Tree, Tree]:
     """Clients and statistics that jobs start from."""
-    held = outcome if program.in_place else state
-    return held.clients, held.statistics
+    source = outcome if program.in_place else state
+    return source.clients, source.statistics
 
 
 def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, indices) -> Lane:
-    """The steps of a segment in one lane, whose batches of the round are [T, B].
+    """Run the steps of a segment in one lane, whose batches of the round are [T, B].
 
-    Where all segments have one step, XLA need not store what a loop would carry; where they have equally many, a GPU's
-    host need not ask whether there is another.
+    If all segments have one step, XLA need not store what a loop would carry; if all have equally many, the host of a
+    GPU need not check before each step whether there is another.
     """
     start, stop, blocks = at(plan.step_stop, segment), at(plan.step_stop, segment + 1), program.blocks
 
@@ -323,10 +326,10 @@ def train(program: Program, inputs: Inputs, plan: Plan, segment, lane: Lane, ind
 def training_round(program: Program, methods, hyper, data, keys, state: State, sent: Parcel) -> tuple[State, Report]:
     """One round: local training of all jobs, then aggregation in every experiment.
 
-    The state's servers are the next ones, or with `Program.aggregates` False the former ones and their messages.
+    The new state's servers are the next ones or, if `Program.aggregates` is False, the former ones and their messages.
 
     Args:
-      sent: plan, jobs and the number of the round.
+      sent: plan, jobs and round number.
     """
     plan, jobs, round = opened(sent)
     inputs = inputs_of(methods, hyper, data, keys, state.servers, jobs, round)
@@ -335,10 +338,10 @@ def training_round(program: Program, methods, hyper, data, keys, state: State, s
 
 @full_precision
 def begin_round(program: Program, methods, hyper, data, keys, kept, servers, jobs, round) -> Any:
-    """What a round that goes through its samples in chunks carries from one to the next, on one device.
+    """The initial carry of a round that goes through its samples in chunks, on one device.
 
     Args:
-      data: any chunk's.
+      data: of any chunk.
       kept: clients and statistics.
     """
     return _empty(program, inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, *kept))
@@ -348,7 +351,7 @@ def begin_round(program: Program, methods, hyper, data, keys, kept, servers, job
 def part_of_round(
     program: Program, methods, hyper, data, keys, carry, servers, plan, jobs, round, first, stop
 ) -> Any:  # fmt: skip
-    """The segments from first to stop of such a round; its state is what is carried."""
+    """Run the segments from first to stop of such a round; its state is in the carry."""
     inputs, state = inputs_of(methods, hyper, data, keys, servers, jobs, round), State(servers, (), ())
     return _segments(program, inputs, state, plan, first, stop, carry)
 
@@ -370,7 +373,7 @@ def inputs_of(methods, hyper, data, keys, servers, jobs, round) -> Inputs:
 
 
 def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcome) -> tuple[State, Report]:
-    """Aggregation in every experiment."""
+    """The state and report of a round: aggregate in every experiment, and write the clients' state."""
     methods, hyper, data, jobs, round = inputs.methods, inputs.hyper, inputs.data, inputs.jobs, inputs.round
     mean, total, each = outcome.message
     if program.experiments == 1:
@@ -382,7 +385,7 @@ def _ended(program: Program, inputs: Inputs, keys, state: State, outcome: Outcom
     clients, statistics = outcome.clients, outcome.statistics
     if not (program.split_clients or program.in_place):
 
-        def write(old, new):  # those of jobs with steps
+        def write(old, new):  # only of jobs with steps
             slots = jnp.where(jobs.steps > 0, jobs.slot, old.shape[0])
             return old.at[slots].set(new, mode="drop", unique_indices=False)
 

@@ -1,7 +1,7 @@
-"""Several devices: a mesh whose one axis is the lanes, and how arrays lie on it.
+"""Several devices: a mesh whose one axis is the lanes, and how arrays are placed on it.
 
-Every device trains its share of a round's jobs; what all of them read is on each. Several processes, with as many
-devices each, form one mesh. With one device nothing here does anything.
+Every device trains its share of a round's jobs; what all of them read is replicated. Several processes, with equally
+many devices each, form one mesh. With one device nothing here has an effect.
 """
 
 from collections.abc import Callable
@@ -25,27 +25,27 @@ SPLIT: Any = P(AXIS)
 
 @cache
 def mesh_of(devices: int) -> Mesh:
-    """A mesh of as many devices, the first of each process; UserError where there are fewer."""
+    """A mesh of this many devices, the first ones of each process; UserError if there are fewer."""
     processes = jax.process_count()
-    each = [[d for d in jax.devices() if d.process_index == p][: devices // processes] for p in range(processes)]
-    chosen = [device for own in each for device in own]
-    if len(chosen) != devices:
+    by_process = [[d for d in jax.devices() if d.process_index == p][: devices // processes] for p in range(processes)]
+    mesh_devices = [device for process_devices in by_process for device in process_devices]
+    if len(mesh_devices) != devices:
         raise UserError(f"there are no {devices} devices: use at most {len(jax.devices())}.")
-    return Mesh(np.array(chosen), (AXIS,))
+    return Mesh(np.array(mesh_devices), (AXIS,))
 
 
 def sharding(devices: int, spec: P = EVERYWHERE) -> NamedSharding | None:
-    """How arrays lie on several devices; None for one."""
+    """How arrays are placed on several devices; None for one."""
     return NamedSharding(mesh_of(devices), spec) if devices > 1 else None
 
 
 def spread(function: Callable, devices: int, in_specs: Any, out_specs: Any) -> Callable:
-    """The function on every device at once, with its own part of what the specs split."""
+    """The function run on every device at once, each with its own part of what the specs split."""
     return jax.shard_map(function, mesh=mesh_of(devices), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def distribute(tree: Tree, devices: int, spec: P = EVERYWHERE) -> Tree:
-    """The tree on all devices; every process has the whole of it before."""
+    """The tree placed on all devices; every process must have the whole tree."""
     target = sharding(devices, spec)
     return tree if target is None else jax.tree.map(lambda x: _distributed(x, target), tree)
 
@@ -63,7 +63,7 @@ def _distributed(x: Any, target: Sharding) -> Any:
 
 
 def own_copy(tree: Tree) -> Tree:
-    """What is on every device, as arrays of one of this process's."""
+    """Replicated arrays, as arrays on one device of this process."""
 
     def local(x):
         return x.addressable_data(0) if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 else x
@@ -72,17 +72,17 @@ def own_copy(tree: Tree) -> Tree:
 
 
 def devices_of(tree: Tree) -> int:
-    """How many devices the arrays of a tree lie on."""
+    """How many devices the arrays of a tree are placed on."""
     return max((len(x.sharding.device_set) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), default=1)
 
 
 def owners_of(rows: np.ndarray, count: int) -> np.ndarray:
-    """Which process each of `count` clients belongs to, by number: equally many neighbours to each; rows [n]."""
+    """The process that owns each client in rows [n], of `count` clients: each process owns equally many neighbours."""
     return rows * jax.process_count() // count
 
 
 def part_of(devices: int, count: int) -> tuple[Any, Any, int]:
-    """This device's share of `count` things: its first, how many, and how many at most; within `spread`."""
+    """This device's share of `count` items: the first, how many, and the most of any device; within `spread`."""
     if devices == 1:
         return 0, count, count
     most = -(-count // devices)
@@ -91,7 +91,7 @@ def part_of(devices: int, count: int) -> tuple[Any, Any, int]:
 
 
 def gathered(tree: Tree) -> Tree:
-    """The devices' parts one after another; within `spread`."""
+    """The devices' parts, concatenated; within `spread`."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, tiled=True), tree)
 
 

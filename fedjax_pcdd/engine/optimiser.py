@@ -11,7 +11,7 @@ from fedjax_pcdd.trees import zeros_like
 
 
 def scale_by_momentum(decay) -> optax.GradientTransformationExtraArgs:
-    """m = decay m + g. The update takes `moving`, as `scale_by_adam` has it: what stands still keeps its momentum."""
+    """m = decay m + g. The update takes `moving` as in `scale_by_adam`: leaves that stand still keep their momentum."""
     trace = optax.trace(decay)
 
     def update(updates, state: Any, params=None, *, moving=None, **others):
@@ -27,8 +27,8 @@ def scale_by_momentum(decay) -> optax.GradientTransformationExtraArgs:
 def scale_by_adam() -> optax.GradientTransformationExtraArgs:
     """Adam, betas 0.9 and 0.999, whose moments and count of steps advance leaf by leaf.
 
-    The update takes `moving`, a tree of booleans (traced or not): to a leaf that stands still a step never happened, so
-    its bias correction begins when it begins to move. Without `moving` all leaves move.
+    The update takes `moving`, a tree of booleans (traced or not): for a leaf that stands still the step never happened,
+    so its bias correction begins when it begins to move. Without `moving` all leaves move.
     """
     adam = optax.scale_by_adam()
 
@@ -37,20 +37,20 @@ def scale_by_adam() -> optax.GradientTransformationExtraArgs:
         return optax.ScaleByAdamState(count, zeros_like(params), zeros_like(params))
 
     def update(updates, state, params=None, *, moving=None, **others):
-        pairs = jax.tree.map(lambda g, *own: adam.update(g, optax.ScaleByAdamState(*own)), updates, *state)
+        pairs = jax.tree.map(lambda g, *leaf: adam.update(g, optax.ScaleByAdamState(*leaf)), updates, *state)
         directions, after = jax.tree.transpose(jax.tree.structure(updates), None, pairs)
         if moving is not None:
-            kept = (jax.tree.map(jnp.where, moving, new, old) for new, old in zip(after, state, strict=True))
-            after = optax.ScaleByAdamState(*kept)
+            fields = (jax.tree.map(jnp.where, moving, new, old) for new, old in zip(after, state, strict=True))
+            after = optax.ScaleByAdamState(*fields)
         return directions, after
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def clip_by_norm(limit, apart: tuple[str, ...] = ()) -> optax.GradientTransformation:
-    """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is the reference's.
+    """g * min(1, limit / (|g| + 1e-6)), |g| the norm over all leaves; the 1e-6 is that of the reference code.
 
-    Parts of the parameters that are named in `apart` are clipped each by itself.
+    Each part of the parameters that `apart` names is clipped by itself.
     """
 
     def shortened(tree: Any) -> Any:
@@ -67,7 +67,7 @@ def clip_by_norm(limit, apart: tuple[str, ...] = ()) -> optax.GradientTransforma
 
 
 def add_after_clipping(weight_decay) -> optax.GradientTransformationExtraArgs:
-    """Adds the decayed weights, and `unclipped`, a tree as the parameters, where an update is given one."""
+    """Adds the decayed weights and, if an update is given it, `unclipped`, a tree like the parameters."""
     decay = optax.add_decayed_weights(weight_decay)
 
     def update(updates, state, params=None, *, unclipped=None, **others):
@@ -80,13 +80,13 @@ def add_after_clipping(weight_decay) -> optax.GradientTransformationExtraArgs:
 def make_optimiser(local: Local, *, clip: bool, apart: tuple[str, ...] = ()) -> optax.GradientTransformationExtraArgs:
     """SGD with heavy-ball momentum (m = rho m + g, no dampening, no Nesterov), or Adam (0.9, 0.999, eps 1e-8).
 
-    Decay is added to the gradient (coupled), after clipping. The update takes `moving`, as `scale_by_adam` has it, and
-    `unclipped`, as `add_after_clipping` has it.
+    Decay is added to the gradient (coupled), after clipping. The update takes `moving` as in `scale_by_adam`, and
+    `unclipped` as in `add_after_clipping`.
 
     Args:
       local: its floats are scalars.
-      clip: static; False leaves the norm uncomputed.
-      apart: parts of the parameters that are clipped each by itself.
+      clip: static; if False, the norm is not computed.
+      apart: parts of the parameters that are each clipped by themselves.
     """
     inner = scale_by_momentum(local.momentum) if local.optimizer == "sgd" else scale_by_adam()
     steps = [clip_by_norm(local.clip, apart)] if clip else []

@@ -1,4 +1,4 @@
-"""What every client is to do in a round: local training, cohorts, jobs and their schedule, from (seed, round) alone.
+"""What every client does in a round: local training, cohorts, jobs and their schedule, from (seed, round) alone.
 
 Letters: E experiments, K clients, S cohort, J = E * S jobs, B batch.
 """
@@ -34,12 +34,12 @@ class Experiment(NamedTuple):
     method: Method
     local: Local
     seed: int
-    numbers: tuple[int, ...] = ()  # of the clients in the whole federation, where this one is a part of it
-    availability: Availability | None = None  # None: all clients are always there
+    numbers: tuple[int, ...] = ()  # of the clients in the whole federation, if this one is a part of it
+    availability: Availability | None = None  # None: all clients are always available
 
 
 class Planner:
-    """Schedules rounds; `Simulation` is one, and adds what else these attributes name.
+    """Schedules rounds; the subclass `Simulation` sets those attributes that `__init__` does not.
 
     Attributes:
       sizes, steps: [E, K] training samples, and steps of a local epoch.
@@ -47,8 +47,8 @@ class Planner:
       epochs: [K] local epochs of a round.
       numbers: [E, K] of the clients in the whole federation.
       weights: [E, K] before normalisation.
-      capacity: most steps of a lane.
-      owners: processes that own clients, whose samples and state are theirs alone; 1 where nobody does.
+      capacity: the most steps of a lane.
+      owners: how many processes own clients, whose samples and state they alone have; 1 if none does.
     """
 
     owners: int = 1
@@ -61,21 +61,23 @@ class Planner:
     capacity: int
 
     def __init__(self, experiments: Sequence[Experiment], cohort: int):
-        """Args: cohort: S."""
+        """Plan for cohorts of size S."""
         first = experiments[0]
         self.experiments, self.local, self.cohort_size = experiments, first.local, cohort
         self.sizes = np.stack([e.federation.sizes for e in experiments])
         self.able = [np.flatnonzero(sizes) for sizes in self.sizes]
-        everyone = np.arange(self.sizes.shape[1], dtype=np.int32)
-        self.numbers = np.stack([np.array(e.numbers, np.int32) if e.numbers else everyone for e in experiments])
+        clients = np.arange(self.sizes.shape[1], dtype=np.int32)
+        self.numbers = np.stack([np.array(e.numbers, np.int32) if e.numbers else clients for e in experiments])
         self.steps = schedule.batches_per_epoch(self.sizes, self.local.batch_size, self.local.last_batch)
         traits = first.method.traits()
-        asked = self.local.epochs if traits.epochs is None else traits.epochs
-        self.epochs = np.maximum(np.broadcast_to(asked, len(everyone)), traits.least_epochs) + traits.more_epochs
+        epochs = self.local.epochs if traits.epochs is None else traits.epochs
+        self.epochs = np.maximum(np.broadcast_to(epochs, len(clients)), traits.least_epochs) + traits.more_epochs
         if self.local.local_steps is not None:
             if traits.epochs is not None or traits.least_epochs > 1 or traits.more_epochs:
                 raise UserError("this method tells its local epochs apart: give `local_epochs`, not `local_steps`.")
-            self.steps = np.where(self.steps > 0, self.local.local_steps, 0)  # a round is one epoch to whom it matters
+            self.steps = np.where(
+                self.steps > 0, self.local.local_steps, 0
+            )  # a round counts as one epoch where it matters
             self.epochs = np.ones_like(self.epochs)
         if traits.own_loss and (self.local.loss, self.local.class_weights) != ("ce", "none"):
             raise UserError("this method has a softmax of its own: use `loss=ce` and `class_weights=none`.")
@@ -89,18 +91,18 @@ class Planner:
 
     @property
     def federations(self) -> list[Federation]:
-        """Of each experiment."""
-        return [one.federation for one in self.experiments]
+        """The federation of each experiment."""
+        return [experiment.federation for experiment in self.experiments]
 
     def raw_weights(self, rule: str, methods: Any, data: Data) -> np.ndarray:
         """Aggregation weights [E, K] before normalisation.
 
         Args:
           rule: `method`, `uniform` or `batches`.
-          methods: [E, ...] as they were configured.
+          methods: [E, ...] as configured.
 
         Raises:
-          UserError: an experiment has none, or the method's are no weights.
+          UserError: an experiment has no weights, or the method's are invalid.
         """
         if rule == "uniform":
             return np.ones(self.sizes.shape)
@@ -117,13 +119,13 @@ class Planner:
             return scalar(method, "weight", method.weight(facts_of(self.program, data, row)))
 
         rows = np.arange(self.sizes.size, dtype=np.int32)
-        given = np.asarray(jax.jit(jax.vmap(weight))(rows), float).reshape(self.sizes.shape)
-        for one, row in zip(self.experiments, given, strict=True):
-            wrong = np.flatnonzero(~(np.isfinite(row) & (row >= 0)))
-            if len(wrong):
-                name, value = type(one.method).__name__, row[wrong[0]]
-                raise UserError(f"{name}.weight must be finite and at least 0, not {value} as for client {wrong[0]}.")
-        return given
+        weights = np.asarray(jax.jit(jax.vmap(weight))(rows), float).reshape(self.sizes.shape)
+        for experiment, row in zip(self.experiments, weights, strict=True):
+            invalid = np.flatnonzero(~(np.isfinite(row) & (row >= 0)))
+            if len(invalid):
+                name, value = type(experiment.method).__name__, row[invalid[0]]
+                raise UserError(f"{name}.weight must be finite and at least 0, not {value} as for client {invalid[0]}.")
+        return weights
 
     @property
     def round_steps(self) -> np.ndarray:
@@ -133,52 +135,59 @@ class Planner:
     @property
     def everyone_trains(self) -> bool:
         """Whether all clients with steps are in every cohort."""
-        always = all(e.availability is None for e in self.experiments)
-        return always and bool(self.cohort_size >= (self.round_steps > 0).sum(1).max())
+        always_available = all(e.availability is None for e in self.experiments)
+        return always_available and bool(self.cohort_size >= (self.round_steps > 0).sum(1).max())
 
     def clients_of(self, round: int) -> list[np.ndarray]:
-        """The cohort of each experiment: of the clients that are there, but for those that are lost in mid-round.
+        """The cohort of each experiment: drawn from the available clients, without those that are lost in mid-round.
 
-        What these do is nobody's: they have no steps, no weight, and keep the state that they had.
+        What a lost client does has no effect: it has no steps and no weight, and keeps the state that it had.
         """
         cohorts = []
         for e, able in zip(self.experiments, self.able, strict=True):
-            known = e.availability
-            there = known and known.there(e.seed, round)
-            chosen = schedule.cohort(e.seed, round, able, self.cohort_size, there)
-            cohorts.append(chosen if known is None else chosen[known.stay(e.seed, round)[chosen]])
+            availability = e.availability
+            available = availability and availability.there(e.seed, round)
+            drawn = schedule.cohort(e.seed, round, able, self.cohort_size, available)
+            cohorts.append(drawn if availability is None else drawn[availability.stay(e.seed, round)[drawn]])
         return cohorts
 
     def jobs(self, round: int, cohorts: Sequence[np.ndarray] | None = None) -> tuple[schedule.Jobs, list[np.ndarray]]:
-        """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` in place of those drawn.
+        """Jobs of a round [J] and the batches of each [T_j, B]; `cohorts` replace those drawn.
 
-        A cohort without any weight has no batches: what its clients learnt, nobody would hear of.
+        A cohort without any weight has no batches, as nothing that its clients learnt would be used.
         """
         local, base = self.local, 0
         clients = np.zeros((len(self.experiments), self.cohort_size), np.int32)
         weight, batches = np.zeros(clients.shape), []
-        for e, chosen in enumerate(cohorts or self.clients_of(round)):
+        for e, cohort in enumerate(cohorts or self.clients_of(round)):
             train = self.experiments[e].federation.partition.train
-            clients[e, : len(chosen)] = chosen
-            weight[e, : len(chosen)] = self.weights[e, chosen] * (self.steps[e, chosen] > 0)
-            if self.streamed and weight[e].any():  # positions in the shard, where jobs with steps have their samples
-                size = np.where(self.steps[e, chosen] > 0, self.sizes[e, chosen], 0)
+            clients[e, : len(cohort)] = cohort
+            weight[e, : len(cohort)] = self.weights[e, cohort] * (self.steps[e, cohort] > 0)
+            if self.streamed and weight[e].any():  # positions in the shard, which has the samples of jobs with steps
+                size = np.where(self.steps[e, cohort] > 0, self.sizes[e, cohort], 0)
                 lists, base = Lists(base + np.arange(size.sum()), size), base + int(size.sum())
             else:
-                lists = [train[k] for k in chosen.tolist()]
-            drawn = self._drawn(lists, e, chosen, round)
+                lists = [train[k] for k in cohort.tolist()]
+            drawn = self._drawn(lists, e, cohort, round)
             batches += drawn if weight[e].any() else [b[:0] for b in drawn]
-            batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(chosen))
+            batches += [np.zeros((0, local.batch_size), np.int32)] * (self.cohort_size - len(cohort))
         weight /= np.maximum(weight.sum(1, keepdims=True), np.finfo(float).tiny)
         return self.table(clients, weight, batches), batches
 
-    def _drawn(self, samples: Sequence[np.ndarray], e: int, chosen: np.ndarray, round: int) -> list[np.ndarray]:
-        """The batches [T_j, B] of the chosen clients of an experiment in a round."""
-        seed, local, numbers = self.experiments[e].seed, self.local, self.numbers[e, chosen]
-        how: Any = {"batch": local.batch_size, "rule": local.last_batch, "shuffle": local.shuffle, "clients": numbers}
+    def _drawn(self, samples: Sequence[np.ndarray], e: int, cohort: np.ndarray, round: int) -> list[np.ndarray]:
+        """The batches [T_j, B] of an experiment's cohort in a round."""
+        seed, local, numbers = self.experiments[e].seed, self.local, self.numbers[e, cohort]
+        options: Any = {
+            "batch": local.batch_size,
+            "rule": local.last_batch,
+            "shuffle": local.shuffle,
+            "clients": numbers,
+        }
         if local.local_steps is None:
-            return schedule.job_batches(samples, schedule.streams(seed, round), epochs=self.epochs[chosen], **how)
-        return schedule.endless_batches(samples, schedule.streams(seed, 0), round=round, steps=local.local_steps, **how)
+            return schedule.job_batches(samples, schedule.streams(seed, round), epochs=self.epochs[cohort], **options)
+        return schedule.endless_batches(
+            samples, schedule.streams(seed, 0), round=round, steps=local.local_steps, **options
+        )
 
     def table(self, clients: np.ndarray, weight: np.ndarray, batches: Sequence[np.ndarray]) -> schedule.Jobs:
         """The job table from clients [E, S], weights [E, S] and the jobs' batches."""
@@ -196,18 +205,18 @@ class Planner:
         if program.devices == 1:
             return schedule.pack(batches, program.lanes, **shape), jobs
         owners = owners_of(jobs.row % program.setting.num_clients, program.setting.num_clients)
-        own: Any = {"owners": owners, "processes": self.owners} if self.owners > 1 else {}
-        shares = schedule.divide(batches, program.lanes, program.devices, **shape, **own)
+        ownership: Any = {"owners": owners, "processes": self.owners} if self.owners > 1 else {}
+        shares = schedule.divide(batches, program.lanes, program.devices, **shape, **ownership)
         if program.split_clients:
             jobs = jobs._replace(slot=shares.position % shares.members.shape[1])
         if self.streamed:  # each device has the samples of its own jobs
             sizes, pairs = self.streamed.sizes_of(jobs), zip(shares.plan.indices, shares.members, strict=True)
-            parts = [renumbered(indices, sizes, members[members >= 0]) for indices, members in pairs]
-            shares = shares._replace(plan=shares.plan._replace(indices=np.stack(parts)))
+            positions = [renumbered(indices, sizes, members[members >= 0]) for indices, members in pairs]
+            shares = shares._replace(plan=shares.plan._replace(indices=np.stack(positions)))
         return shares, jobs
 
     def data_of(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> Data:
-        """The samples that a round of a plan sees."""
+        """The samples that the round of a plan sees."""
         return self.streamed.of_jobs(plan, jobs) if self.streamed else self.data
 
     def _seen(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs) -> tuple[np.ndarray, np.ndarray]:
@@ -218,9 +227,9 @@ class Planner:
         return jobs.row, jobs.steps > 0
 
     def sent(self, plan: schedule.Plan | schedule.Shares, jobs: schedule.Jobs, round: int) -> Parcel:
-        """What the host sends for a round; of several devices each gets its own share, and all get the rest."""
+        """What the host sends for a round; each of several devices gets its own share, and all get the rest."""
         if isinstance(plan, schedule.Plan):
             return packed((plan, jobs, np.int32(round)))
-        own = packed((plan.plan, plan.members), each=True)
-        own = replace(own, words=distribute(own.words, self.program.devices, SPLIT))
-        return packed(((own, plan.position), jobs, np.int32(round)))
+        shares = packed((plan.plan, plan.members), each=True)
+        shares = replace(shares, words=distribute(shares.words, self.program.devices, SPLIT))
+        return packed(((shares, plan.position), jobs, np.int32(round)))

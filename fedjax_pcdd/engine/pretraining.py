@@ -1,4 +1,4 @@
-"""What participants with models of their own learn before the first round: each by itself, by plain cross-entropy."""
+"""Pre-training of participants with models of their own, before the first round: each alone, by plain cross-entropy."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,16 +15,16 @@ from fedjax_pcdd.methods.method import Local
 from fedjax_pcdd.methods.participant import Participant
 from fedjax_pcdd.methods.parts import joined
 
-PRIVATE = np.iinfo(np.int32).max  # the round whose draws training on private images takes
-PUBLIC = PRIVATE - 1  # and that on public ones
+PRIVATE = np.iinfo(np.int32).max  # the round number for the draws of training on private images
+PUBLIC = PRIVATE - 1  # and on public images
 
 
 def pretrained(groups: Groups, state: State, epochs: int, batch_size: int, *, transfer: int = 0) -> State:
-    """The state after every participant trained its model on its own data.
+    """The state after every participant has trained its model on its own data.
 
     Args:
       state: before the first round.
-      transfer: epochs before these on the labelled public images.
+      transfer: epochs on the labelled public images, before these.
 
     Raises:
       UserError: participants keep no models.
@@ -35,19 +35,19 @@ def pretrained(groups: Groups, state: State, epochs: int, batch_size: int, *, tr
     for g, group in enumerate(groups.groups):
         variables = _transferred(groups, g, replace(local, epochs=transfer)) if transfer else groups.initial(g)
         if epochs:
-            own = group.experiments[0].federation
-            variables = _trained_alone(groups, g, variables, PRIVATE, own, replace(local, epochs=epochs))
+            federation = group.experiments[0].federation
+            variables = _trained_alone(groups, g, variables, PRIVATE, federation, replace(local, epochs=epochs))
         clients.append(groups.states_of(g, variables))
     return state._replace(clients=tuple(clients))
 
 
 def _transferred(groups: Groups, g: int, local: Local) -> Tree:
-    """A group's models [K_g, ...] after naming the public images; their own heads are as at first.
+    """A group's models [K_g, ...] after training on the public images; their own heads stay as initialised.
 
-    Public images have classes of their own, so they have a head of their own, which is dropped.
+    Public images have classes of their own, so the models train with another head, which is dropped.
     """
     public, labels, members = groups.public, groups.public_labels, len(groups.members[g])
-    assert public is not None  # `Groups` has seen to both
+    assert public is not None  # `Groups` has checked both
     assert labels is not None
     images = public.images
     data = Dataset("public", images, labels, images[:1], labels[:1], int(labels.max()) + 1)
@@ -59,11 +59,11 @@ def _transferred(groups: Groups, g: int, local: Local) -> Tree:
 
 
 def _trained_alone(
-    groups: Groups, g: int, variables: Tree, round: int, federation: Federation, local: Local, **more: Any
+    groups: Groups, g: int, variables: Tree, round: int, federation: Federation, local: Local, **options: Any
 ) -> Tree:
-    """A group's models [K_g, ...] after each was trained by itself on its part of the federation's data."""
+    """A group's models [K_g, ...] after training each alone on its part of the federation's data."""
     group = groups.groups[g]
     local = fitting(replace(local, local_steps=None, lr_steps=()), federation.sizes)
     experiment = group.experiments[0]._replace(federation=federation, method=Participant(), local=local)
-    alone = group.alike([experiment], len(groups.members[g]), **more)
+    alone = group.alike([experiment], len(groups.members[g]), **options)
     return alone.step(alone.start()._replace(clients=variables), round)[0].clients

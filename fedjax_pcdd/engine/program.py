@@ -25,13 +25,13 @@ from fedjax_pcdd.trees import at, select, zeros_like
 
 Tree = Any
 
-OPTIMISER, LAYERS = "optimiser", "layers"  # names beside running statistics in what the engine keeps of a client
+OPTIMISER, LAYERS = "optimiser", "layers"  # names, besides running statistics, in what the engine keeps for a client
 
-MODEL, ROUNDS, SERVER, CLIENT, EXCHANGE = range(5)  # what a seed has a stream of keys for
+MODEL, ROUNDS, SERVER, CLIENT, EXCHANGE = range(5)  # a seed has a stream of keys for each
 
 
 def stream_of(seed: int, which: int) -> jax.Array:
-    """The key that everything of one kind is drawn with."""
+    """The key for all random draws of one kind."""
     return jax.random.fold_in(jax.random.key(seed), which)
 
 
@@ -40,7 +40,7 @@ class Program:
     """Everything static; two rounds with equal programs and array shapes share one executable."""
 
     model: Classifier
-    method: type  # JAX takes trees of two Flax dataclasses for one structure, and so one's program for the other's
+    method: type  # as JAX takes trees of two Flax dataclasses for one structure, and would share a program
     setting: Setting
     pipeline: Pipeline
     lanes: int  # of each device
@@ -50,53 +50,53 @@ class Program:
     keeps_optimiser: bool  # the local optimiser's state stays with the client (`optimizer_state=kept`)
     masked: bool  # False where every batch is full
     blocks: Blocks
-    eval_batch: int  # samples at a time in passes that train nothing, of all models of a block together
+    eval_batch: int  # samples at a time in passes without training, over all models of a block together
     train_pass: Pass  # over one client's training data
-    batch_pass: Pass  # the same in batches of training
+    batch_pass: Pass  # the same in training batches
     test_pass: Pass  # over one client's test data
     held_pass: Pass  # over one client's validation samples
     dtype: Any  # of the images that enter the model
     public_pipeline: Pipeline | None
     devices: int
-    split_data: bool  # each device has the samples of its own jobs alone
-    split_clients: bool  # what a round sees of the clients' state is divided among the devices, as their jobs
+    split_data: bool  # each device has only the samples of its own jobs
+    split_clients: bool  # the clients' state that a round sees is divided among the devices, as their jobs
     tests_epochs: int  # epochs before which clients are tested on their own data, 0 for none
-    validated: bool  # behind the tests of each client lie its validation samples, whose labels are C higher
+    validated: bool  # each client's tests are followed by its validation samples, whose labels are C higher
     in_place: bool  # a job writes its client's state where it read it, see `compiler_options`
-    aggregates: bool = True  # False where rounds leave their messages to whoever has those of other architectures
+    aggregates: bool = True  # False where rounds return messages, to be combined with those of other architectures
     summarises: bool = True  # False in rounds that leave out the method's pass over the clients' data
 
     @property
     def counts(self) -> int:
-        """How many counts of correct predictions there are: C, and as many of validation samples."""
+        """Number of counts of correct predictions: C, and another C with validation samples."""
         return self.setting.num_classes * (1 + self.validated)
 
     def eval_batch_of(self, models: int) -> int:
-        """Samples of each of so many models at a time, in passes that train nothing, where blocks share them."""
+        """Samples of each of so many models at a time, in passes without training, where blocks share `eval_batch`."""
         return self.eval_batch if self.blocks.size == 1 else max(1, self.eval_batch // models)
 
 
 def compiler_options(devices: int = 1, *, one_step: bool = False) -> dict[str, Any] | None:
-    """What XLA is told about a round on so many devices; None for its defaults, off a CPU."""
+    """XLA's options for a round on so many devices; None (its defaults) unless on a CPU."""
     if jax.default_backend() != "cpu":
         return None
-    # Clients that make one step are bound by memory; with more work the default, for most concurrency, is faster.
+    # Clients that take one step are bound by memory; with more work the default, which favours concurrency, is faster.
     ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if one_step else {}
     # With the default analysis, state that is read and written in one loop is copied for every job.
     return ordered | ({"xla_cpu_copy_insertion_use_region_analysis": True} if devices == 1 else {})
 
 
 def fresh_variables(model: Classifier, keys: jax.Array, image_shape: tuple[int, ...]) -> Variables:
-    """Variables of a model from a key, or [N, ...] of N of them: those of `initialise`, sooner compiled."""
+    """Variables of a model from a key, or [N, ...] from N keys: those of `initialise`, but compiled faster."""
     return _fresh_variables(jax.default_backend())(model, keys, image_shape)
 
 
 @functools.cache
 def _fresh_variables(backend: str) -> Callable[..., Variables]:
-    # What draws numbers is long and runs once: XLA on a CPU can take longer over it than over a round. With its first
-    # level of optimisation that is a quarter to a half, for the same bits.
-    plainly = backend == "cpu" and "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", "")
-    options = {"xla_backend_optimization_level": 1} if plainly else None
+    # The program that draws variables is long and runs once: XLA on a CPU can take longer to compile it than a round.
+    # At its first level of optimisation that takes a quarter to a half of the time, for the same bits.
+    low_level = backend == "cpu" and "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", "")
+    options = {"xla_backend_optimization_level": 1} if low_level else None
 
     @functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=options)
     def initial_variables(model, keys, image_shape):
@@ -107,21 +107,21 @@ def _fresh_variables(backend: str) -> Callable[..., Variables]:
 
 
 class Samples(NamedTuple):
-    """Images, labels and who owns them: row r has order[start : start + size[r]], whose start `start_of` knows."""
+    """Images, labels and who owns them: row r has order[start : start + size[r]], with start from `start_of`."""
 
     images: jax.Array  # [n, H, W, channels] uint8
     labels: jax.Array  # [n] int32
     order: jax.Array  # [m] int32, the rows' index lists one after another
-    start: jax.Array  # [R] int32, or [M] of the M rows that are here
+    start: jax.Array  # [R] int32, or [M] of the M rows that are present
     size: jax.Array  # [R] int32
-    numbers: Any = ()  # [n] int32, of the samples in the data set where only some of them are here
-    rows: Any = ()  # [M] int32, which rows are here where these are not all; R for none
+    numbers: Any = ()  # [n] int32, of the samples in the data set, if only some of them are present
+    rows: Any = ()  # [M] int32, which rows are present, if not all are; R for none
 
 
 def start_of(samples: Samples, row: Any) -> Any:
-    """Where in the order a row's list begins; 0 for a row that is not here.
+    """Where a row's list begins in the order; 0 for a row that is not present.
 
-    A shard does not tell it of all R rows, which would have to be sent with it each round.
+    A shard has no starts of all R rows, as these would have to be sent with it each round.
     """
     if isinstance(samples.rows, tuple):
         return at(samples.start, row)
@@ -135,15 +135,15 @@ class Data(NamedTuple):
     test: Samples
     class_counts: jax.Array  # [R, C] training samples
     public: Any = ()  # [N, H, W, channels] uint8, if the run has public images
-    held: Any = ()  # [R] how many validation samples lie behind the tests of each row, where they are on the device
+    held: Any = ()  # [R] how many validation samples follow the tests of each row, if they are on the device
 
 
 class State(NamedTuple):
-    """What crosses rounds."""
+    """What is carried from one round to the next."""
 
     servers: Tree  # [E, ...]
     clients: Tree  # [R, ...], or [J, ...] within a round whose clients were fetched from the host
-    statistics: Tree  # what the engine keeps of each client: running statistics, `OPTIMISER` and `LAYERS`; or ()
+    statistics: Tree  # what the engine keeps for each client: running statistics, `OPTIMISER` and `LAYERS`; or ()
 
 
 def samples_of(images, labels, lists: Sequence[np.ndarray]) -> Samples:
@@ -155,20 +155,20 @@ def samples_of(images, labels, lists: Sequence[np.ndarray]) -> Samples:
 
 
 def tests_of(federations: Sequence[Federation]) -> tuple[Any, Any, Lists]:
-    """Images, labels and lists of the tests, behind those of each client its validation samples, as labels C higher."""
+    """Images, labels and lists of the tests; validation samples follow their client's tests, with labels C higher."""
     first, dataset = federations[0], federations[0].dataset
     tests = Lists.join([f.partition.test for f in federations])
-    held = first.validation
-    if held is None:
+    validation = first.validation
+    if validation is None:
         return dataset.x_test, dataset.y_test, tests
     if len(federations) > 1:
         raise UserError("experiments with `validation` are trained one by one: their samples differ.")
-    both = np.stack([tests.sizes, held.sizes], 1)
-    owners = [np.repeat(np.arange(len(tests)), sizes) for sizes in both.T]
-    flat = np.concatenate([tests.flat, len(dataset.y_test) + np.arange(len(held.flat))])
-    lists = Lists(flat[np.argsort(np.concatenate(owners), kind="stable")], both.sum(1))
-    labels = np.concatenate([dataset.y_test, dataset.y_train[held.flat] + dataset.num_classes])
-    return np.concatenate([dataset.x_test, dataset.x_train[held.flat]]), labels, lists
+    split_sizes = np.stack([tests.sizes, validation.sizes], 1)
+    owners = [np.repeat(np.arange(len(tests)), sizes) for sizes in split_sizes.T]
+    flat = np.concatenate([tests.flat, len(dataset.y_test) + np.arange(len(validation.flat))])
+    lists = Lists(flat[np.argsort(np.concatenate(owners), kind="stable")], split_sizes.sum(1))
+    labels = np.concatenate([dataset.y_test, dataset.y_train[validation.flat] + dataset.num_classes])
+    return np.concatenate([dataset.x_test, dataset.x_train[validation.flat]]), labels, lists
 
 
 def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
@@ -177,32 +177,32 @@ def load_data(federations: Sequence[Federation], public: Any = None) -> Data:
     train = samples_of(dataset.x_train, dataset.y_train, Lists.join([p.train for p in partitions]))
     test = samples_of(*tests_of(federations))
     counts = np.concatenate([f.class_counts for f in federations])
-    held = federations[0].validation
+    validation = federations[0].validation
     return Data(
         train, test, jnp.asarray(counts, jnp.result_type(float)), () if public is None else jnp.asarray(public),
-        () if held is None else jnp.asarray(held.sizes, jnp.int32),
+        () if validation is None else jnp.asarray(validation.sizes, jnp.int32),
     )  # fmt: skip
 
 
 class Report(NamedTuple):
-    """What a round tells the host."""
+    """What a round reports to the host."""
 
     loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
     correct: jax.Array  # [J, C] correct predictions of the model just trained on the client's own test set
-    before: jax.Array  # [J, E, C] the same before each local epoch; E = 0 where that is not asked for
+    before: jax.Array  # [J, E, C] the same before each local epoch; E = 0 if not requested
 
 
 class Launched(NamedTuple):
     """A round that is being computed."""
 
-    before: Any  # State that it began with, donated but for what lives in host memory
+    before: Any  # State that it began with, donated except for what lives in host memory
     after: State
     report: Report
     plan: Any  # as `Simulation.plan` gave it
 
 
 class Evaluation(NamedTuple):
-    """Correct predictions; () where a method has no such model or it was not asked for."""
+    """Correct predictions; () where a method has no such model or it was not requested."""
 
     generic: Any  # [E, C] global model, whole test set
     personal: Any  # [R, C] personal model between rounds, own test set
@@ -222,7 +222,7 @@ def overlaid(params: Tree, layers: Tree) -> Tree:
 
 
 def with_own(variables: Tree, statistics: Tree) -> Tree:
-    """Variables with what the engine keeps of a client in its place: running statistics and layers of its own."""
+    """Variables with what the engine keeps for a client put in place: running statistics and layers of its own."""
     kept = dict(statistics)
     kept.pop(OPTIMISER, None)
     layers = kept.pop(LAYERS, {})
@@ -230,32 +230,32 @@ def with_own(variables: Tree, statistics: Tree) -> Tree:
 
 
 def put(tree: Tree, row, value: Tree, live: Any = None) -> Tree:
-    """The tree with one row of every leaf's leading axis replaced, or several different ones.
+    """The tree with one row of every leaf's leading axis replaced, or several distinct rows.
 
     Args:
       row: a scalar, or [b].
       value: leaves [...], or [b, ...].
-      live: [b] which of several rows are to be replaced at all; the others are padding.
+      live: [b] which of several rows to replace; the others are padding.
     """
 
     def write_one(x, v):
         return jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), row, 0, allow_negative_indices=False)
 
     def write(x, v):
-        nowhere = x.shape[0] + jnp.arange(len(live))  # different rows, as XLA is told of all
-        rows = jnp.where(live, row, nowhere)
+        outside = x.shape[0] + jnp.arange(len(live))  # distinct rows, as XLA is promised
+        rows = jnp.where(live, row, outside)
         return x.at[rows].set(v.astype(x.dtype), mode="drop", unique_indices=True)
 
     return jax.tree.map(write if jnp.ndim(row) else write_one, tree, value)
 
 
 def block_of(array: Any, first, size: int) -> jax.Array:
-    """Entries [b] of an array from the first on; of a block of one, the entry."""
+    """Entries [b] of an array from `first` on; for a block of one, the entry itself."""
     return at(array, first) if size == 1 else jax.lax.dynamic_slice_in_dim(array, first, size)
 
 
 def experiment_of(program: Program, row) -> Any:
-    """Number of the experiment of which a row is a client."""
+    """Number of the experiment that a row belongs to."""
     return 0 if program.experiments == 1 else row // program.setting.num_clients
 
 
@@ -265,24 +265,24 @@ def of_experiment(tree: Tree, program: Program, experiment) -> Tree:
 
 
 def alone(tree: Tree) -> Tree:
-    """The tree without its leading axis, of one."""
+    """The tree without its leading axis, of size 1."""
     return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), tree)
 
 
 def over(size: int, function: Callable, in_axes: Any = 0, name: str | None = None) -> Callable:
-    """vmap over so many; what there is one of has no axis, which XLA on a CPU can update in place."""
+    """vmap over `size` items; a single item has no axis, so that XLA on a CPU can update it in place."""
     return function if size == 1 else jax.vmap(function, in_axes, axis_name=name)
 
 
 def lift(function: Callable, size: int) -> Callable:
-    """vmap over a leading axis; an axis of one is taken away instead, so that ordinary operations are compiled."""
+    """vmap over a leading axis; an axis of size 1 is removed instead, so that ordinary operations are compiled."""
     if size > 1:
         return jax.vmap(function)
 
-    def one(*args):
+    def single(*args):
         return jax.tree.map(lambda x: x[None], function(*alone(args)))
 
-    return one
+    return single
 
 
 def unlabelled(program: Program, data: Data) -> Unlabelled | None:
@@ -298,13 +298,13 @@ def unlabelled(program: Program, data: Data) -> Unlabelled | None:
 
 
 def facts_of(program: Program, data: Data, row) -> Facts:
-    """What is known of the client in a row."""
+    """The facts about the client in a row."""
     clients, counts = program.setting.num_clients, data.class_counts
-    own = at(counts, row), at(data.train.size, row)
+    client_data = at(counts, row), at(data.train.size, row)
     if program.experiments == 1:
-        return Facts(row, *own, counts)
-    everyone = select(counts.reshape(program.experiments, clients, -1), experiment_of(program, row))
-    return Facts(row % clients, *own, everyone)
+        return Facts(row, *client_data, counts)
+    all_counts = select(counts.reshape(program.experiments, clients, -1), experiment_of(program, row))
+    return Facts(row % clients, *client_data, all_counts)
 
 
 def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pass, template: Tree) -> Tree:
@@ -321,7 +321,7 @@ def sum_over_samples(function: Callable, samples: Samples, start, size, how: Pas
     def part(i):
         position = i + batches * jnp.arange(batch)
         entry = jnp.clip(start + jnp.minimum(position, size - 1), 0, samples.order.shape[0] - 1)
-        index = samples.order[entry]  # of a row without samples another's, masked
+        index = samples.order[entry]  # for a row without samples, another row's, masked
         return function(index, position < size)
 
     if turns == 1:

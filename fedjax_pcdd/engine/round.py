@@ -73,7 +73,7 @@ def _setting(
     steps: int, cohort: int, layers: tuple[tuple[str, ...], ...],
 ) -> Setting:  # fmt: skip
     federation, local = experiments[0].federation, experiments[0].local
-    owned = [(e.federation.class_counts > 0).sum(1) for e in experiments]
+    client_classes = [(e.federation.class_counts > 0).sum(1) for e in experiments]
     return Setting(
         num_classes=model.num_classes,
         feature_dim=feature_dim(model, image_shape),
@@ -82,8 +82,8 @@ def _setting(
         epochs=1 if local.local_steps else int(np.max(local.epochs)),
         batch_size=local.batch_size,
         normalised=normalises(model, image_shape),
-        one_class_clients=max(int((n == 1).sum()) for n in owned),
-        fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in owned),
+        one_class_clients=max(int((n == 1).sum()) for n in client_classes),
+        fewest_classes=min(int(n[n > 0].min(initial=federation.dataset.num_classes)) for n in client_classes),
         rarest_class=min(int(e.federation.class_counts.sum(0).min()) for e in experiments),
         own_weights=weights == "method",
         steps=steps,
@@ -93,7 +93,7 @@ def _setting(
 
 
 def _check_samples(experiment: Experiment, public: Any, stream: int | None) -> None:
-    """Refuse a method whose public images or validation samples are not there, with a UserError."""
+    """UserError if public images or validation samples that the method needs are missing."""
     traits = experiment.method.traits()
     if traits.public and public is None:
         raise UserError("this method needs unlabelled public images: name a data set with `public`.")
@@ -130,14 +130,14 @@ class Simulation(Planner):
           experiments: equal in model, data set, static fields of method and local training.
           pipeline: what is done to images before a model sees them.
           cohort: S, clients a round; clients without samples are never chosen.
-          rounds: T, for what methods do in the last ones, or by degrees.
+          rounds: T, for methods that act in the last rounds or change gradually.
           weights: aggregation weights: the method's own, equal, or the number of full batches (the papers' code).
           local_statistics: keep batch-norm statistics with the client.
-          local_layers: keep these and the parameters of normalisation layers with the client, as FedBN.
-          keeps_optimiser: keep the local optimiser's state with the client, too.
-          aggregates: False: a round's state has the former servers with their messages, for `Groups`.
-          tests_epochs: test clients on their own data before every local epoch, too.
-          public: unlabelled images [N, H, W, channels] uint8 and what prepares them, for methods that need them.
+          local_layers: keep these and the parameters of normalisation layers with the client, as in FedBN.
+          keeps_optimiser: also keep the local optimiser's state with the client.
+          aggregates: if False, a round's state has the former servers with their messages, for `Groups`.
+          tests_epochs: also test clients on their own data before every local epoch.
+          public: unlabelled images [N, H, W, channels] uint8 and their pipeline, for methods that need them.
           execution: lanes, devices, memory and precision.
         """
         shape = self.image_shape = pipeline.shape(experiments[0].federation.image_shape)
@@ -147,7 +147,7 @@ class Simulation(Planner):
         _check_samples(experiments[0], public, execution.stream)
         super().__init__(experiments, cohort)
         self.owners = jax.process_count() if execution.client_state != "device" or execution.stream is not None else 1
-        each = execution.devices // self.owners  # devices of which one process's jobs are
+        each = execution.devices // self.owners  # devices that share one process's jobs
         self.execution, blocks = self._fitted(execution, schedule.most_jobs(len(experiments) * cohort, each))
         self.capacity = schedule.most_steps(list(self.round_steps), cohort, self.execution.lanes, each, blocks.quantum)
         self.storage, devices = self._storage(), execution.devices
@@ -178,43 +178,43 @@ class Simulation(Planner):
         self.weights = self.raw_weights(weights, self.methods, self.data)
         self._make_programs()
 
-    def _fitted(self, asked: Execution, most: int) -> tuple[Execution, Blocks]:
-        """The execution with lanes that all have jobs and a size of batches in tests, and the blocks of jobs.
+    def _fitted(self, execution: Execution, most: int) -> tuple[Execution, Blocks]:
+        """The execution with only as many lanes as have jobs and with a test batch size, and the blocks of jobs.
 
         Args:
           most: jobs of one device in a round.
         """
-        lanes = max(1, min(asked.lanes, most))
-        everyone = asked.devices == 1 and self.everyone_trains
-        blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=asked.block)
-        tested = asked.eval_batch or evaluation_batch(lanes * self.local.batch_size)
-        return replace(asked, lanes=lanes, eval_batch=tested), blocks
+        lanes = max(1, min(execution.lanes, most))
+        everyone = execution.devices == 1 and self.everyone_trains
+        blocks = choose_blocks(self.round_steps.ravel(), most, lanes, everyone=everyone, size=execution.block)
+        eval_batch = execution.eval_batch or evaluation_batch(lanes * self.local.batch_size)
+        return replace(execution, lanes=lanes, eval_batch=eval_batch), blocks
 
     def _passes(self, size: int) -> dict[str, Any]:
-        """How clients' samples are gone through where nothing is trained, in blocks of a size."""
+        """The passes over clients' samples without training, in blocks of this size."""
         budget = self.execution.eval_batch
-        assert budget  # `_fitted` has seen to it
-        over, held = partial(client_pass, budget=budget, size=size), self.federations[0].validation
+        assert budget  # `_fitted` has set it
+        make_pass, validation = partial(client_pass, budget=budget, size=size), self.federations[0].validation
         return {
             "eval_batch": budget,
-            "train_pass": over(self.sizes.ravel()),
-            "batch_pass": over(self.sizes.ravel(), batch=self.local.batch_size),
-            "test_pass": over(np.concatenate([federation.tested_sizes for federation in self.federations])),
-            "held_pass": over(np.zeros(1, int) if held is None else held.sizes),
+            "train_pass": make_pass(self.sizes.ravel()),
+            "batch_pass": make_pass(self.sizes.ravel(), batch=self.local.batch_size),
+            "test_pass": make_pass(np.concatenate([federation.tested_sizes for federation in self.federations])),
+            "held_pass": make_pass(np.zeros(1, int) if validation is None else validation.sizes),
         }
 
     def _storage(self) -> OnDevice:
-        """What holds the clients' states between rounds."""
+        """The storage of the clients' states between rounds."""
         rows, clients = self.sizes.size, self.sizes.shape[1]
         owners = owners_of(np.arange(rows) % clients, clients) if self.owners > 1 else None
-        where, devices = self.execution.client_state, self.execution.devices
-        if where == "device":
+        location, devices = self.execution.client_state, self.execution.devices
+        if location == "device":
             return OnDevice(rows, devices, owners)
-        kind = {"host": OnHost, "disk": OnDisk}[where]
+        kind = {"host": OnHost, "disk": OnDisk}[location]
         return kind(rows, self.cohort_size, devices, owners)
 
     def _make_programs(self) -> None:
-        """The compiled functions: a round, its parts where samples come in chunks, and those of tests."""
+        """Make the compiled functions: a round, its parts where samples come in chunks, and those of tests."""
         devices, one_step = self.program.devices, self.program.blocks.steps == 1
         self.round = compiled(
             training_round, self.program, compiler_options=compiler_options(devices, one_step=one_step),
@@ -231,11 +231,11 @@ class Simulation(Planner):
         )  # fmt: skip
 
     def _make_arrays(self, public: Any) -> None:
-        """What rounds read, on the devices: methods and local training [E], data, and keys [E]."""
+        """Place what rounds read on the devices: methods and local training [E], data, and keys [E]."""
         local = [_traced(e.local) for e in self.experiments]
         configured = [
-            of_kind(e.method, "configure", e.method.configure(self.program.setting, one), Method, object)
-            for e, one in zip(self.experiments, local, strict=True)
+            of_kind(e.method, "configure", e.method.configure(self.program.setting, traced), Method, object)
+            for e, traced in zip(self.experiments, local, strict=True)
         ]
         self.advice = [advice for _, advice in configured]  # of each experiment
         if self.execution.stream is not None:
@@ -248,7 +248,7 @@ class Simulation(Planner):
         self.methods, self.hyper, self.data, self.keys = distribute(arrays, self.program.devices)
 
     def _shardings(self) -> Any:
-        """Where the results of a round lie on several devices."""
+        """How the results of a round are placed on several devices."""
         if self.program.devices == 1:
             return None
         everywhere, clients = (sharding(self.program.devices, spec) for spec in (EVERYWHERE, self.storage.spec))
@@ -258,18 +258,18 @@ class Simulation(Planner):
         """State before the first round; a function of the seeds, and of the variables [E, ...] if they are given."""
         methods, data, variables = own_copy((self.methods, self.data, variables))
         firsts = []
-        for e, one in enumerate(self.experiments):
+        for e, experiment in enumerate(self.experiments):
             first, method = self.initial(e) if variables is None else select(variables, e), select(methods, e)
-            firsts.append(server_and_clients(self.program, method, data, first, experiment=e, seed=one.seed))
+            firsts.append(server_and_clients(self.program, method, data, first, experiment=e, seed=experiment.seed))
         servers, makes = zip(*firsts, strict=True)
         clients, statistics = self.storage.initial(makes), ()
         if keeps(self.program):
             kept = [self._kept(e, select(methods, e), *first) for e, first in enumerate(firsts)]
-            statistics = self.storage.initial([lambda row, own=own: own for own in kept])
+            statistics = self.storage.initial([lambda row, tree=tree: tree for tree in kept])
         return self.storage.placed(State(_stack(*servers), clients, statistics))
 
     def _kept(self, e: int, method: Method, server: Tree, make: Callable[[Any], Tree]) -> Tree:
-        """What the engine keeps of each client of an experiment, whose first one stands for all."""
+        """What the engine keeps for each client of an experiment, made from the first one, which stands for all."""
         client, hyper = make(jnp.int32(e * self.program.setting.num_clients)), select(own_copy(self.hyper), e)
         return kept_of_client(self.program, method, hyper, self.image_shape, server, client)
 
@@ -281,8 +281,8 @@ class Simulation(Planner):
 
     def hyper_at(self, round: int) -> Local:
         """Settings of local training [E] in a round: the learning rate falls at `lr_steps`."""
-        fallen = sum(round >= step for step in self.local.lr_steps)
-        return replace(self.hyper, lr=self.hyper.lr * self.local.lr_decay**fallen) if fallen else self.hyper
+        drops = sum(round >= step for step in self.local.lr_steps)
+        return replace(self.hyper, lr=self.hyper.lr * self.local.lr_decay**drops) if drops else self.hyper
 
     def step(self, state: State, round: int, plan: Planned | None = None) -> tuple[State, Report]:
         """One round. The state passed in is donated: use the one returned.
@@ -293,36 +293,36 @@ class Simulation(Planner):
         return self.settle(self.launch(state, round, plan))
 
     def launch(self, state: State, round: int, plan: Planned | None = None) -> Launched:
-        """Begin a round, for the host to do something else meanwhile; `settle` ends it."""
+        """Begin a round, so that the host can do something else meanwhile; `settle` ends it."""
         plan = plan or self.plan(round)
-        trained = self._in_chunks if self.chunked else self._at_once
-        return Launched(state, *trained(state, round, plan), plan)
+        train = self._in_chunks if self.chunked else self._at_once
+        return Launched(state, *train(state, round, plan), plan)
 
     def _at_once(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
         return self.round(*self.arguments(state, round, plan))
 
     def _in_chunks(self, state: State, round: int, plan: Planned) -> tuple[State, Report]:
-        """One round, whose samples are sent in chunks while the device computes the one before."""
+        """One round, whose samples are sent in chunks, each while the device computes the one before."""
         assert self.streamed
-        held, (arrays, jobs) = self.fetch(state, plan), plan
+        fetched, (arrays, jobs) = self.fetch(state, plan), plan
         chunks, number = self.streamed.chunks(arrays, jobs), np.int32(round)  # pyright: ignore[reportArgumentType] - of one device
         chunk = next(chunks)
         inputs = self._chunk_inputs(chunk, round)
-        carry = self._begin(*inputs, (held.clients, held.statistics), held.servers, jobs, number)
+        carry = self._begin(*inputs, (fetched.clients, fetched.statistics), fetched.servers, jobs, number)
         while True:
-            carry = self._part(*inputs, carry, *self._chunk_work(chunk, held, jobs, number))
+            carry = self._part(*inputs, carry, *self._chunk_work(chunk, fetched, jobs, number))
             if (chunk := next(chunks, None)) is None:
-                return self._end(*inputs, carry, held.servers, jobs, number)
+                return self._end(*inputs, carry, fetched.servers, jobs, number)
             inputs = self._chunk_inputs(chunk, round)
 
     def _chunk_inputs(self, chunk: Chunk, round: int) -> tuple[Any, ...]:
         return self.methods, self.hyper_at(round), chunk.data, self.keys
 
-    def _chunk_work(self, chunk: Chunk, held: State, jobs: schedule.Jobs, number: np.int32) -> tuple[Any, ...]:
-        return held.servers, chunk.plan, jobs, number, chunk.first, chunk.stop
+    def _chunk_work(self, chunk: Chunk, fetched: State, jobs: schedule.Jobs, number: np.int32) -> tuple[Any, ...]:
+        return fetched.servers, chunk.plan, jobs, number, chunk.first, chunk.stop
 
     def compile(self, state: State) -> jax.stages.Compiled:
-        """The compiled round, which `step` will use; that of a chunk where a round goes through several.
+        """The compiled round that `step` will use; the compiled part of a round if it goes through several chunks.
 
         Raises:
           UserError: the compiler fails.
@@ -334,22 +334,22 @@ class Simulation(Planner):
             return self.round.lower(*self.arguments(state, 0, plan)).compile()
 
     def _part_arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
-        """What the compiled part of a round takes, for the first chunk; of what it carries, the shapes alone."""
+        """Arguments of the compiled part of a round, for the first chunk; the carry has shapes only."""
         assert self.streamed
-        held, (arrays, jobs), number = self.fetch(state, plan), plan, np.int32(round)
+        fetched, (arrays, jobs), number = self.fetch(state, plan), plan, np.int32(round)
         chunk = next(self.streamed.chunks(arrays, jobs))  # pyright: ignore[reportArgumentType] - of one device
-        inputs, kept = self._chunk_inputs(chunk, round), (held.clients, held.statistics)
-        carry = jax.eval_shape(self._begin, *inputs, kept, held.servers, jobs, number)
-        return *inputs, carry, *self._chunk_work(chunk, held, jobs, number)
+        inputs, client_states = self._chunk_inputs(chunk, round), (fetched.clients, fetched.statistics)
+        carry = jax.eval_shape(self._begin, *inputs, client_states, fetched.servers, jobs, number)
+        return *inputs, carry, *self._chunk_work(chunk, fetched, jobs, number)
 
     def arguments(self, state: State, round: int, plan: Planned) -> tuple[Any, ...]:
-        """What the compiled `round` takes."""
+        """Arguments of the compiled `round`."""
         arrays, jobs = plan
-        hyper, data, held = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
-        return self.methods, hyper, data, self.keys, held, self.sent(arrays, jobs, round)
+        hyper, data, fetched = self.hyper_at(round), self.data_of(arrays, jobs), self.fetch(state, plan)
+        return self.methods, hyper, data, self.keys, fetched, self.sent(arrays, jobs, round)
 
     def prefetch(self, launched: Launched, plan: Planned) -> None:
-        """Fetch what the next round's plan needs of the host while the launched one is computed."""
+        """Fetch what the next round's plan needs from the host while the launched round is computed."""
         if self.streamed:
             self.streamed.prefetch(*plan)
         self.storage.prefetch(launched.before, self._seen(*plan)[0])
@@ -369,13 +369,13 @@ class Simulation(Planner):
 
     @property
     def compilations(self) -> int:
-        """How often the round was compiled; 1 after any number of rounds, 0 if one made before is used."""
+        """How often the round was compiled; 1 after any number of rounds, 0 if an earlier program is reused."""
         return self._compiled - self._compiled_before
 
     @property
     def _compiled(self) -> int:
-        trained: Any = self._part if self.chunked else self.round
-        return trained._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+        function: Any = self._part if self.chunked else self.round
+        return function._cache_size()  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
 
     def evaluate(self, state: State, *, personal: bool = False) -> Evaluation:
         """Correct predictions, as `Evaluator.evaluate`."""
@@ -388,32 +388,32 @@ class Simulation(Planner):
     def tuner(self, epochs: int, *, tests_epochs: bool = False) -> "Simulation":
         """A simulation in which every client fine-tunes for PA, by the method's `fine_tuner`.
 
-        Its cohort is all clients, or this one's cohort where clients or samples do not live on the device.
+        Its cohort is all clients, or this simulation's cohort if clients or samples live off the device.
 
         Args:
-          epochs: as the user asks.
-          tests_epochs: test clients before every epoch, too.
+          epochs: as requested by the user.
+          tests_epochs: also test clients before every epoch.
         """
         setting = self.program.setting
-        plain = [
+        experiments = [
             e._replace(
                 method=of_kind(e.method, "fine_tuner", e.method.fine_tuner(setting, epochs), Method),
                 local=replace(e.local, epochs=epochs, local_steps=None, lr_steps=()),
             )
             for e in self.experiments
         ]
-        fetched = self.execution.client_state != "device" or self.streamed
-        cohort = self.cohort_size if fetched else setting.num_clients
-        return self.alike(plain, cohort, tests_epochs=tests_epochs)
+        off_device = self.execution.client_state != "device" or self.streamed
+        cohort = self.cohort_size if off_device else setting.num_clients
+        return self.alike(experiments, cohort, tests_epochs=tests_epochs)
 
     def alike(
         self, experiments: Sequence[Experiment], cohort: int, *, tests_epochs: bool = False,
         model: Classifier | None = None, pipeline: Pipeline | None = None,
     ) -> "Simulation":  # fmt: skip
-        """A simulation of other experiments with this one's ways, its statistics averaged; all are there.
+        """A simulation of other experiments, set up as this one, with averaged statistics and all clients available.
 
         Args:
-          model, pipeline: in place of this one's.
+          model, pipeline: instead of this one's.
         """
         program, experiments = self.program, [e._replace(availability=None) for e in experiments]
         return Simulation(

@@ -2,10 +2,10 @@
 
 A *job* is one client of one experiment in one round. Jobs are packed into L lanes, longest first; each lane works
 through its jobs one after another. A *segment* is a stretch of steps in which no lane changes its job. Every array has
-a shape that depends on the federation alone, so a changing cohort compiles nothing.
+a shape that depends on the federation alone, so a changing cohort causes no compilation.
 
 Lanes change their jobs only where a *phase* of at most q steps ends, so that with a larger q more jobs end together,
-and some wait in their lanes until it does; with q = 1 nobody waits.
+and some wait in their lanes for the end of the phase; with q = 1 none waits.
 
 Several devices divide the jobs, and each has lanes of its own.
 
@@ -24,8 +24,8 @@ import numpy as np
 from fedjax_pcdd.methods.method import LastBatch
 from fedjax_pcdd.trees import select
 
-# In place of a client, for draws of a whole round: the cohort, or, where all take part and exchange answers, the order
-# of the public images.
+# Stands for a client in draws for a whole round: the cohort or, where all take part and exchange answers, the order of
+# the public images.
 NOBODY = 2**63
 
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     """One round, ready for the lanes. The `*_stop` arrays [J + 2] are running counts, with a leading 0, per segment.
 
     The lists of jobs and lanes [J + b - 1] are those of all segments one after another, longest jobs first in each;
-    their ends are padding, so that b entries in a row can be read from any start.
+    they are padded at the end, so that b consecutive entries can be read from any start.
     """
 
     indices: np.ndarray  # [T, L, B] int32, sample of the data set, -1 for padding
@@ -56,11 +56,11 @@ class Shares(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """What the lanes know of each job, all [J]."""
+    """What the lanes know about each job, all [J]."""
 
     row: np.ndarray  # experiment * K + client
-    number: np.ndarray  # of the client in the federation, which its random draws depend on
-    slot: np.ndarray  # where the state of that row is in what the round sees
+    number: np.ndarray  # of the client in the federation; its random draws depend on it
+    slot: np.ndarray  # position of that row's state in the state that the round sees
     experiment: np.ndarray
     weight: np.ndarray  # p_k, normalised within the experiment's cohort; 0 for a job without steps
     steps: np.ndarray  # local steps in the round
@@ -68,9 +68,9 @@ class Jobs(NamedTuple):
 
 
 def jobs_of(jobs: Jobs, members: Any) -> Jobs:
-    """Those that `Shares.members` name, -1 as a job without steps; takes arrays of NumPy and of JAX."""
-    own = select(jobs, members.clip(0))
-    return own._replace(steps=own.steps * (members >= 0))
+    """The jobs that `Shares.members` name, -1 as a job without steps; takes NumPy and JAX arrays."""
+    selected = select(jobs, members.clip(0))
+    return selected._replace(steps=selected.steps * (members >= 0))
 
 
 Draws = Callable[[int, int], np.random.Generator]
@@ -79,8 +79,8 @@ Draws = Callable[[int, int], np.random.Generator]
 def streams(seed: int, round: int) -> Draws:
     """The random numbers of (seed, round, client, epoch), as a function of client and epoch; streams never overlap.
 
-    One generator goes from stream to stream, for to make one takes longer than a client's permutation: draw from what
-    a call returns before the next call.
+    One generator moves from stream to stream, as creating one takes longer than a client's permutation: draw from the
+    generator that a call returns before the next call.
     """
     bits = np.random.Philox(key=[seed, round])
     generator, state = np.random.Generator(bits), bits.state
@@ -100,13 +100,13 @@ def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generato
 
 
 def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
-    """Clients of a round: S of those that have samples, or all of these, uniformly, in increasing order.
+    """Clients of a round, in increasing order: S of those with samples, drawn uniformly, or all if there are no more.
 
     It depends on (seed, round) alone, never on the method (methods are compared on the same selections).
 
     Args:
       able: numbers of the clients with training samples, in increasing order.
-      there: [K] which clients can be drawn; None for all, so that nothing is done for each of K clients.
+      there: [K] which clients can be drawn; None for all, which saves work for each of K clients.
     """
     able = able if there is None else able[there[able]]
     if size >= len(able):
@@ -115,54 +115,54 @@ def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray
 
 
 def batches_per_epoch(samples: Any, batch: int, rule: LastBatch) -> Any:
-    """Steps of one local epoch. `drop`: only full batches, but one masked batch for a client smaller than that."""
-    full, all_of_them = samples // batch, -(-samples // batch)
-    return full if rule == "strict" else full + (full == 0) * all_of_them if rule == "drop" else all_of_them
+    """Steps of one local epoch. `drop`: only full batches, but one masked batch for a client with fewer samples."""
+    full, rounded_up = samples // batch, -(-samples // batch)
+    return full if rule == "strict" else full + (full == 0) * rounded_up if rule == "drop" else rounded_up
 
 
 def job_batches(
     samples: Sequence[np.ndarray], draws: Draws, *, clients: np.ndarray, epochs: np.ndarray, batch: int,
     rule: LastBatch, shuffle: bool = True, first: Any = 0,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The batches of n jobs, of each [epochs * steps, B]: every epoch a fresh uniform permutation of its samples.
+    """The batches of n jobs, each [epochs * steps, B]: every epoch is a fresh uniform permutation of the job's samples.
 
-    What an epoch's last batch lacks is -1, with `top_up` its first samples.
+    An epoch's last batch is filled up with -1, with `top_up` by the epoch's first samples.
 
     Args:
       samples: n index arrays.
       draws: `streams` of the seed and the round.
       clients: [n] numbers of the jobs' clients.
-      epochs: [n] how many each job has.
-      shuffle: without it every epoch has the samples in their stored order (FedRL).
+      epochs: [n] number of epochs of each job.
+      shuffle: if False, every epoch has the samples in their stored order (FedRL).
       first: [n] number of each job's first epoch.
 
-    >>> given = {"clients": np.zeros(1, int), "epochs": np.ones(1, int), "batch": 3, "shuffle": False}
-    >>> {r: job_batches([np.arange(4)], streams(0, 0), rule=r, **given)[0].tolist() for r in ("keep", "drop", "top_up")}
+    >>> fixed = {"clients": np.zeros(1, int), "epochs": np.ones(1, int), "batch": 3, "shuffle": False}
+    >>> {r: job_batches([np.arange(4)], streams(0, 0), rule=r, **fixed)[0].tolist() for r in ("keep", "drop", "top_up")}
     {'keep': [[0, 1, 2], [3, -1, -1]], 'drop': [[0, 1, 2]], 'top_up': [[0, 1, 2], [3, 0, 1]]}
     """
-    sizes = np.array([len(own) for own in samples], int)
+    sizes = np.array([len(indices) for indices in samples], int)
     steps = batches_per_epoch(sizes, batch, rule)
-    edges, at = np.append(0, np.cumsum(steps * epochs)).tolist(), 0
+    edges, position = np.append(0, np.cumsum(steps * epochs)).tolist(), 0
     out = np.full(edges[-1] * batch, -1, np.int32)
-    begins = np.broadcast_to(first, sizes.shape)
-    numbers = (x.tolist() for x in (clients, begins, begins + epochs, steps * batch))
-    for own, client, begin, end, length in zip(samples, *numbers, strict=True):
+    first_epochs = np.broadcast_to(first, sizes.shape)
+    columns = (x.tolist() for x in (clients, first_epochs, first_epochs + epochs, steps * batch))
+    for indices, client, begin, end, length in zip(samples, *columns, strict=True):
         for epoch in range(begin, end):
-            order = own
+            order = indices
             if shuffle:
-                order = own.copy()
+                order = indices.copy()
                 draws(client, epoch).shuffle(order)
             used = order[:length]
-            out[at : at + len(used)] = used
+            out[position : position + len(used)] = used
             if rule == "top_up" and len(used) < length:
-                out[at + len(used) : at + length] = np.resize(order, length - len(used))
-            at += length
+                out[position + len(used) : position + length] = np.resize(order, length - len(used))
+            position += length
     rows = out.reshape(-1, batch)
     return [rows[start:stop] for start, stop in pairwise(edges)]
 
 
 def _counts(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, ... up to each of the lengths, one after another.
+    """Counts 0, 1, ... below each of the lengths, one after another.
 
     >>> _counts(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
@@ -175,25 +175,25 @@ def endless_batches(
     samples: Sequence[np.ndarray], draws: Draws, *, clients: np.ndarray, round: int, steps: int, batch: int,
     rule: LastBatch, shuffle: bool = True,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The batches of n jobs [steps, B] where rounds count steps: the order of the samples goes on across rounds.
+    """The batches of n jobs [steps, B] where rounds count steps: the order of the samples continues across rounds.
 
-    A permutation is used up before the next is drawn. What a client misses while it is not drawn passes by unused, so
+    A permutation is used up before the next is drawn. Batches of rounds in which a client is not drawn are skipped, so
     that batches depend on (seed, round) alone.
 
     Args:
-      draws: `streams` of the seed and round 0; the others as of `job_batches`.
+      draws: `streams` of the seed and round 0; the others are as in `job_batches`.
 
-    >>> given = {"clients": np.zeros(1, int), "steps": 3, "batch": 2, "rule": "drop"}
-    >>> parts = [endless_batches([np.arange(4)], streams(0, 0), round=r, **given)[0] for r in (0, 1)]
+    >>> fixed = {"clients": np.zeros(1, int), "steps": 3, "batch": 2, "rule": "drop"}
+    >>> parts = [endless_batches([np.arange(4)], streams(0, 0), round=r, **fixed)[0] for r in (0, 1)]
     >>> np.sort(np.concatenate(parts).reshape(3, 4)).tolist()
     [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
     """
-    own = batches_per_epoch(np.array([len(one) for one in samples], int), batch, rule)
-    first, skipped = np.divmod(round * steps, np.maximum(own, 1))
-    epochs = np.where(own > 0, -(-(round + 1) * steps // np.maximum(own, 1)) - first, 0)
-    how: Any = {"batch": batch, "rule": rule, "shuffle": shuffle}
-    whole = job_batches(samples, draws, clients=clients, epochs=epochs, first=first, **how)
-    return [rows[skip : skip + steps] for rows, skip in zip(whole, skipped.tolist(), strict=True)]
+    epoch_steps = batches_per_epoch(np.array([len(indices) for indices in samples], int), batch, rule)
+    first, skipped = np.divmod(round * steps, np.maximum(epoch_steps, 1))
+    epochs = np.where(epoch_steps > 0, -(-(round + 1) * steps // np.maximum(epoch_steps, 1)) - first, 0)
+    options: Any = {"batch": batch, "rule": rule, "shuffle": shuffle}
+    batches = job_batches(samples, draws, clients=clients, epochs=epochs, first=first, **options)
+    return [rows[skip : skip + steps] for rows, skip in zip(batches, skipped.tolist(), strict=True)]
 
 
 def most_jobs(jobs: int, devices: int) -> int:
@@ -206,9 +206,9 @@ def most_jobs(jobs: int, devices: int) -> int:
 
 
 def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: int = 1, quantum: int = 1) -> int:
-    """Upper bound of the length T of a round, whatever the cohorts; one device may have the longest jobs.
+    """Upper bound of the length T of a round for any cohorts; one device may have all the longest jobs.
 
-    Graham's bound on the longest-first packing; where every job takes one phase, the sum of the phases' longest.
+    Graham's bound on the longest-first packing; if every job takes one phase, the sum of the longest job of each phase.
 
     Args:
       steps: for each experiment [K], the local steps of each client in a round.
@@ -218,8 +218,8 @@ def most_steps(steps: Sequence[np.ndarray], cohort: int, lanes: int, devices: in
     if quantum >= longest.max(initial=0):
         return max(1, int(longest[::lanes].sum()))
     phases = -(-longest // quantum)
-    most = int(phases.max())
-    return quantum * (-(-(int(phases.sum()) - most) // lanes) + most)
+    most_phases = int(phases.max())
+    return quantum * (-(-(int(phases.sum()) - most_phases) // lanes) + most_phases)
 
 
 class Layout(NamedTuple):
@@ -230,9 +230,9 @@ class Layout(NamedTuple):
 
 
 def layout(steps: Sequence[int], lanes: int, quantum: int = 1) -> Layout:
-    """Give each job to the lane that is free first, longest first; steps [J], jobs without any are left out.
+    """Assign each job, longest first, to the lane that is free first; steps [J], jobs without steps are left out.
 
-    A job takes whole phases. All but its last have q steps, and none is longer than its jobs need.
+    A job takes whole phases. All but its last have q steps, and no phase is longer than its jobs need.
     """
     free = [(0, lane) for lane in range(lanes)]
     rows = []
@@ -261,51 +261,52 @@ def pack(batches: Sequence[np.ndarray], lanes: int, *, steps: int, quantum: int 
     """
     width = batches[0].shape[1] if len(batches) else 1
     indices, lengths = np.full((steps, lanes, width), -1, np.int32), [len(b) for b in batches]
-    jobs = layout(lengths, lanes, quantum)
-    start, _, job, lane = jobs.jobs.T
+    job_layout = layout(lengths, lanes, quantum)
+    start, _, job, lane = job_layout.jobs.T
     if len(job):
         length = np.array(lengths)[job]
-        step = np.repeat(jobs.edges[start], length) + _counts(length)
+        step = np.repeat(job_layout.edges[start], length) + _counts(length)
         indices[step, np.repeat(lane, length)] = np.concatenate([batches[j] for j in job.tolist()])
-    return _segments(indices, jobs, len(batches), block)
+    return _segments(indices, job_layout, len(batches), block)
 
 
 def divide(
     batches: Sequence[np.ndarray], lanes: int, devices: int, *, steps: int, quantum: int = 1, block: int = 1,
     owners: np.ndarray | None = None, processes: int = 1,
 ) -> Shares:  # fmt: skip
-    """Divide jobs among D devices with L lanes each, and `pack` each device's; the longest go first in both.
+    """Divide jobs among D devices with L lanes each, and `pack` each device's; both take the longest jobs first.
 
     Args:
-      owners: [J] of several processes the one whose devices train each job; None where any may.
-      processes: that own jobs, whose devices lie one after another.
+      owners: [J] with several processes, the one whose devices train each job; None if any may.
+      processes: how many own jobs; the devices of each are consecutive.
     """
-    each = devices // processes
-    jobs, most = len(batches), most_jobs(len(batches), each)
+    process_devices = devices // processes
+    jobs, most = len(batches), most_jobs(len(batches), process_devices)
     members = np.full((devices, most), -1, np.int32)
     position, count = np.zeros(jobs, np.int32), [0] * devices
-    lists = [
-        [(0, 0, lane * each + device) for lane in range(lanes) for device in range(each)] for _ in range(processes)
+    queues = [
+        [(0, 0, lane * process_devices + device) for lane in range(lanes) for device in range(process_devices)]
+        for _ in range(processes)
     ]
     for job in sorted(range(jobs), key=lambda j: (-len(batches[j]), j)):
         owner = 0 if owners is None else int(owners[job])
-        free = lists[owner]
-        while count[owner * each + free[0][2] % each] == most:
+        free = queues[owner]
+        while count[owner * process_devices + free[0][2] % process_devices] == most:
             heapq.heappop(free)
-        stop, held, lane = free[0]
-        device = owner * each + lane % each
+        stop, lane_jobs, lane = free[0]
+        device = owner * process_devices + lane % process_devices
         members[device, count[device]] = job
         position[job] = device * most + count[device]
         count[device] += 1
-        heapq.heapreplace(free, (stop + len(batches[job]), held + 1, lane))
-    nothing = batches[0][:0]
-    shares = [[batches[j] if j >= 0 else nothing for j in own] for own in members]
-    plans = [pack(own, lanes, steps=steps, quantum=quantum, block=block) for own in shares]
+        heapq.heapreplace(free, (stop + len(batches[job]), lane_jobs + 1, lane))
+    no_batches = batches[0][:0]
+    shares = [[batches[j] if j >= 0 else no_batches for j in device_jobs] for device_jobs in members]
+    plans = [pack(share, lanes, steps=steps, quantum=quantum, block=block) for share in shares]
     return Shares(jax.tree.map(lambda *x: np.stack(x), *plans), members, position)
 
 
 def _segments(indices: np.ndarray, layout: Layout, total: int, block: int) -> Plan:
-    """Segments from a layout of jobs, J in `total`."""
+    """The plan of a layout of jobs; `total` is J."""
     jobs, edges = layout
     ends = np.unique(np.append(jobs[:, 1], 0))
     segments = len(ends) - 1

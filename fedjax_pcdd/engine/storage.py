@@ -1,8 +1,9 @@
-"""Where clients' state lives between rounds: on the device, or in host memory or on disk, whence a cohort is fetched.
+"""Where clients' state lives between rounds: on the device, or in host memory or on disk, to be fetched by cohort.
 
-All give the same numbers; the latter serve when clients times parameters outgrow the device or the host. A *slot* is
-where a row (one client of one experiment) is in the state that a round sees. On several devices every one has all rows,
-or, from the host, the state of its own jobs; each of several processes has the rows of its own clients.
+All give the same numbers; the latter two serve when clients times parameters exceed the memory of device or host.
+A *slot* is the position of a row (one client of one experiment) in the state that a round sees. Each of several devices
+has all rows or, if fetched from the host, the state of its own jobs; each of several processes has the rows of its own
+clients.
 """
 
 import mmap
@@ -25,35 +26,35 @@ Make = Callable[[jax.Array], Tree]  # the state of one row
 
 
 class Portion(NamedTuple):
-    """Clients that are looked at together."""
+    """Clients that are processed together."""
 
-    held: State  # with these clients' state
+    held: State  # the state, with that of these clients
     rows: np.ndarray  # [n]
     slots: np.ndarray  # [n] where they are in that state
-    first: np.ndarray  # [n] whether a row is there for the first time: portions are filled up
+    first: np.ndarray  # [n] whether a row occurs for the first time: portions are filled up with repeated rows
 
 
 class OnDevice:
     """All rows in device memory; a row is its own slot."""
 
-    split = False  # whether several devices divide what is fetched
-    chunk = 0  # rows that are looked at together, 0 for as many as one likes
+    split = False  # whether several devices divide the fetched state
+    chunk = 0  # rows that are processed together, 0 for any number
 
     def __init__(self, rows: int, devices: int, owners: np.ndarray | None):
-        """For R rows on D devices; owners: [R] of several processes the one whose devices train each, None for any."""
+        """For R rows on D devices; owners: [R] the process whose devices train each, None for any."""
         self.rows, self.devices, self.owners = rows, devices, owners
 
     @property
     def spec(self):
-        """How what is fetched lies on several devices."""
+        """How the fetched state is placed on several devices."""
         return SPLIT if self.split else EVERYWHERE
 
     def placed(self, state: State) -> State:
-        """A new state where it lives between rounds."""
+        """A new state, placed where it lives between rounds."""
         return distribute(state, self.devices)
 
     def initial(self, makes: Sequence[Make]) -> Tree:
-        """State of all rows, stacked; each function gives that of an experiment's."""
+        """State of all rows, stacked; each function makes that of one experiment's rows."""
         parts = [
             jax.jit(jax.vmap(make))(jnp.asarray(rows))
             for make, rows in zip(makes, self._by_experiment(makes), strict=True)
@@ -64,11 +65,11 @@ class OnDevice:
         return np.split(np.arange(self.rows, dtype=np.int32), len(makes))
 
     def copied(self, state: State) -> State:
-        """The state in memory of its own, for a simulation that changes it in place."""
+        """A copy of the state, for a simulation that changes it in place."""
         return jax.tree.map(lambda x: x.copy(), state)
 
     def changed(self) -> np.ndarray | None:
-        """Rows that trained since this was asked last, in order; None where no checkpoint need ask."""
+        """Rows that trained since the last call, in order; None where checkpoints need not know."""
         return None
 
     def slots(self, rows: np.ndarray) -> np.ndarray:
@@ -76,17 +77,19 @@ class OnDevice:
         return rows
 
     def chunks(self, size: int | None = None) -> Iterator[np.ndarray]:
-        """All rows, in equal portions in which they can be looked at, at most `size` where they lie on the device.
+        """All rows, in equal portions to be processed together, of at most `size` if they live on the device.
 
-        Each process's lie on its devices; the last portion has a row again and again.
+        Each process's rows are on its devices; the last portion repeats a row to be as large as the others.
         """
         size = self.chunk or min(size or self.rows, self.rows)
         processes = 1 if self.owners is None else jax.process_count()
         owners = np.zeros(self.rows, int) if self.owners is None else self.owners
-        each = (size + -size % self.devices) // processes
+        per_process = (size + -size % self.devices) // processes
         lists = [np.flatnonzero(owners == p).astype(np.int32) for p in range(processes)]
-        for start in range(0, max(map(len, lists)), each):
-            yield np.concatenate([own[np.minimum(np.arange(start, start + each), len(own) - 1)] for own in lists])
+        for start in range(0, max(map(len, lists)), per_process):
+            yield np.concatenate(
+                [owned[np.minimum(np.arange(start, start + per_process), len(owned) - 1)] for owned in lists]
+            )
 
     def fetch_chunk(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
         """The state with the clients of a portion, and their slots in it."""
@@ -95,14 +98,14 @@ class OnDevice:
         return State(state.servers, *select((state.clients, state.statistics), rows)), np.arange(len(rows))
 
     def portions(self, state: State, size: int | None = None) -> Iterator[Portion]:
-        """All clients, as many at a time as `chunks` says."""
-        seen = np.zeros(self.rows, bool)
+        """All clients, in the portions that `chunks` gives."""
+        visited = np.zeros(self.rows, bool)
         for rows in self.chunks(size):
             first = np.zeros(len(rows), bool)
             first[np.unique(rows, return_index=True)[1]] = True
-            held, slots = self.fetch_chunk(state, rows)
-            yield Portion(held, rows, slots, first & ~seen[rows])
-            seen[rows] = True
+            portion_state, slots = self.fetch_chunk(state, rows)
+            yield Portion(portion_state, rows, slots, first & ~visited[rows])
+            visited[rows] = True
 
     def fetch(self, state: State, rows: np.ndarray) -> State:
         """The state that a round of these rows sees."""
@@ -120,15 +123,15 @@ class Ahead(NamedTuple):
     """Clients that were fetched before the round that needs them."""
 
     rows: np.ndarray
-    kept: Tree  # the host arrays of which they are rows
+    kept: Tree  # the host arrays that the rows come from
     held: tuple[Tree, Tree]  # clients and statistics on the device
 
 
 @on_leaves
 def _replaced(held: jax.Array, new: jax.Array, *, source: jax.Array) -> jax.Array:
-    """Row i becomes new[source[i]] where that is not -1."""
-    chosen = (source >= 0).reshape(-1, *[1] * (held.ndim - 1))
-    return jnp.where(chosen, new[jnp.maximum(source, 0)], held)
+    """Row i becomes new[source[i]] where source[i] is not -1."""
+    replaced = (source >= 0).reshape(-1, *[1] * (held.ndim - 1))
+    return jnp.where(replaced, new[jnp.maximum(source, 0)], held)
 
 
 def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
@@ -147,9 +150,9 @@ class OnHost(OnDevice):
         """For R rows on D devices.
 
         Args:
-          chunk: rows that are looked at together, at least one of each device.
-          owners: [R] the process that has each row; None where there is one. The arrays of each have room for all rows,
-            of which only what is written takes memory or disk.
+          chunk: rows that are processed together, at least one of each device.
+          owners: [R] the process that has each row; None if there is only one. Each process's arrays have room for all
+            rows, of which only those that are written take memory or disk.
         """
         super().__init__(rows, devices, owners)
         self.chunk = -(-max(1, min(chunk, rows)) // devices) * devices
@@ -164,37 +167,37 @@ class OnHost(OnDevice):
         for make, rows in zip(makes, self._by_experiment(makes), strict=True):
             lifted, rows = jax.jit(jax.vmap(make)), np.intersect1d(rows, self._own).astype(rows.dtype)
             for start in range(0, len(rows), self.chunk):
-                own = rows[start : start + self.chunk]
-                part = lifted(jnp.asarray(np.resize(own, self.chunk)))  # of one shape, hence compiled once
+                chunk_rows = rows[start : start + self.chunk]
+                part = lifted(jnp.asarray(np.resize(chunk_rows, self.chunk)))  # of one shape, hence compiled once
                 if whole is None:
                     whole = jax.tree.map(lambda x: self.array((self.rows, *x.shape[1:]), x.dtype), part)
 
-                def write(old, new, own=own):
-                    values = np.ascontiguousarray(np.asarray(new)[: len(own)])
-                    if values.view(np.uint8).any():  # the room has zeros, for which neither memory nor time is spent
-                        self.put(old, own, values)
+                def write(old, new, chunk_rows=chunk_rows):
+                    values = np.ascontiguousarray(np.asarray(new)[: len(chunk_rows)])
+                    if values.view(np.uint8).any():  # the room has zeros already, which cost neither memory nor time
+                        self.put(old, chunk_rows, values)
 
                 jax.tree.map(write, whole, part)
                 self.release()
         return whole
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Room for rows."""
+        """An array of zeros with room for rows."""
         return np.zeros(shape, dtype)
 
     def get(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Some rows of what `array` made, in memory of their own."""
+        """A copy of some rows of what `array` made."""
         return array[rows]
 
     def put(self, array: np.ndarray, rows: np.ndarray, values: np.ndarray) -> None:
-        """Write them."""
+        """Write these rows."""
         array[rows] = values
 
     def release(self) -> None:
-        """What was read and written need not stay in memory."""
+        """Let what was read and written leave memory."""
 
     def changed(self):
-        """Rows that trained since this was asked last, in order."""
+        """Rows that trained since the last call, in order."""
         rows = np.flatnonzero(self._changed)
         self._changed[:] = False
         return rows
@@ -224,13 +227,13 @@ class OnHost(OnDevice):
         def of_devices(x: np.ndarray) -> jax.Array:
             shape, target = (len(rows), *x.shape[1:]), sharding(self.devices, self.spec)
             assert target is not None
-            own = lambda index: self.get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
-            return jax.make_array_from_callback(shape, target, own)
+            read = lambda index: self.get(x, rows[(index or (slice(None),))[0]])  # noqa: E731
+            return jax.make_array_from_callback(shape, target, read)
 
         gather = of_devices if self.devices > 1 else lambda x: jnp.asarray(self.get(x, rows))
-        held = jax.tree.map(gather, (state.clients, state.statistics))
+        fetched = jax.tree.map(gather, (state.clients, state.statistics))
         self.release()
-        return held
+        return fetched
 
     def prefetch(self, state, rows):
         """Fetch the next round's rows while the device computes this one; `store` brings them up to date."""
@@ -241,9 +244,9 @@ class OnHost(OnDevice):
 
         def scatter(tree, new):
             def write(old, value):
-                for part, own in _parts(value):
-                    kept = trained[part]
-                    self.put(old, rows[part][kept], own if kept.all() else own[kept])
+                for part, values in _parts(value):
+                    mask = trained[part]
+                    self.put(old, rows[part][mask], values if mask.all() else values[mask])
                 return old
 
             return jax.tree.map(write, tree, new)
@@ -256,7 +259,7 @@ class OnHost(OnDevice):
         return State(after.servers, clients, statistics)
 
     def _patched(self, ahead: Ahead, kept: Tree, new: Tree, rows: np.ndarray, trained: np.ndarray) -> Ahead:
-        """Rows fetched ahead, those that were being trained meanwhile replaced by their new state [J, ...]."""
+        """Rows fetched ahead, with those that were trained meanwhile replaced by their new state [J, ...]."""
         source = np.full(self.rows, -1, np.int32)
         source[rows[trained]] = np.flatnonzero(trained)
         source = source[ahead.rows]
@@ -272,14 +275,14 @@ def _no_room(size: int, error: OSError) -> UserError:
 
 
 class OnDisk(OnHost):
-    """All rows in files that are mapped into memory, and gone with the process: what lasts is in checkpoints.
+    """All rows in files that are mapped into memory and vanish with the process; what must last is in checkpoints.
 
-    They are where Python has temporary files (`TMPDIR`). A cohort's rows are read and written as a file's, which costs
-    less than the page faults of the mapping.
+    They are where Python puts temporary files (`TMPDIR`). A cohort's rows are read and written by file operations, as
+    these cost less than the page faults of the mapping.
     """
 
-    _files: ClassVar[weakref.WeakKeyDictionary[mmap.mmap, int]] = weakref.WeakKeyDictionary()  # of any simulation, as
-    # these take over states
+    _files: ClassVar[weakref.WeakKeyDictionary[mmap.mmap, int]] = weakref.WeakKeyDictionary()  # of all simulations, as
+    # these take over each other's states
 
     def array(self, shape, dtype):
         """Room for rows in a file; UserError where the disk has none."""
@@ -289,13 +292,13 @@ class OnDisk(OnHost):
         with tempfile.TemporaryFile() as file:
             try:
                 file.truncate(size)
-                each, first, last = size // self.rows, self._own.min(initial=self.rows), self._own.max(initial=-1)
-                if last >= first:  # a disk that is full later would end the process
-                    os.posix_fallocate(file.fileno(), int(first) * each, int(last + 1 - first) * each)
+                row_size, first, last = size // self.rows, self._own.min(initial=self.rows), self._own.max(initial=-1)
+                if last >= first:  # a disk that filled up later would end the process
+                    os.posix_fallocate(file.fileno(), int(first) * row_size, int(last + 1 - first) * row_size)
             except OSError as error:
                 raise _no_room(size, error) from None
             memory, descriptor = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
-        memory.madvise(mmap.MADV_RANDOM)  # else rows that nobody asked for are read around each one
+        memory.madvise(mmap.MADV_RANDOM)  # else rows around each one would be read as well
         self._files[memory] = descriptor
         weakref.finalize(memory, os.close, descriptor)
         return np.frombuffer(memory, dtype).reshape(shape)
@@ -316,28 +319,28 @@ class OnDisk(OnHost):
     def get(self, array, rows):
         """Some rows, read from the file."""
         values = np.empty((len(rows), *array.shape[1:]), array.dtype)
-        self._transfer(lambda file, value, at: os.preadv(file, [value], at), array, rows, values)
+        self._transfer(lambda file, value, offset: os.preadv(file, [value], offset), array, rows, values)
         return values
 
     def put(self, array, rows, values):
         """Write them to the file; UserError where the disk is full."""
         try:
             self._transfer(os.pwrite, array, rows, np.ascontiguousarray(values))
-        except OSError as error:  # where a file system gives no room before it is written to
+        except OSError as error:  # on file systems that reserve no room before writing
             raise _no_room(array.nbytes, error) from None
 
     def _transfer(
         self, call: Callable[[int, memoryview, int], int], array: np.ndarray, rows: np.ndarray, values: np.ndarray
     ) -> None:
-        """Call with the file, the bytes of each row and where they are in it, until all are read or written."""
+        """Call with the file, the bytes of each row and their offset in the file, until all are read or written."""
         if not values.size:
             return
         file, width, content = self._file(array), array.nbytes // len(array), values.reshape(-1).view(np.uint8).data
         for i, row in enumerate(rows.tolist()):
-            value, at = content[i * width : (i + 1) * width], row * width
+            value, offset = content[i * width : (i + 1) * width], row * width
             while value:
-                done = call(file, value, at)
-                value, at = value[done:], at + done
+                done = call(file, value, offset)
+                value, offset = value[done:], offset + done
 
     def _file(self, array: np.ndarray) -> int:
         memory: Any = array
@@ -346,6 +349,6 @@ class OnDisk(OnHost):
         return self._files[memory]
 
     def release(self):
-        """What was read and written need not stay in memory: the file has it."""
-        for one in self._files:
-            one.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache
+        """Let what was read and written leave memory: the file has it."""
+        for memory in self._files:
+            memory.madvise(mmap.MADV_DONTNEED)  # of a file: written pages stay in the system's cache

@@ -1,9 +1,9 @@
-"""Samples that stay on the host, in arrays or mapped files: a round gets its cohort's, an evaluation chunk by chunk.
+"""Samples that stay on the host, in arrays or mapped files: a round gets its cohort's, an evaluation gets chunks.
 
 What a round sees is a `Data` whose samples are a *shard*: those of the jobs, job by job, so that positions replace the
-numbers that samples have in the data set; `Samples.numbers` remembers these for what draws by sample. Shapes depend on
-the federation alone. Several devices have a shard each, of their own jobs. Where the memory does not hold a cohort's
-samples, a round goes through *chunks* of its segments, whose jobs' samples it holds.
+numbers that samples have in the data set; `Samples.numbers` keeps these for random draws by sample. Shapes depend on
+the federation alone. Each of several devices has a shard, of its own jobs. If memory does not hold a cohort's samples,
+a round goes through *chunks* of its segments, and memory holds the samples of a chunk's jobs.
 Letters: J jobs, R rows, M samples of a shard, D devices, L lanes.
 """
 
@@ -24,40 +24,40 @@ from fedjax_pcdd.engine.schedule import Jobs, Plan, Shares, jobs_of
 from fedjax_pcdd.errors import UserError
 
 _SHARDED = Samples(SPLIT, SPLIT, EVERYWHERE, SPLIT, EVERYWHERE, SPLIT, SPLIT)
-SHARDS = Data(_SHARDED, _SHARDED, EVERYWHERE, EVERYWHERE)  # how the data of several devices lie
-TESTS = Data(EVERYWHERE, _SHARDED, EVERYWHERE, EVERYWHERE)  # those of a test of personal models
-_OWN = ("images", "labels", "start", "numbers", "rows")  # what of its samples each device has for itself
-TESTED = 4096  # rows that are tested together at most, where that is more than a cohort
+SHARDS = Data(_SHARDED, _SHARDED, EVERYWHERE, EVERYWHERE)  # how data are placed on several devices
+TESTS = Data(EVERYWHERE, _SHARDED, EVERYWHERE, EVERYWHERE)  # the same for a test of personal models
+_OWN = ("images", "labels", "start", "numbers", "rows")  # the fields of `Samples` of which each device has its own
+TESTED = 4096  # the most rows that are tested together, if that is more than a cohort
 
 
 def own_shard(data: Data, tests: bool = False) -> Data:
-    """Of data that lie like `SHARDS`, or like `TESTS`, this device's own."""
+    """This device's own part of data that are placed as in `SHARDS`, or if `tests` as in `TESTS`."""
 
-    def own(part: Samples) -> Samples:
+    def own_samples(part: Samples) -> Samples:
         images, labels, start, numbers, rows = (getattr(part, name)[0] for name in _OWN)
         return Samples(images, labels, part.order, start, part.size, numbers, rows)
 
-    return data._replace(train=data.train if tests else own(data.train), test=own(data.test))
+    return data._replace(train=data.train if tests else own_samples(data.train), test=own_samples(data.test))
 
 
 class Split:
     """Training or test samples of all rows."""
 
     def __init__(self, images: Any, labels: Any, lists: Lists, rows: int):
-        """Args: rows: of a shard, at most."""
+        """For shards of at most `rows` rows."""
         self.images, self.labels, self.lists = Rows(images), labels, lists
-        self.largest = np.append(0, np.cumsum(np.sort(lists.sizes)[::-1]))  # samples of so many rows at most
+        self.largest = np.append(0, np.cumsum(np.sort(lists.sizes)[::-1]))  # the most samples that so many rows have
         self.rows, self.room = rows, self.room_of(rows)  # room of a shard, in samples
         self.sizes = jnp.asarray(lists.sizes.astype(np.int32))
 
     def room_of(self, rows: int) -> int:
-        """M of a shard of so many rows."""
+        """M of a shard of this many rows."""
         return max(1, int(self.largest[min(rows, len(self.lists))]))
 
     def shard(self, rows: np.ndarray, capacity: int | None = None) -> Samples:
-        """The samples of some rows, one after another, in arrays of the host with room for those of `capacity` rows.
+        """The samples of some rows, one after another, in host arrays with room for those of `capacity` rows.
 
-        Without it they have the room that all rounds have.
+        Without a capacity they have the room that every round has.
         """
         sizes = self.lists.sizes[rows]
         ends = np.cumsum(sizes)
@@ -69,15 +69,15 @@ class Split:
         return self._samples(numbers, total, start, row_numbers)
 
     def chunk(self, numbers: np.ndarray) -> Samples:
-        """Samples by their numbers, which are no row's."""
+        """Samples by their numbers, which belong to no row."""
         return self._samples(numbers.astype(np.int32), len(numbers), *self._table(1))
 
     def nothing(self) -> Samples:
-        """Of no row: how many samples each has is all that is known."""
+        """Samples of no row: only how many each row has is known."""
         return self._samples(np.zeros(0, np.int32), 0, *self._table(1))
 
     def _table(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-        """Starts of so many rows, and which they are, none yet."""
+        """Starts and numbers of `capacity` rows, all unset."""
         return np.zeros(capacity, np.int32), np.full(capacity, len(self.lists), np.int32)
 
     def _samples(self, numbers: np.ndarray, total: int, start: np.ndarray, rows: np.ndarray) -> Samples:
@@ -114,9 +114,9 @@ class Streamed:
         """Prepare, without reading any sample.
 
         Args:
-          rows: jobs of a round that one device has at most.
+          rows: the most jobs of a round that one device has.
           lanes: L, jobs that are trained at once.
-          memory: bytes of a device that samples may have.
+          memory: bytes of a device's memory that samples may take.
           public: images [N, ...] that are on the device all the time, or None.
 
         Raises:
@@ -140,7 +140,7 @@ class Streamed:
         self._ahead: tuple[np.ndarray, Data] | None = None
 
     def _rooms_of_chunks(self, rows: int) -> list[int] | None:
-        """M of a chunk of a round, of both splits, that the memory holds; None where it holds a round as a whole."""
+        """M of a chunk of a round, for both splits, that fits the memory; None if a whole round fits."""
         splits = (self.train, self.test)
         needed = [split.room * split.images.width for split in splits]
         if sum(needed) <= self.memory:
@@ -148,9 +148,9 @@ class Streamed:
         least = [split.room_of(self.lanes) * split.images.width for split in splits]
         if self.devices > 1 or sum(least) > self.memory:
             at_once = needed if self.devices > 1 else least
-            who = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
+            group = f"{rows} clients on each of {self.devices} devices" if self.devices > 1 else f"{self.lanes} clients"
             raise UserError(
-                f"the samples of {who} have up to {sum(at_once) / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} "
+                f"the samples of {group} have up to {sum(at_once) / 1e6:.3g} MB, more than the {self.memory / 1e6:.3g} "
                 "MB of `data_memory`: allow more, or choose a smaller `cohort` or fewer `lanes`."
             )
         share = (self.memory - sum(least)) / (sum(needed) - sum(least))
@@ -160,32 +160,32 @@ class Streamed:
         ]
 
     def _placed(self, samples: Samples) -> Samples:
-        """On all devices."""
+        """The samples on all devices."""
         return distribute(jax.tree.map(jnp.asarray, samples), self.devices)
 
     def of_jobs(self, plan: Plan | Shares, jobs: Jobs) -> Data:
-        """What a round of a plan sees."""
+        """The data that the round of a plan sees."""
         rows = _members(plan, jobs)
         if self._ahead is None or not np.array_equal(self._ahead[0], rows):
-            self._ahead = rows, self._gathered([own[own >= 0] for own in rows])
+            self._ahead = rows, self._gathered([device_rows[device_rows >= 0] for device_rows in rows])
         return self._ahead[1]
 
     def _gathered(self, rows: Sequence[np.ndarray], capacity: int | None = None) -> Data:
-        """The data of the rows of each device [D], with a capacity tests alone; a process reads those of its own."""
+        """The data of each device's rows [D], with a capacity only tests; a process reads those of its own devices."""
         if self.devices == 1:
             return self.of_rows(rows[0])
         target = sharding(self.devices, SPLIT)
         assert target is not None
-        everyone = mesh_of(self.devices).devices.tolist()
-        own = [(d, device) for d, device in enumerate(everyone) if device in target.addressable_devices]
+        mesh_devices = mesh_of(self.devices).devices.tolist()
+        own_devices = [(d, device) for d, device in enumerate(mesh_devices) if device in target.addressable_devices]
 
         def split(part: Split) -> Samples:
-            shards = [part.shard(rows[d], capacity) for d, _ in own]
+            shards = [part.shard(rows[d], capacity) for d, _ in own_devices]
 
             def joined(name: str) -> Any:
                 pieces = [
                     jax.device_put(getattr(shard, name)[None], device)
-                    for shard, (_, device) in zip(shards, own, strict=True)
+                    for shard, (_, device) in zip(shards, own_devices, strict=True)
                 ]
                 shape = (self.devices, *pieces[0].shape[1:])
                 return jax.make_array_from_single_device_arrays(shape, target, pieces)
@@ -198,7 +198,7 @@ class Streamed:
         return self.known._replace(test=test) if capacity else self.known._replace(train=split(self.train), test=test)
 
     def of_rows(self, rows: np.ndarray) -> Data:
-        """What lanes see of the jobs of a few rows, on one device."""
+        """The data that lanes see for the jobs of a few rows, on one device."""
         return self.known._replace(train=self._placed(self.train.shard(rows)), test=self._placed(self.test.shard(rows)))
 
     def prefetch(self, plan: Plan | Shares, jobs: Jobs) -> None:
@@ -207,13 +207,13 @@ class Streamed:
             self.of_jobs(plan, jobs)
 
     def chunks(self, plan: Plan, jobs: Jobs) -> Iterator[Chunk]:
-        """A round in as few chunks as its memory allows."""
+        """A round in as few chunks as the memory allows."""
         sizes, stop, count = self.sizes_of(jobs), 0, int(plan.num_segments)
         while not stop or stop < count:
             first, stop = stop, min(stop + 1, count)
             active = _active(plan, first, stop)
-            while stop < count and self._fits(jobs.row[more := _active(plan, first, stop + 1)]):
-                active, stop = more, stop + 1
+            while stop < count and self._fits(jobs.row[longer := _active(plan, first, stop + 1)]):
+                active, stop = longer, stop + 1
             begin, end = plan.step_stop[first], plan.step_stop[stop]
             indices = np.full_like(plan.indices, -1)
             indices[begin:end] = renumbered(plan.indices[begin:end], sizes, active)
@@ -225,35 +225,35 @@ class Streamed:
         return all(split.lists.sizes[rows].sum() <= split.room for split in (self.train, self.test))
 
     def sizes_of(self, jobs: Jobs) -> np.ndarray:
-        """Training samples [J] of the jobs with steps, none of others: those of a shard of all, one after another."""
+        """Training samples [J] of the jobs with steps, 0 for others, in their order in a shard of all jobs."""
         return np.where(jobs.steps > 0, self.train.lists.sizes[jobs.row], 0)
 
     def tested_rows(self, cohort: int) -> int:
-        """How many rows are tested together whose clients keep nothing."""
+        """How many rows are tested together if their clients keep nothing."""
         fit = int(np.searchsorted(self.test.largest * self.test.images.width, self.memory // 4, "right")) - 1
         return max(1, min(max(cohort, TESTED), fit))
 
     def of_tests(self, rows: np.ndarray) -> Data:
-        """The rows' own test samples, each device's those of its part of the rows."""
+        """The rows' own test samples; each device has those of its part of the rows."""
         capacity = len(rows) // self.devices
         if self.devices > 1:
-            return self._gathered([np.unique(own) for own in np.split(rows, self.devices)], capacity)
+            return self._gathered([np.unique(part) for part in np.split(rows, self.devices)], capacity)
         return self.known._replace(test=self._placed(self.test.shard(np.unique(rows), capacity)))
 
     def whole_test(self, batch: int) -> Iterator[Data]:
         """All test samples in chunks, whose batches are those that the whole set would have.
 
-        Of m batches the i-th has every m-th sample, so a chunk of c batches has c samples in a row, m apart.
+        Of m batches the i-th has every m-th sample, so a chunk of c batches has runs of c consecutive samples, m apart.
         """
         batches = -(-self.whole // batch)
         size = max(1, min(batches, self.memory // (4 * batch * self.test.images.width)))
         for first in range(0, batches, size):
-            own = np.arange(first, min(first + size, batches))
-            numbers = (own[None, :] + batches * np.arange(batch)[:, None]).ravel()
+            chunk = np.arange(first, min(first + size, batches))
+            numbers = (chunk[None, :] + batches * np.arange(batch)[:, None]).ravel()
             yield self.known._replace(test=self._placed(self.test.chunk(numbers[numbers < self.whole])))
 
     def tests(self) -> Samples:
-        """All test samples on the device, for what looks at them as one; they stay there.
+        """All test samples on the device, for what needs them all at once; they stay there.
 
         Raises:
           UserError: the memory does not hold them.
@@ -272,27 +272,27 @@ class Streamed:
 def _members(plan: Plan | Shares, jobs: Jobs) -> np.ndarray:
     """Rows [D, M] of each device's jobs with steps, -1 for none."""
     members = plan.members if isinstance(plan, Shares) else np.arange(len(jobs.row))[None]
-    own = jobs_of(jobs, members)
-    return np.where(own.steps > 0, own.row, -1)
+    device_jobs = jobs_of(jobs, members)
+    return np.where(device_jobs.steps > 0, device_jobs.row, -1)
 
 
 def _active(plan: Plan, first: int, stop: int) -> np.ndarray:
-    """Jobs that are in lanes during some segments, in rising order."""
+    """Jobs that are in lanes during some segments, in increasing order."""
     loaded, finished = plan.load_job[: plan.load_stop[stop]], plan.finish_job[: plan.finish_stop[first]]
     return np.setdiff1d(loaded, finished)
 
 
 def renumbered(indices: np.ndarray, sizes: np.ndarray, jobs: np.ndarray) -> np.ndarray:
-    """Positions among the samples of all jobs as positions among those of some; -1 stays.
+    """Positions among the samples of all jobs, converted to positions among those of some; -1 stays.
 
     Args:
       sizes: [J] samples of each job.
-      jobs: which of them have samples here, in their order.
+      jobs: those whose samples are present, in their order.
 
     >>> renumbered(np.array([-1, 5, 3]), np.array([3, 1, 2]), np.array([1, 2])).tolist()
     [-1, 2, 0]
     """
-    own, table = sizes[jobs], np.zeros(sizes.sum() + 1, np.int32)
-    starts, first = np.cumsum(sizes) - sizes, np.cumsum(own) - own
-    table[np.repeat(starts[jobs] - first, own) + np.arange(own.sum())] = np.arange(own.sum())
+    job_sizes, table = sizes[jobs], np.zeros(sizes.sum() + 1, np.int32)
+    starts, first = np.cumsum(sizes) - sizes, np.cumsum(job_sizes) - job_sizes
+    table[np.repeat(starts[jobs] - first, job_sizes) + np.arange(job_sizes.sum())] = np.arange(job_sizes.sum())
     return np.where(indices >= 0, table[indices], -1).astype(np.int32)

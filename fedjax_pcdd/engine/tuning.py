@@ -1,4 +1,4 @@
-"""What a short measurement on this device decides: the number of lanes, and the form of each convolution.
+"""Choices by a short measurement on this device: the number of lanes, and the form of each convolution.
 
 Letters: B batch, L lanes, J jobs of a round.
 """
@@ -32,13 +32,13 @@ from fedjax_pcdd.trees import zeros_like
 COMPUTE = {"forward": forward, "input_gradient": input_gradient, "weight_gradient": weight_gradient}
 ACCELERATED = ("direct", "gemm")  # the other forms are made for the caches of a CPU
 MARGIN = 1.1  # how many times as fast as the default a form must be to take its place
-SAMPLE = 0.005  # seconds, at least, of a timing
+SAMPLE = 0.005  # minimum seconds of a timing
 REPEATS = 3
 
 PROBE_STEPS = 4
-SHARE = 0.1  # of a run that trying lanes may cost
-PROBES = 5.0  # seconds, about, for which few and many lanes are compiled and timed on a CPU
-SLOW_STEP, SLOWLY = 1e-3, 5e9  # seconds of a step beside its arithmetic, and operations a second, of a slow CPU
+SHARE = 0.1  # of a run that trying lane counts may cost
+PROBES = 5.0  # seconds, about, that compiling and timing few and many lanes takes on a CPU
+SLOW_STEP, SLOWLY = 1e-3, 5e9  # seconds of a step besides its arithmetic, and operations per second, of a slow CPU
 
 Candidates = dict[str, Callable[[jax.Array, jax.Array], jax.Array]]
 
@@ -57,18 +57,18 @@ def candidates(jobs: int, devices: int = 1) -> list[int]:
 
 
 def _fits(compiled: Any) -> bool:
-    """Whether a program has the memory that it takes beside its arguments, which are on the device already."""
+    """Whether a program fits into free memory; its arguments are on the device already."""
     memory = compiled.memory_analysis()
     if memory is None:
         return True
-    taken = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return taken <= free_memory()
+    needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return needed <= free_memory()
 
 
 def _probe(simulation: Simulation, state: State) -> tuple[float, float]:
-    """Seconds to compile, and seconds a sample, of the training step with this number of lanes.
+    """Seconds to compile, and seconds per sample, of the training step with this number of lanes.
 
-    Infinitely many of the latter where memory does not suffice.
+    The latter are infinite if memory does not suffice.
     """
     try:
         return _timed_step(simulation, state)
@@ -85,18 +85,18 @@ def _timed_step(simulation: Simulation, state: State) -> tuple[float, float]:
     compiling = time.perf_counter() - start
     if not _fits(compiled):
         return compiling, math.inf
-    timed = functools.partial(compiled, *arguments)
-    jax.block_until_ready(timed(np.int32(1)))
+    train = functools.partial(compiled, *arguments)
+    jax.block_until_ready(train(np.int32(1)))
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        jax.block_until_ready(timed(np.int32(PROBE_STEPS)))
+        jax.block_until_ready(train(np.int32(PROBE_STEPS)))
         times.append(time.perf_counter() - start)
     return compiling, min(times) / PROBE_STEPS / simulation.program.lanes
 
 
 def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple[Any, ...]]:
-    """Training steps of all lanes on the batch of the first, as a function of some arguments and their number."""
+    """A function that runs training steps of all lanes on the first step's batches, and its arguments but the last."""
     program = simulation.program
     plan, jobs = simulation.plan(0)
     state = simulation.fetch(state, (plan, jobs))
@@ -113,8 +113,8 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
         shapes = jax.eval_shape(lambda: load(program, inputs, state.clients, state.statistics, 0, 0))
         lanes = zeros_like(shapes, program.lanes)
         lanes = jax.lax.fori_loop(0, program.lanes, load_one, lanes)
-        one = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)
-        return jax.lax.fori_loop(0, steps, lambda t, lanes: one(lanes, indices), lanes).loss
+        step = lift(lambda lane, index: train_step(program, inputs, lane, index, 0), program.lanes)
+        return jax.lax.fori_loop(0, steps, lambda t, lanes: step(lanes, indices), lanes).loss
 
     return run, (inputs, state, plan.indices[0] if isinstance(plan, Plan) else plan.plan.indices[0, 0])
 
@@ -122,18 +122,18 @@ def _probed_steps(simulation: Simulation, state: State) -> tuple[Callable, tuple
 def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rounds: int) -> Simulation:
     """The simulation with the fastest of a few lane counts, by timing a few steps of each.
 
-    Trying costs about a tenth of the run at most: on a CPU a run of a minute by its arithmetic has one lane. It ends
-    where the memory of the devices does. On several devices
-    all do the same steps at once; of several processes the first one's times count.
+    Trying costs about a tenth of the run at most: on a CPU, a run of a minute by its arithmetic has one lane. It ends
+    when the devices' memory is exhausted. Several devices all take the same steps at once; of several processes, the
+    times of the first count.
 
     Args:
       make: builds the simulation for a number of lanes.
       state: before the first round; not donated.
       jobs: J, jobs a round.
-      rounds: of the run, to weigh what trying costs.
+      rounds: of the run, to weigh the cost of trying.
     """
     best, fastest = 1, math.inf
-    tried, devices = 0.0, devices_of(state)
+    compile_seconds, devices = 0.0, devices_of(state)
     counts = candidates(most_jobs(jobs, devices), devices // jax.process_count())
     if len(counts) == 1 or _soon_over(make, jobs, rounds):
         return _within_memory(make, state, counts[:1])
@@ -144,30 +144,30 @@ def choose_lanes(make: Callable[[int], Simulation], state: State, jobs: int, rou
         compiling, seconds = (float(x) for x in multihost_utils.broadcast_one_to_all(_probe(simulation, state)))
         if seconds < 0.95 * fastest:
             best, fastest = lanes, seconds
-        tried += compiling
+        compile_seconds += compiling
         expected = _steps(simulation, jobs, rounds) / devices * fastest
-        if seconds == math.inf or tried > SHARE * expected:
+        if seconds == math.inf or compile_seconds > SHARE * expected:
             break
     return _within_memory(make, state, [lanes for lanes in reversed(counts) if lanes <= best])
 
 
 def _steps(simulation: Simulation, jobs: int, rounds: int) -> float:
-    """Steps of all jobs of a run."""
+    """Expected steps of all jobs of a run."""
     return rounds * jobs * float((simulation.epochs * simulation.steps).mean())
 
 
 def _soon_over(make: Callable[[int], Simulation], jobs: int, rounds: int) -> bool:
-    """Whether a run on a slow CPU takes too little for trying to pay; elsewhere nothing is known without trying."""
+    """Whether a run on a slow CPU is too short for trying to pay off; elsewhere False, as only trying can tell."""
     if jax.default_backend() != "cpu":
         return False
     simulation = make(1)
-    each = simulation.local.batch_size * arithmetic(simulation.program.model, simulation.image_shape)
-    seconds = _steps(simulation, jobs, rounds) * (SLOW_STEP + 3 * each / SLOWLY)
+    step_operations = simulation.local.batch_size * arithmetic(simulation.program.model, simulation.image_shape)
+    seconds = _steps(simulation, jobs, rounds) * (SLOW_STEP + 3 * step_operations / SLOWLY)
     return SHARE * seconds < PROBES
 
 
 def _made(make: Callable[[int], Simulation], lanes: int) -> Simulation | None:
-    """The simulation with these lanes; None where `data_memory` does not hold the samples of so many clients."""
+    """The simulation with these lanes; None if `data_memory` does not hold the samples of so many clients."""
     try:
         return make(lanes)
     except UserError:
@@ -188,32 +188,34 @@ def _within_memory(make: Callable[[int], Simulation], state: State, counts: list
 
 
 def operations(model: Classifier, image_shape: tuple[int, ...], batch: int, lanes: int, dtype: Any) -> list[Operation]:
-    """What a training step computes of convolutions, each once, the one with most arithmetic first.
+    """The convolution operations of a training step, each once, those with most arithmetic first.
 
     Args:
       model: is traced, not run.
       image_shape: (H, W, channels).
-      batch, lanes, dtype: B, L, and of the images.
+      batch, lanes, dtype: B, L, and the images' type.
     """
     listing, images = Listing(), jax.ShapeDtypeStruct((batch, *image_shape), dtype)
     with choosing(listing):
         jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
 
-    def needed(one: Operation) -> bool:  # but the gradient of the images
-        return one.name != "input_gradient" or (*one.window.image, one.inputs) != image_shape
+    def needed(operation: Operation) -> bool:  # all but the gradient of the images
+        return operation.name != "input_gradient" or (*operation.window.image, operation.inputs) != image_shape
 
-    def work(one: Operation) -> int:  # multiplications of one lane
-        return one.batch * math.prod((*one.window.out, *one.window.kernel, one.inputs, one.outputs))
+    def work(operation: Operation) -> int:  # multiplications of one lane
+        return operation.batch * math.prod(
+            (*operation.window.out, *operation.window.kernel, operation.inputs, operation.outputs)
+        )
 
     layers = {operation._replace(batch=batch, lanes=lanes): None for operation in listing.asked}
-    each = [layer._replace(name=name) for layer in layers for name in FORMS]
-    return sorted(filter(needed, each), key=work, reverse=True)
+    layer_operations = [layer._replace(name=name) for layer in layers for name in FORMS]
+    return sorted(filter(needed, layer_operations), key=work, reverse=True)
 
 
 def time_forms(asked: Iterable[Operation], deadline: float) -> Choices:
     """The fastest rule of each operation, until `time.perf_counter()` reaches the deadline.
 
-    A form that the compiler refuses, or for which memory does not suffice, is no candidate.
+    A form that the compiler refuses, or for which memory does not suffice, is not a candidate.
 
     Args:
       asked: most important first.
@@ -233,17 +235,19 @@ def _fastest_rule(operation: Operation, deadline: float) -> Rule:
     single = default.single
     if on_cpu or lanes == 1:
         forms = FORMS[operation.name] if on_cpu else ACCELERATED
-        each: Candidates = {form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)}
-        single = _fastest(each, _operands(operation), single, deadline)
+        single_forms: Candidates = {
+            form: functools.partial(_compute, operation, form) for form in forms if fits(form, *shape)
+        }
+        single = _fastest(single_forms, _operands(operation), single, deadline)
     if lanes == 1:
         return Rule(single, default.lanes)
-    ways: Candidates = {
+    lane_forms: Candidates = {
         "gemm": jax.vmap(functools.partial(_compute, operation, "gemm")),
         "grouped": jax.vmap(functools.partial(_compute, operation, "direct")),
     }
-    if on_cpu:  # elsewhere a loop that turns once a lane would launch as many kernels for each of them
-        ways["loop"] = lambda a, b: lax.map(lambda pair: _compute(operation, single, *pair), (a, b))
-    return Rule(single, _fastest(ways, _operands(operation, lanes), default.lanes, deadline))
+    if on_cpu:  # elsewhere a loop over lanes would launch kernels for each of them
+        lane_forms["loop"] = lambda a, b: lax.map(lambda pair: _compute(operation, single, *pair), (a, b))
+    return Rule(single, _fastest(lane_forms, _operands(operation, lanes), default.lanes, deadline))
 
 
 def _compute(operation: Operation, form: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -275,7 +279,7 @@ def _compiled(compute: Callable, operands: Sequence[jax.Array]) -> Any:
     def run(n, a, b):
         def body(_, carry):
             a, out = carry
-            # What does not change would be computed before the loop: one number of an operand takes one of the result.
+            # XLA would compute what does not change before the loop: one entry of an operand is set from the result.
             return a.at[(0,) * a.ndim].set(out[(0,) * out.ndim].astype(a.dtype)), compute(a, b)
 
         out = jax.eval_shape(compute, a, b)

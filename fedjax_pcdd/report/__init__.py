@@ -2,10 +2,10 @@
 
 collect.py     run folders as plain records
 grouping.py    which runs are repetitions of one experiment, and which experiments stand side by side
-expected.py    the papers' numbers and what a run has in their place
+expected.py    the papers' numbers and the corresponding values of a run
 targets.py     rounds to FedAvg's accuracy and speed-ups
 statistics.py  paired differences, p-values of a family
-tables.py      what a table is, and how it looks in the terminal, Markdown, LaTeX and CSV
+tables.py      tables, and how they look in the terminal, Markdown, LaTeX and CSV
 contents.py    the tables that a report has
 plots.py       learning curves with bands, as SVG
 page.py        report.html

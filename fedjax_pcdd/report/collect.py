@@ -19,11 +19,11 @@ from fedjax_pcdd.training.folder import CONFIG, TRACK, RunFolder, failure_of
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the folder of one run says.
+    """The contents of the folder of one run.
 
     Args:
       path: the folder, as it was named.
-      config: every option by field name; those that an older run did not know have their defaults.
+      config: every option by field name; options that an older run did not know have their defaults.
       text: config.yaml as written.
       resolved: resolved.json: lanes, hyper-parameters as used, and preset, split, variant and command where recorded.
       rows: metrics.jsonl, accuracies as shares.
@@ -56,12 +56,12 @@ class RunRecord:
 
     @property
     def dataset(self) -> str:
-        """Data set, or the task by domain."""
+        """Name of the data set, or of the task over domains."""
         return str(self.config["task"] or self.config["dataset"])
 
     @property
     def rounds_done(self) -> int:
-        """Rounds that metrics.jsonl knows."""
+        """Rounds that metrics.jsonl records."""
         return self.rows[-1]["round"] if self.rows else 0
 
     @property
@@ -72,18 +72,18 @@ class RunRecord:
 
     @property
     def command(self) -> str | None:
-        """How the run was started, where that is recorded."""
+        """The command that started the run, if it is recorded."""
         return self.resolved.get("command")
 
     @property
     def failure(self) -> str | None:
-        """Why it failed as an experiment of a sweep, which notes that beside its folders; None for others."""
-        noted = None if self.summary is not None else failure_of(self.path.resolve())
-        return None if noted is None else noted.strip()
+        """Why the run failed in a sweep, which notes failures beside its folders; None for other runs."""
+        reason = None if self.summary is not None else failure_of(self.path.resolve())
+        return None if reason is None else reason.strip()
 
     @property
     def state(self) -> str:
-        """In a word: finished, failed (see `failure`) or unfinished."""
+        """One word: finished, failed (see `failure`) or unfinished."""
         return "finished" if self.summary is not None else "failed" if self.failure else "unfinished"
 
     @property
@@ -94,23 +94,23 @@ class RunRecord:
 
     @cached_property
     def partition(self) -> str | None:
-        """A digest of the data set and who holds what of it; None if the folder does not say, UserError if damaged."""
+        """Digest of the data set and of which client holds what; None if not recorded, UserError if damaged."""
         path = self.path / "partition.npz"
         if not is_there(path):
             return None
         try:
             with np.load(path) as arrays:
-                parts = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
+                chunks = [name.encode() + np.ascontiguousarray(arrays[name]).tobytes() for name in sorted(arrays)]
         except PermissionError as error:
             raise unreadable(error, path) from error
-        except Exception:  # of a damaged archive almost anything is raised
+        except Exception:  # a damaged archive raises almost anything
             raise UserError(f"{path} is damaged: resume the run, or leave it out.") from None
-        # Of data sets of one size equal indices are other samples.
-        return hashlib.sha256(b"".join([self.dataset.encode(), *parts])).hexdigest()
+        # With equal indices, another data set of the same size has other samples.
+        return hashlib.sha256(b"".join([self.dataset.encode(), *chunks])).hexdigest()
 
     @cached_property
     def tracked(self) -> list[dict[str, Any]]:
-        """Lines of track.jsonl, [] of a run that tracked nothing; UserError where they cannot be read."""
+        """Lines of track.jsonl, [] for a run that tracked nothing; UserError if they cannot be read."""
         return RunFolder(self.path).rows(TRACK)
 
     def changed(self) -> float:
@@ -123,29 +123,29 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     """All runs in these folders, in their order, each once.
 
     Args:
-      paths: folders of runs, or folders with such folders below them, at any depth; files beside them are passed over,
-        as a shell's `*` names them too.
+      paths: folders of runs, or folders with such folders below them, at any depth; files among them are skipped,
+        since a shell's `*` names them too.
 
     Raises:
-      UserError: no such folder, no run in it, or the only one, or all, cannot be read or are no runs of this library.
-        Of several the others are left out, which is said on stderr.
+      UserError: a folder does not exist or holds no run, or the only run, or every run, cannot be read or is none of
+        this library. If that holds for some of several runs, these are left out, with a message on stderr.
     """
     folders: dict[Path, Path] = {}
-    named = [Path(path) for path in paths]
-    for path in [path for path in named if not is_there(path)] or named:
+    given_paths = [Path(path) for path in paths]
+    for path in [path for path in given_paths if not is_there(path)] or given_paths:
         if is_there(path):
             raise UserError(f"{path} is a file: name the folder of a run, or one that holds runs.")
         if not is_there(path, Path.is_dir):
             raise UserError(f"there is no folder {path}: name the folder of a run, or one that holds runs.")
-        unread: list[OSError] = []
-        below = list(_folders(path, unread.append))
-        if unread and not below:
-            raise unreadable(unread[0], unread[0].filename)
-        for error in unread:
+        errors: list[OSError] = []
+        run_folders = list(_folders(path, errors.append))
+        if errors and not run_folders:
+            raise unreadable(errors[0], errors[0].filename)
+        for error in errors:
             print(f"left out: {unreadable(error, error.filename)}", file=sys.stderr)
-        if not below:
+        if not run_folders:
             raise UserError(f"{path} holds no run (no {CONFIG} in it or below): name the folder of a run.")
-        for folder in below:
+        for folder in run_folders:
             folders.setdefault(folder.resolve(), folder)
     records: list[RunRecord] = []
     for folder in folders.values():
@@ -160,36 +160,36 @@ def collect(paths: Iterable[str | Path]) -> list[RunRecord]:
     return records
 
 
-def _folders(path: Path, unread: Callable[[OSError], Any]) -> Iterable[Path]:
-    """Those of runs at or below a path; `unread` is told of folders that cannot be read."""
-    seen = set()  # links may lead in a circle
-    for folder, below, files in os.walk(path, onerror=unread, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            below.clear()
+def _folders(path: Path, on_error: Callable[[OSError], Any]) -> Iterable[Path]:
+    """Folders of runs at or below a path; `on_error` is called for folders that cannot be read."""
+    visited = set()  # links may form a cycle
+    for folder, subfolders, files in os.walk(path, onerror=on_error, followlinks=True):
+        real_path = os.path.realpath(folder)
+        if real_path in visited:
+            subfolders.clear()
             continue
-        seen.add(real)
+        visited.add(real_path)
         if CONFIG in files:
-            below.clear()
+            subfolders.clear()
             yield Path(folder)
-        below.sort()
+        subfolders.sort()
 
 
 def read_record(path: Path) -> RunRecord:
-    """The record of one folder; UserError where it is no run of this library or cannot be read."""
+    """The record of one folder; UserError if it is no run of this library or cannot be read."""
     folder = RunFolder(path)
     text = read_text(path / CONFIG)
-    given = load_mapping(text, str(path / CONFIG))
-    if not {"method", "dataset", "seed", "rounds"} <= given.keys():
+    options = load_mapping(text, str(path / CONFIG))
+    if not {"method", "dataset", "seed", "rounds"} <= options.keys():
         raise UserError(f"{path / CONFIG} is not the configuration of a run: leave {path} out.")
-    # The method's own options stay as they are written: it may be one that is not at hand.
-    own = convert_all({name: value for name, value in given.items() if name in RUN}, RUN, str(path / CONFIG))
-    config = {name: option.default for name, option in RUN.items()} | given | own
+    # The method's own options stay as written, because the method may not be available.
+    run_options = convert_all({name: value for name, value in options.items() if name in RUN}, RUN, str(path / CONFIG))
+    config = {name: option.default for name, option in RUN.items()} | options | run_options
     resolved, summary = folder.read_json("resolved.json") or {}, folder.summary()
-    words = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
-    if not words or not isinstance(resolved.get("hyperparameters", {}), dict):
+    valid = all(isinstance(resolved.get(name, ""), str | None) for name in ("preset", "split", "variant", "command"))
+    if not valid or not isinstance(resolved.get("hyperparameters", {}), dict):
         raise UserError(f"{path / 'resolved.json'} is damaged: resume the run, or leave it out.")
     rows, clients = folder.rows(rounds=summary["rounds"] if summary else 0), folder.rows("clients.jsonl")
     record = RunRecord(path, config, text, resolved, rows, clients, summary)
-    _ = record.partition  # read now, as what is damaged is left out
+    _ = record.partition  # read now, so that a damaged one is left out
     return record

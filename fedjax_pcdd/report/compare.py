@@ -16,14 +16,14 @@ HEADINGS = ("compared", "metric", "pairs", "difference", "interval", "p (t)", "p
 
 
 class Comparison(NamedTuple):
-    """How much another experiment is above the first; accuracies in percent points.
+    """How far another experiment is above the first; accuracies in percentage points.
 
     Args:
       data: data set and partition.
       first, other: what is compared.
       metric: entry of summary.json.
-      heading: of the metric; PA by when it was measured, where that is the same for both.
-      difference: other less first; p-values are adjusted for the comparisons of this metric on this data.
+      heading: of the metric; for PA with when it was measured, if that is the same for both.
+      difference: other minus first; p-values are adjusted for the comparisons of this metric on this data.
     """
 
     data: str
@@ -35,9 +35,9 @@ class Comparison(NamedTuple):
 
 
 def compare(runs: Sequence[RunRecord], confidence: float = 0.95) -> tuple[list[Comparison], list[str]]:
-    """Every experiment against the one of the first run, on each data set and partition.
+    """Compare every experiment with that of the first run, on each data set and partition.
 
-    That is the one with its method and settings; on other data than its own the only one of its method will do.
+    That is the experiment with its method and settings; on data other than its own, the only one of its method.
 
     Args:
       runs: as collected; unfinished ones are left out, and a sentence says so.
@@ -72,38 +72,38 @@ def _compare(
     if first is None:
         notes.append(f"{data} has no finished {reference.method} with the settings of {reference.path}: left out.")
         return []
-    others = [entry for entry in members if entry is not first]
+    other_entries = [entry for entry in members if entry is not first]
     notes += [f"{run.path} repeats a seed and is left out." for entry in members for run in entry.repeated]
     notes += [sentence for entry in members for run in entry.runs for sentence in _not_finite(run)]
-    if not others:
+    if not other_entries:
         notes.append(f"{data} has {first.label} alone: nothing to compare.")
-    pairs = [_pairs(data, first, other, notes) for other in others]
+    pairs = [_pairs(data, first, other, notes) for other in other_entries]
     by_metric = {
         metric: family([paired(_values(b, metric), _values(a, metric), confidence) for a, b in pairs])
         for metric in ACCURACIES
     }
     return [
         Comparison(data, first.label, other.label, metric, _heading(metric, [*first.runs, *other.runs]), difference)
-        for i, other in enumerate(others)
+        for i, other in enumerate(other_entries)
         for metric in ACCURACIES
         if (difference := by_metric[metric][i]) is not None
     ]
 
 
 def _not_finite(run: RunRecord) -> list[str]:
-    found = [name for metric, name in ACCURACIES.items() if not math.isfinite(run.result.get(metric) or 0.0)]
-    return [f"{run.path} has no finite number as its {name}, which is left out." for name in found]
+    names = [name for metric, name in ACCURACIES.items() if not math.isfinite(run.result.get(metric) or 0.0)]
+    return [f"{run.path} has no finite number as its {name}, which is left out." for name in names]
 
 
 def _first(members: Sequence[Entry], reference: RunRecord) -> Entry | None:
-    """The experiment of a run among those of one data set and partition."""
+    """The experiment that has the settings of a run, among those of one data set and partition."""
     of_data = {"dataset", "task", *PARTITION}
-    alike = [entry for entry in members if entry.runs[0].method == reference.method]
-    for entry in alike:
+    same_method = [entry for entry in members if entry.runs[0].method == reference.method]
+    for entry in same_method:
         if not {*differing([entry.runs[0].config, reference.config])} - of_data:
             return entry
-    other = data_of(members[0].runs[0]) != data_of(reference)
-    return alike[0] if other and len(alike) == 1 else None
+    other_data = data_of(members[0].runs[0]) != data_of(reference)
+    return same_method[0] if other_data and len(same_method) == 1 else None
 
 
 def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
@@ -111,11 +111,11 @@ def _heading(metric: str, runs: Sequence[RunRecord]) -> str:
 
 
 def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[list[RunRecord], list[RunRecord]]:
-    """Runs of both with the same seed and partition."""
+    """Runs of both experiments with the same seed and partition."""
     a, b = ({run.seed: run for run in entry.runs} for entry in (first, other))
-    for entry, alone in ((first, sorted(a.keys() - b.keys())), (other, sorted(b.keys() - a.keys()))):
-        if alone:
-            seeds = ", ".join(map(str, alone))
+    for entry, unpaired in ((first, sorted(a.keys() - b.keys())), (other, sorted(b.keys() - a.keys()))):
+        if unpaired:
+            seeds = ", ".join(map(str, unpaired))
             notes.append(f"{data}: seed {seeds} of {entry.label} has no partner and is left out.")
     seeds = sorted(a.keys() & b.keys())
     for seed in seeds:
@@ -124,32 +124,32 @@ def _pairs(data: str, first: Entry, other: Entry, notes: list[str]) -> tuple[lis
             notes.append(f"{data}: seed {seed} of {names} has different partitions and is left out.")
         elif a[seed].partition is None:
             notes.append(f"{data}: seed {seed} of {names} has no partition.npz, so that partitions may differ.")
-    same = [seed for seed in seeds if a[seed].partition == b[seed].partition]
-    return [a[seed] for seed in same], [b[seed] for seed in same]
+    paired_seeds = [seed for seed in seeds if a[seed].partition == b[seed].partition]
+    return [a[seed] for seed in paired_seeds], [b[seed] for seed in paired_seeds]
 
 
 def _values(runs: Sequence[RunRecord], metric: str) -> dict[int, float]:
-    """In percent, by seed, where a run has it."""
-    known = {run.seed: run.result.get(metric) for run in runs}
-    return {seed: 100 * value for seed, value in known.items() if value is not None}
+    """A metric in percent, by seed, of the runs that have it."""
+    by_seed = {run.seed: run.result.get(metric) for run in runs}
+    return {seed: 100 * value for seed, value in by_seed.items() if value is not None}
 
 
 def comparison_tables(comparisons: Sequence[Comparison], confidence: float) -> list[Table]:
     """One table for each data set and partition."""
     tables = []
-    for data in dict.fromkeys(one.data for one in comparisons):
-        lines = [_line(one, 1 - confidence) for one in comparisons if one.data == data]
+    for data in dict.fromkeys(comparison.data for comparison in comparisons):
+        lines = [_line(comparison, 1 - confidence) for comparison in comparisons if comparison.data == data]
         title = f"{data}: difference in percent points, {100 * confidence:g} % interval of Student's t"
         tables.append(texts(title, HEADINGS, lines, left=("metric", "verdict")))
     return tables
 
 
-def _line(one: Comparison, alpha: float) -> list[str]:
-    difference = one.difference
+def _line(comparison: Comparison, alpha: float) -> list[str]:
+    difference = comparison.difference
     low, high = difference.low, difference.high
     bounds = NOTHING if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
     p_values = [NOTHING if p is None else f"{p:.3f}" for p in (difference.p, difference.rank_p)]
     return [
-        f"{one.other} less {one.first}", one.heading, str(len(difference.seeds)), signed(difference.mean),
-        bounds, *p_values, difference.verdict(alpha),
+        f"{comparison.other} less {comparison.first}", comparison.heading, str(len(difference.seeds)),
+        signed(difference.mean), bounds, *p_values, difference.verdict(alpha),
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The tables of a report: each group's own, and the papers' with our means over seeds beside the printed numbers.
 
-Accuracies are in percent but where a paper prints shares. A standard deviation is that of a sample (n - 1).
+Accuracies are in percent, except where a paper prints shares. Standard deviations are those of a sample (n - 1).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,36 +49,36 @@ class Accuracy(NamedTuple):
 
     heading: str
     entry: str  # of summary.json
-    moment: str = ""  # what PA is called that is measured then; "" for GA
+    moment: str = ""  # name of PA measured at that moment; "" for GA
 
 
 def own_table(group: Group) -> Table:
-    """Best and last of GA and PA of each experiment of a group, its seconds a round, and speed-ups over FedAvg."""
-    known = [(entry.names, entry.runs) for entry in group.entries]
-    targets = REFERENCE in (method for (method, _, _), _ in known) and len(known) > 1
+    """Best and last GA and PA of each experiment of a group, its seconds per round, and speed-ups over FedAvg."""
+    experiments = [(entry.names, entry.runs) for entry in group.entries]
+    targets = REFERENCE in (method for (method, _, _), _ in experiments) and len(experiments) > 1
     rule = RULES.get(group.preset or "", BEST)
-    summaries = [run.result for _, runs in known for run in runs]
+    summaries = [run.result for _, runs in experiments for run in runs]
     accuracies = _accuracies(summaries)
-    columns = [Column(one.heading, one.entry, best=1) for one in accuracies]
-    spread = {n: heading for n, heading in SPREAD.items() if any(one.get(n) is not None for one in summaries)}
+    columns = [Column(accuracy.heading, accuracy.entry, best=1) for accuracy in accuracies]
+    spread = {n: heading for n, heading in SPREAD.items() if any(summary.get(n) is not None for summary in summaries)}
     columns += [Column(heading, name, best=-1 if name == "pa_std" else 1) for name, heading in spread.items()]
     columns.append(Column("s a round", SECONDS))
     if targets:
         columns += [_column(TARGET_METRICS[0], "rounds to target"), _column(TARGET_METRICS[1], "speed-up")]
     rows = {}
-    for names, runs in known:
-        rows[names] = [_accuracy(runs, one) for one in accuracies]
+    for names, runs in experiments:
+        rows[names] = [_accuracy(runs, accuracy) for accuracy in accuracies]
         rows[names] += [_of_summary(runs, name, 100.0) for name in spread]
         rows[names].append(_of_summary(runs, SECONDS, 1.0))
         if targets:
-            rows[names] += target_cells(runs, _references(known, names), rule)
-    chosen = _differing(group, "selected_on", "Best rounds are chosen by samples of")
-    notes = [_differing(group, "pa_protocol", "PA"), chosen, *[rule.sentence, MISSED] * targets]
+            rows[names] += target_cells(runs, _references(experiments, names), rule)
+    selection = _differing(group, "selected_on", "Best rounds are chosen by samples of")
+    notes = [_differing(group, "pa_protocol", "PA"), selection, *[rule.sentence, MISSED] * targets]
     return _table(group.title, columns, rows, " ".join(filter(None, notes)))
 
 
 def _accuracies(summaries: Iterable[Mapping[str, Any]]) -> list[Accuracy]:
-    """The columns; where PA was measured at several moments, each of these has its own."""
+    """The columns of accuracies; if PA was measured at several moments, each of them has its own."""
     names = pa_names(summaries)
     names = [*names, *({IN_TRAINING} - {*names})] if len(names) > 1 else names
     ga = [Accuracy(heading, entry) for entry, heading in ACCURACIES.items() if entry.startswith("ga")]
@@ -86,12 +86,12 @@ def _accuracies(summaries: Iterable[Mapping[str, Any]]) -> list[Accuracy]:
     return ga + [Accuracy(heading.replace("PA", name), entry, name) for name in names for heading, entry in pa]
 
 
-def _accuracy(runs: Runs, asked: Accuracy) -> Cell:
-    """Of runs in percent; nothing where PA was not measured at the moment that the heading names."""
+def _accuracy(runs: Runs, column: Accuracy) -> Cell:
+    """An accuracy of runs in percent; empty if PA was not measured at the moment that the heading names."""
     shares = []
     for summary in (run.result for run in runs):
-        begins = pa_entries(summary).get(asked.moment) if asked.moment else "ga"
-        shares.append(summary.get(begins + asked.entry[2:]) if begins else None)
+        prefix = pa_entries(summary).get(column.moment) if column.moment else "ga"
+        shares.append(summary.get(prefix + column.entry[2:]) if prefix else None)
     return over_seeds(shares, _lengths(runs), 100.0)
 
 
@@ -104,12 +104,12 @@ def _lengths(runs: Iterable[RunRecord]) -> set[int]:
 
 
 def _column(metric: str, heading: str) -> Column:
-    known = METRICS[kind(metric)]
-    return Column(heading, metric, known.digits, known.best)
+    properties = METRICS[kind(metric)]
+    return Column(heading, metric, properties.digits, properties.best)
 
 
 def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[Cell]], note: str) -> Table:
-    """Settings that all experiments with numbers of their own have are said once, above it."""
+    """A table; settings that all experiments with numbers share are stated once, above it."""
     same = shared(names for names, cells in rows.items() if any(cell.mean is not None for cell in cells))
     remarks = " ".join(filter(None, [f"Not as the preset in all runs: {same}." if same else "", note, _of_seeds(rows)]))
     lines = tuple(Row(label(names, same), tuple(cells), names) for names, cells in rows.items())
@@ -117,7 +117,7 @@ def _table(title: str, columns: Sequence[Column], rows: Mapping[Names, Sequence[
 
 
 def _of_seeds(rows: Mapping[Any, Iterable[Cell]]) -> str:
-    """Says where rows are means over several numbers of seeds."""
+    """A remark if rows are means over different numbers of seeds, else ""."""
     seeds = {cell.n for cells in rows.values() for cell in cells if cell.mean is not None}
     return f"Means are over {min(seeds)} to {max(seeds)} seeds; among such nothing is marked." if len(seeds) > 1 else ""
 
@@ -126,7 +126,7 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
     """A table of two options: the mean of a metric over the seeds of each combination of their values.
 
     Args:
-      runs: finished ones count; of a repeated seed the newest.
+      runs: only finished ones count; of a repeated seed, only the newest.
       rows, columns: options or hyper-parameters; a single column of numbers where `columns` is None.
       metric: entry of summary.json; accuracies are shown in percent.
 
@@ -134,33 +134,33 @@ def pivot(runs: Runs, rows: str, columns: str | None, metric: str) -> Table:
       UserError: no run has such an option, or such an entry.
     """
     finished = counted(run for run in runs if run.summary is not None)
-    known = {name: None for run in finished for name in run.config}
+    option_names = {name: None for run in finished for name in run.config}
     for field, name in (("rows", rows), ("columns", columns)):
-        if name is not None and name not in known:
-            raise UserError(f"takes an option of the runs, not '{name}': {nearest(name, known)}", field=field)
-    numbers = {name: None for run in finished for name, x in run.result.items() if _is_number(x)}
-    if metric not in numbers:
-        raise UserError(f"takes an entry of summary.json, not '{metric}': {nearest(metric, numbers)}", field="metric")
+        if name is not None and name not in option_names:
+            raise UserError(f"takes an option of the runs, not '{name}': {nearest(name, option_names)}", field=field)
+    entries = {name: None for run in finished for name, x in run.result.items() if _is_number(x)}
+    if metric not in entries:
+        raise UserError(f"takes an entry of summary.json, not '{metric}': {nearest(metric, entries)}", field="metric")
     members: dict[tuple[Any, Any], list[RunRecord]] = {}
     for run in finished:
         members.setdefault((run.config.get(rows), run.config.get(columns) if columns else metric), []).append(run)
     labels, heads = (list(dict.fromkeys(key[i] for key in members)) for i in (0, 1))
     heads = sorted(heads) if all(map(_is_number, heads)) else heads
-    share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
+    is_share = metric.startswith(("ga_", "pa_")) and not metric.endswith("_round")
     lines = []
-    for one in labels:
-        cells = [_of_summary(members.get((one, head), ()), metric, 100.0 if share else 1.0) for head in heads]
-        lines.append(Row(str(one), tuple(cells), (str(one), "", "")))
-    others = {name for own in members.values() for name in differing([run.config for run in own])} - {rows, columns}
-    remark = f"Cells are means over runs that also differ in {', '.join(sorted(others))}." if others else ""
+    for value in labels:
+        cells = [_of_summary(members.get((value, head), ()), metric, 100.0 if is_share else 1.0) for head in heads]
+        lines.append(Row(str(value), tuple(cells), (str(value), "", "")))
+    varied = {name for cell in members.values() for name in differing([run.config for run in cell])} - {rows, columns}
+    remark = f"Cells are means over runs that also differ in {', '.join(sorted(varied))}." if varied else ""
     if metric.endswith("_best"):
-        chosen = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
-        remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(chosen)}.".strip()
+        selections = dict.fromkeys(run.result.get("selected_on", "test") for run in finished)
+        remark = f"{remark} Best rounds are chosen by samples of: {'; '.join(selections)}.".strip()
     remark = f"{remark} {_of_seeds({row.label: row.cells for row in lines})}".strip()
-    direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(share)  # no seed is better than another
+    direction = 0 if rows == "seed" else -1 if metric == "pa_std" else int(is_share)  # no seed is better than another
     headings = tuple(Column(f"{columns}={head}" if columns else str(head), metric, best=direction) for head in heads)
     name = with_pa_named(ACCURACIES.get(metric, metric), [run.result for run in finished])
-    title = f"{name}{', %,' if share else ''} by {rows}{f' and {columns}' if columns else ''}"
+    title = f"{name}{', %,' if is_share else ''} by {rows}{f' and {columns}' if columns else ''}"
     return ranked(Table(title, headings, tuple(lines), remark, stub=rows))
 
 
@@ -170,34 +170,42 @@ def _is_number(value: Any) -> bool:
 
 def target_cells(runs: Runs, references: Runs, rule: Rule) -> tuple[Cell, Cell]:
     """Rounds to the target and speed-up over seeds; no mean where one of them never reached it."""
-    results = [one for run in runs if (one := reached(run, references, rule)) is not None]
-    missed = sum(rounds is None for rounds, _ in results)
+    outcomes = [outcome for run in runs if (outcome := reached(run, references, rule)) is not None]
+    missed = sum(rounds is None for rounds, _ in outcomes)
     if missed:
-        never = Cell(n=len(results), text="/", note=f"not reached by {missed} of them")
+        never = Cell(n=len(outcomes), text="/", note=f"not reached by {missed} of them")
         return never, never
-    rounds, faster = (over_seeds((one[i] for one in results), _lengths(runs)) for i in (0, 1))
-    return rounds, faster
+    rounds, speedups = (over_seeds((outcome[i] for outcome in outcomes), _lengths(runs)) for i in (0, 1))
+    return rounds, speedups
 
 
-def _references(known: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRecord]:
-    """FedAvg's runs: those that differ from a preset as these do, or all where there are none."""
-    fitting = [(own[2] == names[2], run) for own, runs in known if own[0] == REFERENCE for run in runs]
-    return [run for same, run in fitting if same] or [run for _, run in fitting]
+def _references(experiments: Iterable[tuple[Names, Runs]], names: Names) -> list[RunRecord]:
+    """FedAvg's runs: those that differ from a preset as these do, or all if there are none."""
+    candidates = [
+        (entry_names[2] == names[2], run)
+        for entry_names, runs in experiments
+        if entry_names[0] == REFERENCE
+        for run in runs
+    ]
+    return [run for same_settings, run in candidates if same_settings] or [run for _, run in candidates]
 
 
 def _differing(group: Group, key: str, head: str) -> str:
-    """What the summaries have under a key, as how PA was measured, and of which experiments where that differs."""
-    names: dict[str, list[str]] = {}
+    """The values of the summaries for a key, such as how PA was measured; if they differ, with the experiments."""
+    labels_by_value: dict[str, list[str]] = {}
     for name, entry in zip(group.labels, group.entries, strict=True):
-        for protocol in dict.fromkeys(run.result.get(key) for run in entry.runs):
-            if protocol is not None:
-                names.setdefault(protocol, []).append(name)
-    words = [f"{protocol} ({', '.join(own)})" if len(names) > 1 else protocol for protocol, own in names.items()]
+        for value in dict.fromkeys(run.result.get(key) for run in entry.runs):
+            if value is not None:
+                labels_by_value.setdefault(value, []).append(name)
+    words = [
+        f"{value} ({', '.join(labels)})" if len(labels_by_value) > 1 else value
+        for value, labels in labels_by_value.items()
+    ]
     return f"{head}: {'; '.join(words)}." if words else ""
 
 
 def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expected]) -> list[Table]:
-    """The tables of a paper, one a metric: methods down, splits across, of which at least one was run.
+    """The tables of a paper, one per metric: methods as rows, splits as columns, at least one of which was run.
 
     Args:
       preset: as `fedmr/table1`.
@@ -206,13 +214,13 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
     """
     runs = {(entry.names, group.split): entry.runs for group in groups for entry in group.entries}
     splits, tables = {group.split for group in groups}, []
-    for name in dict.fromkeys(title(one.metric) for one in expected):
-        printed = [one for one in expected if title(one.metric) == name]
-        parts = {(one.split, one.metric): one.splits or (one.split,) for one in printed}
-        columns = {key: several for key, several in parts.items() if splits.issuperset(several)}
+    for name in dict.fromkeys(title(number.metric) for number in expected):
+        printed = [number for number in expected if title(number.metric) == name]
+        splits_of = {(number.split, number.metric): number.splits or (number.split,) for number in printed}
+        columns = {key: parts for key, parts in splits_of.items() if splits.issuperset(parts)}
         if any(metric == PA for _, metric in columns) and _chooses(runs):
             columns = {
-                key: own for (split, metric), own in columns.items() for key in [(split, metric), (split, PA_LAST)]
+                key: parts for (split, metric), parts in columns.items() for key in [(split, metric), (split, PA_LAST)]
             }
         if name and columns:
             tables.append(_paper_table(preset, columns, runs, printed))
@@ -220,8 +228,8 @@ def paper_tables(preset: str, groups: Sequence[Group], expected: Sequence[Expect
 
 
 def _chooses(runs: Mapping[tuple[Names, str | None], Runs]) -> bool:
-    """Whether PA of any run is of an epoch that was chosen on tests."""
-    return any(needs_epochs(run.config.get("pa_protocol")) for own in runs.values() for run in own)
+    """Whether the PA of any run is that of an epoch chosen on test samples."""
+    return any(needs_epochs(run.config.get("pa_protocol")) for members in runs.values() for run in members)
 
 
 def _paper_table(
@@ -230,17 +238,15 @@ def _paper_table(
     runs: Mapping[tuple[Names, str | None], Runs],
     printed: Iterable[Expected],
 ) -> Table:
-    """Args: columns: the splits that each is the mean of; runs: of an experiment on a split."""
-    theirs = {
-        (one.method, one.variant, one.split, one.metric): one for one in printed if (one.split, one.metric) in columns
-    }
+    """Args: columns: for each, the splits that it is the mean of; runs: by experiment and split."""
+    paper = {(n.method, n.variant, n.split, n.metric): n for n in printed if (n.split, n.metric) in columns}
     rule, metric = RULES.get(preset, BEST), METRICS[kind(next(iter(columns))[1])]
     rows = {}
-    for names in _row_names({part for parts in columns.values() for part in parts}, runs, theirs):
+    for names in _row_names({part for parts in columns.values() for part in parts}, runs, paper):
         cells = [_ours(names, key, parts, runs, rule) for key, parts in columns.items()]
-        rows[names] = [_beside(cell, theirs.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
+        rows[names] = [_beside(cell, paper.get((*names[:2], *key))) for cell, key in zip(cells, columns, strict=True)]
     heads = [_column(name, f"{split} {_heading(name)}".strip()) for split, name in columns]
-    validated = any(run.result.get("selected_on") == "validation" for own in runs.values() for run in own)
+    validated = any(run.result.get("selected_on") == "validation" for members in runs.values() for run in members)
     note = HELD_OUT if validated and metric.note == FLATTERED else metric.note
     return _table(f"{preset}: {metric.title}", heads, rows, note or _target_note(metric, rule))
 
@@ -254,18 +260,18 @@ def _target_note(metric: Metric, rule: Rule) -> str:
 
 
 def _ours(names: Names, key: Key, parts: Sequence[str], runs: Mapping, rule: Rule) -> Cell:
-    """Over the seeds: of one split, or of the mean over splits where a seed was run on all of them."""
+    """Our cell over the seeds: of one split, or of the mean over splits for seeds that were run on all of them."""
     split, metric = key
     if metric in TARGET_METRICS:
-        known = [(own, members) for (own, where), members in runs.items() if where == split]
-        cells = target_cells(runs.get((names, split), ()), _references(known, names), rule)
+        experiments = [(entry_names, members) for (entry_names, part), members in runs.items() if part == split]
+        cells = target_cells(runs.get((names, split), ()), _references(experiments, names), rule)
         return cells[TARGET_METRICS.index(metric)]
     members = [runs.get((names, part), ()) for part in parts]
-    by_seed = [{run.seed: measured(run, metric) for run in several} for several in members]
+    by_seed = [{run.seed: measured(run, metric) for run in part_runs} for part_runs in members]
     values = [[part.get(seed) for part in by_seed] for seed in by_seed[0]]
-    known = [[value for value in several if value is not None] for several in values]
-    means = [sum(several) / len(parts) for several in known if len(several) == len(parts)]
-    return over_seeds(means, _lengths(run for several in members for run in several))
+    measured_values = [[value for value in seed_values if value is not None] for seed_values in values]
+    means = [sum(seed_values) / len(parts) for seed_values in measured_values if len(seed_values) == len(parts)]
+    return over_seeds(means, _lengths(run for part_runs in members for run in part_runs))
 
 
 def _beside(ours: Cell, printed: Expected | None) -> Cell:
@@ -277,8 +283,8 @@ def _beside(ours: Cell, printed: Expected | None) -> Cell:
 
 
 def _row_names(splits: set[str], runs: Mapping, printed: Iterable[tuple[str, str, str, str]]) -> list[Names]:
-    """Methods in the paper's order, then ours alone; each with the settings that were run, if any."""
+    """Methods in the paper's order, then those that only we ran; each with the settings that were run, if any."""
     ours = list(dict.fromkeys(names for names, split in runs if split in splits))
-    rows = dict.fromkeys([*(one[:2] for one in printed), *(names[:2] for names in ours)])
+    rows = dict.fromkeys([*(key[:2] for key in printed), *(names[:2] for names in ours)])
     by_row = {row: [names for names in ours if names[:2] == row] for row in rows}
-    return [names for row, known in by_row.items() for names in (known or [(*row, "")])]
+    return [names for row, run_names in by_row.items() for names in (run_names or [(*row, "")])]

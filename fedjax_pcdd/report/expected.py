@@ -1,4 +1,4 @@
-"""The papers' numbers, and what a run has in their place."""
+"""The papers' numbers, and the corresponding values of a run."""
 
 import csv
 from collections.abc import Container
@@ -19,10 +19,10 @@ class Metric(NamedTuple):
 
     Args:
       title: of its table; metrics with the same title share one.
-      entry, factor: of summary.json, and what turns it into the metric's unit; "" where it stands elsewhere.
+      entry, factor: of summary.json, and what turns it into the metric's unit; "" if it is recorded elsewhere.
       heading: of its column beside the split.
       digits: after the point.
-      best: 1 where the largest is the best, -1 where the smallest is, 0 where machines decide.
+      best: 1 if the largest is the best, -1 if the smallest is, 0 if it depends on the machine.
       note: what to know about its table.
     """
 
@@ -37,7 +37,7 @@ class Metric(NamedTuple):
 
 EIGENVALUES = "eigenvalue_variance"  # of the global model's features after the last round, where they were tracked
 TARGET_METRICS = ("rounds_to_target", "speedup")  # see targets.py
-PA, PA_LAST = "pa_pct", "pa_last_pct"  # the second beside the first, where the protocol of PA chooses on tests
+PA, PA_LAST = "pa_pct", "pa_last_pct"  # the second beside the first, if the protocol of PA chooses on tests
 METRICS = {
     "ga_pct": Metric("generic accuracy (GA), best round, %", "ga_best", 100.0, note=FLATTERED),
     "pa_pct": Metric("personal accuracy (PA), best round, %", "pa_best", 100.0, note=FLATTERED),
@@ -59,7 +59,7 @@ METRICS = {
 
 
 class Expected(NamedTuple):
-    """One printed number; `splits` are those that it is the mean of, () for a number of its own."""
+    """One printed number; `splits` are those that it is the mean of, () if it is no mean."""
 
     split: str
     method: str
@@ -72,7 +72,7 @@ class Expected(NamedTuple):
 
 
 def read_expected(folder: Path, preset: str) -> list[Expected]:
-    """What the paper prints in the table of a preset, [] where nothing is recorded; presets lie beside the folder."""
+    """What the paper prints in the table of a preset, [] if nothing is recorded; presets are beside the folder."""
     path = folder / f"{preset.replace('/', '_')}.csv"
     if not is_there(path):
         return []
@@ -84,11 +84,11 @@ def read_expected(folder: Path, preset: str) -> list[Expected]:
 
 def _expected(row: dict[str, str], splits: Container[str]) -> Expected:
     """A line of a table whose preset has these splits; a mean of something else, as of domains, is only a note."""
-    first = row["note"].split(";")[0]
-    parts = tuple(first.removeprefix("mean of ").split()) if first.startswith("mean of ") else ()
-    several = parts if all(part in splits for part in parts) else ()
+    first_note = row["note"].split(";")[0]
+    split_names = tuple(first_note.removeprefix("mean of ").split()) if first_note.startswith("mean of ") else ()
+    splits_of_mean = split_names if all(part in splits for part in split_names) else ()
     value, std = (float(row[name]) if row[name] else None for name in ("value", "std"))
-    return Expected(row["split"], row["method"], row["variant"], row["metric"], value, std, row["note"], several)
+    return Expected(row["split"], row["method"], row["variant"], row["metric"], value, std, row["note"], splits_of_mean)
 
 
 def kind(metric: str) -> str:
@@ -101,30 +101,30 @@ def kind(metric: str) -> str:
 
 
 def title(metric: str) -> str | None:
-    """Of the table that a metric belongs to; None where no run folder has it."""
+    """Title of the table that a metric belongs to; None if no run folder has it."""
     return METRICS[kind(metric)].title if kind(metric) in METRICS else None
 
 
 def measured(run: RunRecord, metric: str) -> float | None:
-    """What a finished run has for a metric of the expected tables, in its unit; None where it has nothing."""
+    """The value of a finished run for a metric of the expected tables, in its unit; None if it has none."""
     if metric == EIGENVALUES:
         row = run.tracked[-1] if run.tracked else {}
         spectrum = (row.get("spectrum") or {}).get("global") or {}
         return spectrum.get("variance") if row.get("round") == run.rounds_done else None
     if "_top" in metric:
         return _of_domain(run, metric)
-    known = METRICS.get(metric)
-    value = run.result.get(known.entry) if known else None
-    return None if known is None or value is None else known.factor * value
+    properties = METRICS.get(metric)
+    value = run.result.get(properties.entry) if properties else None
+    return None if properties is None or value is None else properties.factor * value
 
 
 def _of_domain(run: RunRecord, metric: str) -> float | None:
     name, _, domain = metric.partition(":")
-    which, top, _ = name.split("_")
+    scope, top, _ = name.split("_")
     if domain == "mean":
-        value = run.rows[-1].get(f"{which}_{top}") if run.rows else None
+        value = run.rows[-1].get(f"{scope}_{top}") if run.rows else None
         return None if value is None else 100 * value
     summary, recipe = run.result, TASKS.get(str(run.config["task"]))
     if recipe is None or top != f"top{recipe.top}" or domain not in summary.get("domains", ()):
         return None
-    return 100 * summary[which][summary["domains"].index(domain)]
+    return 100 * summary[scope][summary["domains"].index(domain)]

@@ -19,10 +19,10 @@ Names = tuple[str, str, str]  # method, variant of the preset ("" without), sett
 
 @dataclass(frozen=True)
 class Entry:
-    """One experiment: finished runs that differ in their seeds alone, one a seed.
+    """One experiment: finished runs that differ only in their seeds, one per seed.
 
     Args:
-      names: the settings are those that tell it from its neighbours, or from its preset.
+      names: the settings are those in which it differs from its neighbours, or from its preset.
       runs: by rising seed.
       repeated: runs of a seed that a newer run has too; they do not count.
     """
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """How sentences call it."""
+        """Its name in sentences."""
         return label(self.names)
 
 
@@ -48,9 +48,9 @@ class Group:
 
     @property
     def labels(self) -> list[str]:
-        """What its experiments are called, without the settings that all of them have."""
+        """Names of its experiments, without the settings that all of them have."""
         names = [entry.names for entry in self.entries]
-        return [label(one, shared(names)) for one in names]
+        return [label(entry_names, shared(names)) for entry_names in names]
 
 
 def label(names: Names, known: str = "") -> str:
@@ -65,19 +65,19 @@ def label(names: Names, known: str = "") -> str:
 
 
 def shared(names: Iterable[Names]) -> str:
-    """The settings that all have, "" where they differ."""
-    settings = {one for _, _, one in names}
+    """The settings that all have, "" if they differ."""
+    settings = {text for _, _, text in names}
     return settings.pop() if len(settings) == 1 else ""
 
 
 class Cells:
-    """What the cells of the presets in a folder would run."""
+    """The configurations that the cells of the presets in a folder stand for."""
 
     def __init__(self, folder: Path):
         self._folder, self._presets, self._configs = folder, {}, {}
 
     def preset(self, name: str) -> Preset:
-        """The preset of this name; UserError: there is none."""
+        """The preset of this name; UserError if there is none."""
         if name not in self._presets:
             self._presets[name] = read_preset(name, self._folder)
         return self._presets[name]
@@ -92,27 +92,27 @@ class Cells:
 
     def _config(self, preset: str, split: str | None, method: str, variant: str | None) -> dict[str, Any] | None:
         try:
-            given = preset_values(self.preset(preset), method, split, variant)
-            given = (TASK_DEFAULTS if given.get("task") else {}) | given | {"method": method}
-            return values(*build(given))
+            options = preset_values(self.preset(preset), method, split, variant)
+            options = (TASK_DEFAULTS if options.get("task") else {}) | options | {"method": method}
+            return values(*build(options))
         except UserError:
             return None
 
     def cell(self, run: RunRecord, preset: str) -> tuple[str | None, str | None] | None:
-        """(split, variant) of a preset where a run belongs: recorded, or the same options; None where it does not."""
+        """(split, variant) of a preset that a run belongs to, as recorded or by equal options; None if to none."""
         if not is_there(self._folder / f"{preset}.yaml"):
             return None
         if run.preset == preset:
             return run.resolved.get("split"), run.resolved.get("variant")
         table = self.preset(preset)
-        variants = [name for name, one in table.variants.items() if one["method"] == run.method] or [None]
+        variants = [name for name, options in table.variants.items() if options["method"] == run.method] or [None]
         splits = [name for name, part in table.splits.items() if _agree(part, run.config)] if table.splits else [None]
         cells = ((split, variant) for split in splits for variant in variants)
         return next((cell for cell in cells if not self.settings(run, preset, *cell)), None)
 
 
 def _agree(part: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Whether what a split says of data and partition holds for a run."""
+    """Whether a run has the data and partition of a split."""
     return all(config.get(name) == value for name, value in part.items() if name in ("dataset", *PARTITION))
 
 
@@ -122,7 +122,7 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
     Args:
       runs: finished or not.
       cells: the presets.
-      preset: only the runs that belong to this one; without it each run where it was recorded.
+      preset: only the runs that belong to this one; None to group each run by the preset that it records.
     """
     members: dict[tuple[str, str | None, str | None], list[tuple[Names, RunRecord]]] = {}
     for run in (run for run in runs if run.summary is not None):
@@ -135,8 +135,8 @@ def group(runs: Sequence[RunRecord], cells: Cells, preset: str | None = None) ->
         elif preset is None:
             members.setdefault((_problem(run), None, None), []).append((("", "", ""), run))
     return [
-        Group(*key, tuple(_by_name(several) if key[1] else entries(run for _, run in several)))
-        for key, several in members.items()
+        Group(*key, tuple(_by_name(named_runs) if key[1] else entries(run for _, run in named_runs)))
+        for key, named_runs in members.items()
     ]
 
 
@@ -146,21 +146,23 @@ def _problem(run: RunRecord) -> str:
 
 
 def data_of(run: RunRecord) -> tuple[str, str]:
-    """Data set and partition, as a folder's name has them."""
-    chosen = {name: run.config[name] for name in ("task", *PARTITION)}
-    return run.dataset, partition_tag(RunConfig(**chosen))
+    """Data set and partition, as in a folder's name."""
+    options = {name: run.config[name] for name in ("task", *PARTITION)}
+    return run.dataset, partition_tag(RunConfig(**options))
 
 
 def entries(runs: Iterable[RunRecord]) -> list[Entry]:
-    """Runs of one group as experiments, each told from the others by the options in which they differ."""
+    """Runs of one group as experiments, each named by the options in which they differ."""
     runs = list(runs)
-    everywhere = [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
-    own = {
+    run_options = [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
+    method_options = {
         method: [name for name in differing([run.config for run in runs if run.method == method]) if name not in RUN]
         for method in dict.fromkeys(run.method for run in runs)
     }
-    ordered = [run for method in own for run in runs if run.method == method]
-    return _by_name([((run.method, "", _settings(run, [*everywhere, *own[run.method]])), run) for run in ordered])
+    ordered = [run for method in method_options for run in runs if run.method == method]
+    return _by_name(
+        [((run.method, "", _settings(run, [*run_options, *method_options[run.method]])), run) for run in ordered]
+    )
 
 
 def _by_name(named: Iterable[tuple[Names, RunRecord]]) -> list[Entry]:
@@ -182,15 +184,15 @@ def newest(runs: Iterable[RunRecord]) -> tuple[RunRecord, ...]:
 
 
 def counted(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """The runs but those that have the options and the seed of a newer one."""
+    """The runs, except those that have the options and the seed of a newer one."""
     members: dict[str, list[RunRecord]] = {}
     for run in runs:
         members.setdefault(str([(k, v) for k, v in run.config.items() if k not in INDIFFERENT]), []).append(run)
-    return [run for own in members.values() for run in newest(own)]
+    return [run for repeated in members.values() for run in newest(repeated)]
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the options that matter and are not the same in all."""
+    """Names of the options that change what is computed and are not the same in all."""
     names = dict.fromkeys(name for config in configs for name in config if name not in INDIFFERENT)
     return [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
 

@@ -1,4 +1,4 @@
-"""`report.html`: everything in one file that needs no other and no network; page.html is its template."""
+"""`report.html`: everything in one file, which needs no other file and no network; page.html is its template."""
 
 import base64
 import json
@@ -70,7 +70,7 @@ def _members(group: Group) -> list[tuple[str, RunRecord]]:
 
 
 def _shares(group: Group) -> list[Table]:
-    """Accuracies by class and by client, where a run has them."""
+    """Accuracies by class and by client, of the runs that have them."""
     runs = [(f"{name}, seed {run.seed}", run) for name, run in _members(group)]
     summaries = [run.result for _, run in runs]
     by_class = [(name, _last(run, "ga_per_class")) for name, run in runs]
@@ -88,15 +88,15 @@ def _last(run: RunRecord, name: str) -> list[float | None]:
 
 
 def _clients(run: RunRecord) -> list[float | None]:
-    """Those whose mean is the best PA of the tables; of older runs the last ones in training."""
+    """PA of the clients whose mean is the best PA of the tables; for older runs the last one in training."""
     newest = run.clients[-1].get("pa_per_client", []) if run.clients else []
     return run.result.get("pa_best_per_client", newest)
 
 
-def _share_table(title: str, what: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
-    """Shares [n] of each run in a row."""
+def _share_table(title: str, unit: str, members: Sequence[tuple[str, list[float | None]]]) -> Table:
+    """A table with the shares [n] of each run in a row."""
     width = max((len(shares) for _, shares in members), default=0)
-    columns = tuple(Column(f"{what} {i}", digits=1) for i in range(width))
+    columns = tuple(Column(f"{unit} {i}", digits=1) for i in range(width))
     rows = [(name, [*shares, *[None] * (width - len(shares))]) for name, shares in members]
     return Table(title, columns, tuple(Row(name, tuple(map(_percent, shares))) for name, shares in rows), stub="run")
 
@@ -112,7 +112,10 @@ def _partitions(group: Group) -> list[tuple[str, str]]:
         if run.heat_map is not None:
             holders.setdefault(run.heat_map, {}).setdefault(run.seed, []).append(name)
     return [
-        (base64.b64encode(picture).decode(), "; ".join(f"seed {seed}: {', '.join(own)}" for seed, own in names.items()))
+        (
+            base64.b64encode(picture).decode(),
+            "; ".join(f"seed {seed}: {', '.join(labels)}" for seed, labels in names.items()),
+        )
         for picture, names in holders.items()
     ]
 
@@ -126,7 +129,7 @@ def _table_of_runs(runs: Sequence[RunRecord]) -> Table:
         measured = Cell(text=pa_name(run.summary).removeprefix("PA").strip() or NOTHING if run.summary else NOTHING)
         rows.append(Row(str(run.path), (*(Cell(text=word) for word in words), Cell(run.seed), done, *best, measured)))
     finished = [run.summary for run in runs if run.summary is not None]
-    columns = tuple(one._replace(heading=with_pa_named(one.heading, finished)) for one in RUN_COLUMNS)
+    columns = tuple(column._replace(heading=with_pa_named(column.heading, finished)) for column in RUN_COLUMNS)
     return Table("Runs", columns, tuple(rows), stub="run")
 
 

@@ -13,7 +13,7 @@ from fedjax_pcdd.analysis.curves import axis_of, curve, frame, look, series
 from fedjax_pcdd.report.collect import RunRecord
 from fedjax_pcdd.report.grouping import Group
 
-GREY = "#808080"  # can be read on white and on black
+GREY = "#808080"  # legible on white and on black
 
 
 def band(runs: Sequence[RunRecord], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -26,9 +26,9 @@ def band(runs: Sequence[RunRecord], name: str) -> tuple[np.ndarray, np.ndarray, 
     Returns:
       rounds [n] that all runs have, mean [n], sample deviation [n] or None for one run.
     """
-    known = [dict(zip(*(values.tolist() for values in series(run.rows, name)), strict=True)) for run in runs]
-    rounds = np.array(sorted(set.intersection(*map(set, known))), int)
-    values = np.array([[one[r] for r in rounds.tolist()] for one in known], float)
+    by_round = [dict(zip(*(values.tolist() for values in series(run.rows, name)), strict=True)) for run in runs]
+    rounds = np.array(sorted(set.intersection(*map(set, by_round))), int)
+    values = np.array([[run_values[r] for r in rounds.tolist()] for run_values in by_round], float)
     return rounds, values.mean(0), values.std(0, ddof=1) if len(runs) > 1 else None
 
 
@@ -38,7 +38,7 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
     Args:
       group: its experiments get the colours of `look` in their order.
       name: ga, pa or loss.
-      key: name the lines below the picture, for one that stands alone.
+      key: whether to name the lines below the picture, for one that stands alone.
     """
     bands = [band(entry.runs, name) for entry in group.entries]
     if not any(len(rounds) for rounds, _, _ in bands):
@@ -58,12 +58,12 @@ def curves(group: Group, name: str, key: bool = False) -> str | None:
 
 
 def in_words(group: Group, name: str) -> str:
-    """What a picture shows, for who does not see it."""
+    """What a picture shows, for readers who cannot see it."""
     return f"{axis_of(name)[0]} over the rounds: {', '.join(group.labels)}"
 
 
 def legend(group: Group) -> list[tuple[str, str, str]]:
-    """Colour, style, and name with the number of seeds, of each line."""
+    """Colour, style, and name with number of seeds of each line."""
     counts = [len(entry.runs) for entry in group.entries]
     names = [f"{name}, {n} seed{'s' * (n != 1)}" for name, n in zip(group.labels, counts, strict=True)]
     return [(*look(i), name) for i, name in enumerate(names)]
@@ -74,7 +74,7 @@ def as_svg(figure: Figure, words: str) -> str:
 
     Args:
       figure: what is drawn.
-      words: what it shows, for who does not see it.
+      words: what it shows, for readers who cannot see it.
     """
     text = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves"}):
@@ -83,11 +83,11 @@ def as_svg(figure: Figure, words: str) -> str:
 
 
 def inline(svg: str, prefix: str) -> str:
-    """A picture that can stand in a page beside others: no addresses, and names of its own.
+    """A picture for embedding in a page beside others: without addresses, and with ids of its own.
 
     Args:
       svg: a file from `curves`.
-      prefix: unlike that of every other picture of the page.
+      prefix: of the ids, different for every picture of the page.
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

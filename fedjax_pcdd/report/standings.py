@@ -1,6 +1,6 @@
 """The leaderboard's results as tables, and as accuracies for `analysis.ranks`.
 
-A result is a mapping as `api.leaderboard.read_results` gives it.
+A result is a mapping as `api.leaderboard.read_results` returns it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,58 +17,58 @@ GA = {"ga_best": "GA best", "ga_last": "GA last", "ga_mean_last10": "GA, last 10
 PA = {"pa_best": "PA best", "pa_std": "spread of PA", "pa_worst10": "PA, worst tenth"}
 MEASURES = (*GA, *PA)
 SECONDS = "seconds_per_round"
-LOCAL = "*"  # behind the name of a method without a global model
+LOCAL = "*"  # after the name of a method without a global model
 
 
 def brief(whole: Table) -> Table:
-    """The columns that fit on a console: best rounds, the last ten, what was chosen, failures where there are any."""
-    kept = ("best", GA["ga_mean_last10"], "chosen")
-    wanted = [column.heading.endswith(kept) for column in whole.columns]
-    wanted[-1] = any(row.cells[-1].text for row in whole.rows)
-    rows = tuple(row._replace(cells=tuple(compress(row.cells, wanted))) for row in whole.rows)
-    return replace(whole, columns=tuple(compress(whole.columns, wanted)), rows=rows)
+    """The columns that fit on a console: best rounds, the last ten, what was chosen, and failures if there are any."""
+    endings = ("best", GA["ga_mean_last10"], "chosen")
+    fits = [column.heading.endswith(endings) for column in whole.columns]
+    fits[-1] = any(row.cells[-1].text for row in whole.rows)
+    rows = tuple(row._replace(cells=tuple(compress(row.cells, fits))) for row in whole.rows)
+    return replace(whole, columns=tuple(compress(whole.columns, fits)), rows=rows)
 
 
 def table(network: str, split: str, results: Sequence[Mapping[str, Any]]) -> Table:
-    """All methods of a network and a split, by the mean GA of the last ten rounds; last those of which seeds failed."""
-    own = [one for one in results if (one["network"], one["split"]) == (network, split)]
-    moments = [pa for pa in dict.fromkeys(one.get("pa", "PA") for one in own) if pa]
+    """All methods of a network and a split, by the mean GA of the last ten rounds; those with failed seeds last."""
+    cell_results = [result for result in results if (result["network"], result["split"]) == (network, split)]
+    moments = [pa for pa in dict.fromkeys(result.get("pa", "PA") for result in cell_results) if pa]
     measures = {("", name): heading for name, heading in GA.items()}
     measures |= {(pa, name): heading.replace("PA", pa) for pa in moments for name, heading in PA.items()}
     rows: dict[tuple[bool, float, str], Row] = {}
-    for one in own:
-        cells = [_accuracy(one, *measure) for measure in measures]
-        if not one.get("global_model", True):
+    for result in cell_results:
+        cells = [_accuracy(result, *measure) for measure in measures]
+        if not result.get("global_model", True):
             cells[0] = Cell()
-        seconds = over_seeds(seed.get(SECONDS) for seed in one["seeds"])
-        chosen = ", ".join(f"{name} {value}" for name, value in (one["chosen"] or {}).items())
-        failed = any("failed" in seed for seed in one["seeds"]) or not one["seeds"]
-        rows[failed, -(cells[2].mean or 0.0), one["method"]] = Row(label(one), (
-            *cells, seconds, Cell(one["floats"]), Cell(text=chosen), Cell(text=_failures(one)),
+        seconds = over_seeds(seed.get(SECONDS) for seed in result["seeds"])
+        chosen = ", ".join(f"{name} {value}" for name, value in (result["chosen"] or {}).items())
+        failed = any("failed" in seed for seed in result["seeds"]) or not result["seeds"]
+        rows[failed, -(cells[2].mean or 0.0), result["method"]] = Row(label(result), (
+            *cells, seconds, Cell(result["floats"]), Cell(text=chosen), Cell(text=_failures(result)),
         ))  # fmt: skip
     columns = (
         *(Column(text, digits=1, best=0 if name == "pa_std" else 1) for (_, name), text in measures.items()),
         Column("seconds a round"), Column("floats sent", digits=0), Column("chosen", left=True), Column("", left=True),
     )  # fmt: skip
-    whole = ranked(Table(f"{split}, {network}", columns, tuple(rows[key] for key in sorted(rows) if not key[0])))
-    return replace(whole, rows=(*whole.rows, *(rows[key] for key in sorted(rows) if key[0])))
+    finished = ranked(Table(f"{split}, {network}", columns, tuple(rows[key] for key in sorted(rows) if not key[0])))
+    return replace(finished, rows=(*finished.rows, *(rows[key] for key in sorted(rows) if key[0])))
 
 
 def label(result: Mapping[str, Any]) -> str:
-    """The name of a method, with a mark where it has no global model."""
+    """The name of a method, with a mark if it has no global model."""
     return short_name(result["method"]) + (LOCAL if not result.get("global_model", True) else "")
 
 
 def _accuracy(result: Mapping[str, Any], moment: str, name: str) -> Cell:
-    """A measure over seeds in percent; nothing of a PA that was measured at another moment."""
+    """A measure over seeds in percent; empty for a PA that was measured at another moment."""
     seeds = result["seeds"] if moment in ("", result.get("pa", "PA")) else ()
     return over_seeds((seed.get(name) for seed in seeds), factor=100.0)
 
 
 def _failures(result: Mapping[str, Any]) -> str:
-    trials = sum("failed" in one for one in result["trials"])
-    seeds = sum("failed" in one for one in result["seeds"])
-    words = [f"{n} of {len(of)} {what} failed" for n, of, what in (
+    trials = sum("failed" in run for run in result["trials"])
+    seeds = sum("failed" in run for run in result["seeds"])
+    words = [f"{n} of {len(runs)} {kind} failed" for n, runs, kind in (
         (trials, result["trials"], "trials"), (seeds, result["seeds"], "seeds"),
     ) if n]  # fmt: skip
     return "; ".join(words)
@@ -77,7 +77,7 @@ def _failures(result: Mapping[str, Any]) -> str:
 def over_splits(
     results: Sequence[Mapping[str, Any]], cells: Sequence[tuple[str, str, str]]
 ) -> tuple[list[str], list[str], np.ndarray]:
-    """Mean GA of the last ten rounds of the methods that have a result of all seeds on every split, for `ranks`.
+    """Mean GA of the last ten rounds, for `ranks`, of the methods that have a result of all seeds on every split.
 
     Args:
       cells: network, split and method of the plan, of one network; splits on which none of its methods has a result
@@ -86,23 +86,23 @@ def over_splits(
     Returns:
       M methods, B splits, and accuracies [M, B, seeds], -inf for a run that failed.
     """
-    known = {(one["network"], one["split"], one["method"]): one for one in results}
+    by_cell = {(result["network"], result["split"], result["method"]): result for result in results}
     pairs = list(
-        dict.fromkeys((network, split) for network, split, method in cells if (network, split, method) in known)
+        dict.fromkeys((network, split) for network, split, method in cells if (network, split, method) in by_cell)
     )
-    own = [one for one in results if (one["network"], one["split"]) in pairs]
-    every = dict.fromkeys(one["method"] for one in own)
-    most = max((len(one["seeds"]) for one in own), default=1)
+    split_results = [result for result in results if (result["network"], result["split"]) in pairs]
+    method_names = dict.fromkeys(result["method"] for result in split_results)
+    num_seeds = max((len(result["seeds"]) for result in split_results), default=1)
     names = [
-        name for name in every
-        if all((one := known.get((*pair, name))) and len(one["seeds"]) in (0, most) for pair in pairs)
+        name for name in method_names
+        if all((result := by_cell.get((*pair, name))) and len(result["seeds"]) in (0, num_seeds) for pair in pairs)
     ]  # fmt: skip
-    scores = [[_scores(known[*pair, name], most) for pair in pairs] for name in names]
-    whole = np.reshape(np.array(scores), (len(names), len(pairs), most))
-    return [label(known[*pairs[0], name]) for name in names], [split for _, split in pairs], whole
+    scores = [[_scores(by_cell[*pair, name], num_seeds) for pair in pairs] for name in names]
+    accuracies = np.reshape(np.array(scores), (len(names), len(pairs), num_seeds))
+    return [label(by_cell[*pairs[0], name]) for name in names], [split for _, split in pairs], accuracies
 
 
 def _scores(result: Mapping[str, Any], seeds: int) -> list[float]:
     """GA of the last ten rounds of each seed, -inf for one that failed, and for all where every trial did."""
-    values = [-np.inf if one.get("ga_mean_last10") is None else one["ga_mean_last10"] for one in result["seeds"]]
+    values = [-np.inf if run.get("ga_mean_last10") is None else run["ga_mean_last10"] for run in result["seeds"]]
     return values or [-np.inf] * seeds

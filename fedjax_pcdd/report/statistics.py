@@ -1,8 +1,8 @@
-"""What can be said of a few seeds: paired differences, with an interval and tests.
+"""Statistics of a few seeds: paired differences, with an interval and tests.
 
-Two experiments are compared pair by pair of the same seed, so that what the seed decides (partition, initial weights,
-batches) drops out. The interval is Student's, which is as wide as few pairs ask for; of one pair only the sign is said.
-Where several comparisons are one question, their p-values are adjusted by Holm ("A simple sequentially rejective
+Two experiments are compared in pairs of the same seed, so that what the seed decides (partition, initial weights,
+batches) cancels out. The interval is Student's, which is as wide as so few pairs require; for one pair only the sign is
+given. If several comparisons answer one question, their p-values are adjusted by Holm ("A simple sequentially rejective
 multiple test procedure", Scandinavian Journal of Statistics, 1979).
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ALPHA = 0.05
-DIGITS = 9  # beyond which equal numbers differ by the rounding of floats
+DIGITS = 9  # after which equal numbers may differ by floating-point rounding
 LEAST_WILCOXON = 6  # pairs below which the rank test cannot reach p <= 0.05
 
 
@@ -26,7 +26,7 @@ class Difference(NamedTuple):
       low, high: Student's interval of the mean, None for one pair.
       p: of the paired t-test, two-sided; where all differences are equal, of the sign test. None for one pair.
       rank_p: of Wilcoxon's signed-rank test, two-sided; None below `LEAST_WILCOXON` pairs and where all are equal.
-      mixed: pairs whose two runs were on different processors, where somebody counts them.
+      mixed: pairs whose two runs were on different processors, if the caller counts them.
     """
 
     mean: float
@@ -40,11 +40,11 @@ class Difference(NamedTuple):
 
     @property
     def side(self) -> str:
-        """Where the mean lies."""
+        """On which side of zero the mean is."""
         return "above" if self.mean > 0 else "below" if self.mean < 0 else "equal"
 
     def verdict(self, alpha: float = ALPHA) -> str:
-        """What the t-test says.
+        """The verdict of the t-test.
 
         >>> Difference(1.5, None, (0,)).verdict(), Difference(1.5, 0.1, (0, 1, 2), p=0.01).verdict()
         ('one seed, above', 'above')
@@ -55,16 +55,16 @@ class Difference(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """As ` †2` where two pairs are mixed."""
+        """The mark of mixed pairs, such as ` †2` for two of them."""
         return f" †{self.mixed}" if self.mixed else ""
 
     def __str__(self):
-        """As `+1.50 ± 0.25`, the standard error, and the mark of mixed pairs."""
+        """Mean and standard error as `+1.50 ± 0.25`, and the mark of mixed pairs."""
         return signed(self.mean) + ("" if self.error is None else f" ± {self.error:.2f}") + self.mark
 
 
 def signed(value: float) -> str:
-    """Two digits and a sign that is as wide as a digit.
+    """A number with two decimals and a sign that is as wide as a digit.
 
     >>> signed(-1.5)
     '−1.50'
@@ -73,10 +73,10 @@ def signed(value: float) -> str:
 
 
 def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: float = 1 - ALPHA) -> Difference | None:
-    """The paired difference of two experiments' values by seed; None where they share no seed.
+    """The paired difference of two experiments' values by seed; None if they share no seed.
 
     Args:
-      higher, lower: value by seed; the difference is the first less the second, and what is not finite is left out.
+      higher, lower: value by seed; the difference is the first minus the second, without pairs that are not finite.
       confidence: of the interval, in (0, 1).
 
     >>> one = paired({0: 3.0, 1: 5.0}, {0: 2.0, 1: 2.0, 2: 9.0})
@@ -90,9 +90,9 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
     centre, n = float(values.mean()), len(values)
     if n == 1:
         return Difference(centre, None, seeds)
-    if np.allclose(values, centre, rtol=1e-9, atol=1e-12):  # no spread that a t-test could judge by
+    if np.allclose(values, centre, rtol=1e-9, atol=1e-12):  # no spread for a t-test
         return Difference(centre, 0.0, seeds, centre, centre, 0.5 ** (n - 1) if centre else 1.0)
-    from scipy import stats  # half a second, which tables can do without
+    from scipy import stats  # importing it takes half a second, which not every table needs
 
     test: Any = stats.ttest_1samp(values, 0.0)  # scipy's results are not typed
     low, high = test.confidence_interval(confidence)
@@ -102,24 +102,27 @@ def paired(higher: Mapping[int, float], lower: Mapping[int, float], confidence: 
 
 
 def family(differences: Sequence[Difference | None]) -> list[Difference | None]:
-    """Comparisons of one family, their p-values adjusted by Holm; those of a single pair count for nothing."""
-    columns = [_holm([None if one is None else getattr(one, name) for one in differences]) for name in ("p", "rank_p")]
+    """Comparisons of one family, with p-values adjusted by Holm; those of a single pair do not count."""
+    columns = [
+        _holm([None if difference is None else getattr(difference, name) for difference in differences])
+        for name in ("p", "rank_p")
+    ]
     return [
-        None if one is None else one._replace(p=p, rank_p=rank_p)
-        for one, p, rank_p in zip(differences, *columns, strict=True)
+        None if difference is None else difference._replace(p=p, rank_p=rank_p)
+        for difference, p, rank_p in zip(differences, *columns, strict=True)
     ]
 
 
 def _holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Adjusted p-values.
+    """P-values adjusted by Holm's method.
 
     >>> _holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]
     """
-    known = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    ascending = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     least = 0.0
-    for rank, (p, i) in enumerate(known):
-        least = max(least, min(1.0, p * (len(known) - rank)))
+    for rank, (p, i) in enumerate(ascending):
+        least = max(least, min(1.0, p * (len(ascending) - rank)))
         adjusted[i] = least
     return adjusted

@@ -1,4 +1,4 @@
-"""One table for every output: numbers over seeds, beside them another's, and how it looks in each format.
+"""One table for every output: numbers over seeds, with those of a paper beside them, and their look in each format.
 
 Terminal, Markdown, LaTeX (with the package booktabs) and CSV are written here; page.html has the macro for HTML.
 """
@@ -28,14 +28,14 @@ _LATEX |= {sign: "\\" + sign for sign in "&%$#_{}"}
 
 
 class Column(NamedTuple):
-    """What stands below a heading.
+    """One column of a table.
 
     Args:
       heading: as printed.
       metric: its name in the CSV.
       digits: after the point.
-      best: 1 where the largest number is the best, -1 where the smallest is, 0 where none is better than another.
-      left: whether it holds text, which stands on the left.
+      best: 1 if the largest number is the best, -1 if the smallest is, 0 if none is better than another.
+      left: whether it holds text, which is left-aligned.
     """
 
     heading: str
@@ -54,11 +54,11 @@ class Cell:
 
     Args:
       mean, std: over n seeds; std None for fewer than two.
-      n: how many.
+      n: number of seeds.
       text: what is shown in place of a number.
       beside: what the paper prints for it.
       rank: 1 for the best of its column, 2 for the second best, else 0.
-      note: what to know about it.
+      note: a remark on it.
       rounds: lengths of the runs behind it.
     """
 
@@ -73,13 +73,13 @@ class Cell:
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
-        theirs = self.beside and self.beside.mean
-        return None if self.mean is None or theirs is None else self.mean - theirs
+        """Our mean minus the paper's."""
+        paper_mean = self.beside and self.beside.mean
+        return None if self.mean is None or paper_mean is None else self.mean - paper_mean
 
     @property
     def hint(self) -> str:
-        """Number of seeds, and the note."""
+        """Number of seeds, and the note, as text."""
         return "; ".join(filter(None, [f"{self.n} seed{'s' * (self.n != 1)}" if self.n else "", self.note]))
 
 
@@ -103,37 +103,37 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """All of them."""
+        """All headings, with that of the labels."""
         return [self.stub, *(column.heading for column in self.columns)]
 
     @property
     def left(self) -> list[bool]:
-        """Which columns stand on the left."""
+        """Which columns are left-aligned, with that of the labels."""
         return [True, *(column.left for column in self.columns)]
 
 
 def over_seeds(values: Iterable[float | None], rounds: Iterable[int] = (), factor: float = 1.0) -> Cell:
-    """Mean and sample deviation of the values that are there and finite, times a factor, as 100 for shares in percent.
+    """Mean and sample deviation of the values that exist and are finite, times a factor, as 100 for shares in percent.
 
     >>> over_seeds([1.0, None, 3.0]) == Cell(mean=2.0, std=2**0.5, n=2)
     True
     """
-    known = factor * np.array([value for value in values if value is not None and np.isfinite(value)], float)
-    if not len(known):
+    finite = factor * np.array([value for value in values if value is not None and np.isfinite(value)], float)
+    if not len(finite):
         return Cell()
-    std = float(known.std(ddof=1)) if len(known) > 1 else None
-    return Cell(float(known.mean()), std, len(known), rounds=frozenset(rounds))
+    std = float(finite.std(ddof=1)) if len(finite) > 1 else None
+    return Cell(float(finite.mean()), std, len(finite), rounds=frozenset(rounds))
 
 
 def texts(title: str, headings: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
-    """A table of words; columns stand on the right but for the first and those named in `left`."""
+    """A table of texts; columns are right-aligned except the first and those named in `left`."""
     columns = tuple(Column(heading, left=heading in left) for heading in headings[1:])
-    rows = tuple(Row(first, tuple(Cell(text=text) for text in others)) for first, *others in lines)
+    rows = tuple(Row(first, tuple(Cell(text=text) for text in cells)) for first, *cells in lines)
     return Table(title, columns, rows, stub=headings[0])
 
 
 def shown(cell: Cell, column: Column = PLAIN) -> str:
-    """Mean and deviation.
+    """Mean and deviation of a cell, as text.
 
     >>> shown(Cell(74.214, 0.41, 3)), shown(Cell(text="/")), shown(Cell())
     ('74.21 ± 0.41', '/', '–')
@@ -145,7 +145,7 @@ def shown(cell: Cell, column: Column = PLAIN) -> str:
 
 
 def aside(cell: Cell, column: Column = PLAIN) -> str:
-    """The paper's number, and the difference where both are there and one can be better than the other.
+    """The paper's number, and the difference if both exist and one can be better than the other.
 
     >>> aside(Cell(74.0, beside=Cell(75.5, 0.2)), Column("GA", best=1))
     '75.50 ± 0.20, −1.50'
@@ -161,8 +161,8 @@ def aside(cell: Cell, column: Column = PLAIN) -> str:
 def ranked(table: Table) -> Table:
     """The table with the best and second best of each column marked.
 
-    Nothing is marked among fewer than two, nor where the rows of a column are of runs of several lengths, or means over
-    several numbers of seeds.
+    Nothing is marked among fewer than two numbers, nor if the rows of a column are of runs of different lengths or are
+    means over different numbers of seeds.
     """
     ranks = [_ranks([row.cells[c] for row in table.rows], column.best) for c, column in enumerate(table.columns)]
     rows = tuple(
@@ -173,27 +173,27 @@ def ranked(table: Table) -> Table:
 
 
 def _ranks(cells: Sequence[Cell], best: int) -> list[int]:
-    """1 for the best, 2 for the next, equal ones alike, else 0."""
+    """1 for the best, 2 for the second best, the same for equal ones, else 0."""
     means = [None if cell.mean is None else round(cell.mean, DIGITS) for cell in cells]
-    known = [mean for mean in means if mean is not None]
-    of = {(cell.rounds, cell.n) for cell in cells if cell.mean is not None}
-    if not best or len(known) < 2 or len(of) > 1:
+    numbers = [mean for mean in means if mean is not None]
+    origins = {(cell.rounds, cell.n) for cell in cells if cell.mean is not None}
+    if not best or len(numbers) < 2 or len(origins) > 1:
         return [0] * len(cells)
-    first = sorted(set(known), reverse=best > 0)[:2]
-    return [first.index(mean) + 1 if mean in first else 0 for mean in means]
+    leading = sorted(set(numbers), reverse=best > 0)[:2]
+    return [leading.index(mean) + 1 if mean in leading else 0 for mean in means]
 
 
 def between(text: str, marks: tuple[str, str], inner: str, source: str) -> str:
-    """The text of a page with other words between its two marks.
+    """The text of a page with `inner` between its two marks, in place of what is there.
 
     Raises:
-      UserError: it has not one of each in this order; `source` is the name of the page.
+      UserError: it lacks one of the marks, or they are in the wrong order; `source` is the name of the page.
 
     >>> between("a [b]", ("[", "]"), "c", "page.md")
     'a [\\nc\\n]'
     """
-    before, begin, rest = text.partition(marks[0])
-    _, end, after = rest.partition(marks[1])
+    before, begin, after_begin = text.partition(marks[0])
+    _, end, after = after_begin.partition(marks[1])
     if not (begin and end):
         raise UserError(f"{source} needs the lines {' and '.join(mark.strip() for mark in marks)}: add them.")
     return f"{before}{begin}\n{inner}\n{end}{after}"
@@ -210,10 +210,10 @@ def escaped(text: str) -> str:
 
 
 def terminal(table: Table) -> RichTable:
-    """For a console."""
+    """The table for a console."""
     rich = RichTable(title=table.title or None, title_justify="left")
     for i, (heading, left) in enumerate(zip(table.headings, table.left, strict=True)):
-        # Names that end alike are told from one another at any width.
+        # Labels fold instead of losing their ends, so that they can be told apart at any width.
         rich.add_column(Text(heading), justify="left" if left else "right", overflow="ellipsis" if i else "fold")
     for line in _lines(table, ("{}",) * 3, str):
         rich.add_row(*map(Text, line))
@@ -225,8 +225,8 @@ def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str
 
     Args:
       table: what to write.
-      aligned: so that it reads as text too.
-      escape: what makes text of a cell Markdown; `str` for cells that are Markdown.
+      aligned: whether to pad columns, so that it reads as text too.
+      escape: turns the text of a cell into Markdown; `str` for cells that are Markdown.
     """
     lines = [[escape(heading) for heading in table.headings], *_lines(table, ("{}", "**{}**", "<u>{}</u>"), escape)]
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
@@ -237,7 +237,7 @@ def markdown(table: Table, *, aligned: bool = False, escape: Callable[[str], str
 
 
 def _lines(table: Table, marks: Sequence[str], escape: Callable[[str], str]) -> list[list[str]]:
-    """The rows as text: numbers marked as they rank, in brackets what stands beside them."""
+    """The rows as text: numbers marked by their rank, those of the paper in brackets after them."""
     lines = []
     for row in table.rows:
         line = [escape(row.label)]
@@ -249,7 +249,7 @@ def _lines(table: Table, marks: Sequence[str], escape: Callable[[str], str]) -> 
 
 
 def code(text: str) -> str:
-    """Text as it stands, for Markdown, whatever it holds.
+    """Text as a code span of Markdown, whatever it contains.
 
     >>> code("runs/a`b")
     '``runs/a`b``'
@@ -260,7 +260,7 @@ def code(text: str) -> str:
 
 
 def latex(table: Table) -> str:
-    """One floating table."""
+    """The table as a floating table of LaTeX."""
     lines = _lines(table, ("{}", r"\textbf{{{}}}", r"\underline{{{}}}"), for_latex)
     rows = [" & ".join(line) + r" \\" for line in [[*map(for_latex, table.headings)], *lines]]
     caption = ". ".join(map(for_latex, filter(None, (table.title, table.remarks.removesuffix(".")))))

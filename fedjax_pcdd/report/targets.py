@@ -14,7 +14,7 @@ REFERENCE = "fedavg"
 
 
 class Rule(NamedTuple):
-    """What has to be reached: FedAvg's best GA, or with `last` that of its last round; with `above`, exceeded."""
+    """What is to be reached: FedAvg's best GA, or with `last` that of its last round; with `above`, to be exceeded."""
 
     last: bool
     above: bool
@@ -35,32 +35,32 @@ def reached(run: RunRecord, references: Sequence[RunRecord], rule: Rule) -> tupl
       rule: of the paper.
 
     Returns:
-      (None, None) where the target is never reached; None where no reference fits.
+      (None, None) if the target is never reached; None if no reference fits.
     """
     rounds = run.config["rounds"]
     if run.method == REFERENCE:
         return rounds, 1.0
-    known = _accuracies(reference(run, references))
-    if not np.isfinite(known).any():
+    baseline = _accuracies(reference(run, references))
+    if not np.isfinite(baseline).any():
         return None
-    target = known[np.isfinite(known)][-1] if rule.last else np.nanmax(known)
+    target = baseline[np.isfinite(baseline)][-1] if rule.last else np.nanmax(baseline)
     first = rounds_to(_accuracies(run), float(target), above=rule.above)
     return first, speed_up(first, rounds)
 
 
 def reference(run: RunRecord, references: Sequence[RunRecord]) -> RunRecord | None:
-    """The run of the same seed, rounds, data set and partition with the same options of the run.
+    """The reference with the same seed, rounds, data set and partition, and with the same run options.
 
-    Where none has these it is the only experiment among them, and None where there are several.
+    If none has the same run options, it is the only experiment that has the rest, or None if there are several.
     """
-    wanted = (run.seed, run.config["rounds"], run.partition)
-    fitting = [one for one in references if (one.seed, one.config["rounds"], one.partition) == wanted]
-    same = [one for one in fitting if not _apart([run, one])]
-    return next(iter(same or ([] if _apart(fitting) else fitting)), None)
+    key = (run.seed, run.config["rounds"], run.partition)
+    candidates = [record for record in references if (record.seed, record.config["rounds"], record.partition) == key]
+    same_options = [record for record in candidates if not _apart([run, record])]
+    return next(iter(same_options or ([] if _apart(candidates) else candidates)), None)
 
 
 def _apart(runs: Sequence[RunRecord]) -> list[str]:
-    """Options of the run, but for the method, in which runs differ."""
+    """Run options, except the method, in which runs differ."""
     return [name for name in differing([run.config for run in runs]) if name in RUN and name != "method"]
 
 
