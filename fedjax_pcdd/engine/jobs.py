@@ -51,7 +51,7 @@ class Lane(NamedTuple):
     client: Tree
     loss: jax.Array  # sum over the job's steps
     statistics: Tree  # what the engine keeps for the client, as at the start of the job
-    before: jax.Array  # [E, C] correct predictions on the client's own tests before each epoch, if requested
+    before: jax.Array  # [epochs, C] correct predictions on the client's own tests before each epoch, if requested
 
 
 def method_and_server(program: Program, inputs: Inputs, job):

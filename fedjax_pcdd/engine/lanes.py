@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
     statistics: Tree  # likewise, or ()
     loss: jax.Array  # [J] mean over the local steps
     correct: jax.Array  # [J, C] correct predictions on the client's own test set, right after training
-    before: jax.Array  # [J, E, C] the same before each epoch
+    before: jax.Array  # [J, epochs, C] the same before each epoch
 
 
 def summary_of(program: Program, inputs: Inputs, lane: Lane, context: Context) -> Tree:

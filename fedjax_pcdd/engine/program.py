@@ -189,7 +189,7 @@ class Report(NamedTuple):
 
     loss: jax.Array  # [J] mean training loss of each job, NaN for a job without steps
     correct: jax.Array  # [J, C] correct predictions of the model just trained on the client's own test set
-    before: jax.Array  # [J, E, C] the same before each local epoch; E = 0 if not requested
+    before: jax.Array  # [J, epochs, C] the same before each local epoch; no epochs if not requested
 
 
 class Launched(NamedTuple):

@@ -1,1 +1,1 @@
-"""A run: one loop over rounds, what is recorded, kept and resumed."""
+"""A run: the loop over rounds, its records, checkpoints and resumption."""

@@ -1,4 +1,4 @@
-"""The callback that measures: GA, PA and loss of every round, as a row of the run's history.
+"""The callback that measures GA, PA and loss of every round, as a row of the run's history.
 
 Letters: K clients, C classes, S cohort.
 """
@@ -18,11 +18,11 @@ from fedjax_pcdd.training.metrics import MOST_WRITTEN, accuracy, balanced, mean,
 from fedjax_pcdd.training.protocols import Protocol, by_epoch, needs_epochs, rules
 from fedjax_pcdd.training.trained_models import parts_of
 
-MANY = 1000  # clients, whose tests are a pass of their own in every evaluated round
+MANY = 1000  # clients; with more, models as received (an extra test pass per evaluated round) only on request
 
 
 class Accuracies(Callback):
-    """Appends a row for every round; to be called before whatever looks at the history."""
+    """Appends a row for every round; must be called before any callback that reads the history."""
 
     def __init__(
         self, name: str, *, every: int = 1, keeps_best: bool = False, kept: Callable[[], str] = str,
@@ -31,21 +31,21 @@ class Accuracies(Callback):
         """Prepare.
 
         Args:
-          name: what a sentence calls the method.
-          every: rounds between evaluations; the last is evaluated in any case.
-          keeps_best: keep the global variables of the best GA as `run.best`.
-          kept: gives the end of a sentence about what is not finite: what there is to go back to.
-          per_client: whether a row holds the PA of every client, too.
-          protocol: of the row's PA; where clients fine-tune for it later, `last` stands for those that choose.
-          select_on: what the best round is chosen by, a key of `metrics.SELECTED`.
+          name: name of the method in error messages.
+          every: rounds between evaluations; the last round is always evaluated.
+          keeps_best: keep the global variables with the best GA as `run.best`.
+          kept: returns the end of the message about values that are not finite: what there is to go back to.
+          per_client: whether a row also holds the PA of every client.
+          protocol: of the rows' PA; if clients fine-tune later, rows use `last` in place of one that chooses epochs.
+          select_on: the criterion that chooses the best round, a key of `metrics.SELECTED`.
         """
         self.protocol: Protocol = protocol
         self.name, self.every, self.keeps_best, self.kept, self.per_client = name, every, keeps_best, kept, per_client
         self.select_on = select_on
-        self.rule: Protocol = "last" if keeps_best and needs_epochs(protocol) else protocol  # of the rows
+        self.rule: Protocol = "last" if keeps_best and needs_epochs(protocol) else protocol  # of the rows' PA
 
     def on_start(self, run: Run) -> None:
-        """Until a client makes a step, its personal model is the initial one."""
+        """Measure the initial models if needed: until a client makes a step, its personal model is the initial one."""
         run.history.select_on = self.select_on
         if self.keeps_best and not run.round:
             run.best = self._copy(run)
@@ -69,7 +69,7 @@ class Accuracies(Callback):
             row["pa_per_client"] = None
 
     def complete(self, run: Run, report: RoundReport) -> None:
-        """Measure the model of the newest row."""
+        """Evaluate the models, for the newest row."""
         row = run.history.rows[-1]
         self.measure(run, row, report)
         if self.per_client:
@@ -83,46 +83,46 @@ class Accuracies(Callback):
         received = "received" in self._measured(run)
         counts, seconds = run.evaluate(personal=received)
         if received:
-            everyone = np.arange(len(counts.personal))
-            self._take(run, everyone, counts.personal, ("received",))
+            all_clients = np.arange(len(counts.personal))
+            self._take(run, all_clients, counts.personal, ("received",))
             if run.traits.personal_model == "server":
                 self.trained(run, report, counts.personal[report.jobs.row])
-                self._take(run, everyone, counts.personal, ("last",))
+                self._take(run, all_clients, counts.personal, ("last",))
         self._choose(run)
         row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
         row |= {name: mean(values) for name, values in run.history.also.items()}
         row |= self._generic(run, counts) | {"eval_seconds": seconds}
 
     def _generic(self, run: Run, counts: Evaluation) -> dict[str, Any]:
-        """GA of the global model, or the mean over the clients' models; of each class; of the server's other models."""
+        """GA of the global model (else mean over the clients' models), also per class, and of further server models."""
         federation, ga_local = run.federation, None
         classes = federation.dataset.num_classes
         total = np.bincount(federation.dataset.y_test, minlength=classes)
-        both = np.asarray(counts.generic)[:1] if run.traits.global_model else np.asarray(counts.local)
-        correct = both[:, :classes]  # of one model, or of each client's
-        each = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
+        all_correct = np.asarray(counts.generic)[:1] if run.traits.global_model else np.asarray(counts.local)
+        correct = all_correct[:, :classes]  # of the global model, or of each client's model
+        shares = accuracy(correct.sum(1), np.full(len(correct), total.sum()))
         if not run.traits.global_model:
-            ga_local = each
+            ga_local = shares
         run.history.update_best(ga_local)
-        row = {"ga": float(each.mean()), "ga_per_class": plain(accuracy(correct.mean(0), total))}
+        row = {"ga": float(shares.mean()), "ga_per_class": plain(accuracy(correct.mean(0), total))}
         row["ga_balanced"] = float(balanced(correct, np.broadcast_to(total, correct.shape)).mean())
         if federation.validation is not None:
-            held = np.full(len(both), len(federation.validation.flat))
-            row["ga_validation"] = float(accuracy(both[:, classes:].sum(1), held).mean())
+            validation_sizes = np.full(len(all_correct), len(federation.validation.flat))
+            row["ga_validation"] = float(accuracy(all_correct[:, classes:].sum(1), validation_sizes).mean())
         return {**row, **further(run, counts.further)}
 
     def _loss(self, run: Run, report: RoundReport) -> float | None:
-        """Training loss, weighted as the aggregation; None where nobody trained.
+        """Training loss, weighted like the aggregation; None if no client trained.
 
         Raises:
-          UserError: a loss is not finite, or the model at the end.
+          UserError: a loss, or the model at the end of the round, is not finite.
         """
         jobs, trained = report.jobs, report.jobs.steps > 0
         wrong = np.flatnonzero(trained & ~np.isfinite(report.loss))
         if len(wrong):
             clients = ", ".join(str(int(k)) for k in jobs.row[wrong][:5])
             raise self._not_finite(run, f"the loss of client {clients}")
-        if wrong := run.not_finite():  # after aggregation, distillation or exchange, though losses may be
+        if wrong := run.not_finite():  # after aggregation, distillation or exchange, even if losses are
             raise self._not_finite(run, f"a value in {wrong}")
         return float(np.sum(report.loss[trained] * jobs.weight[trained])) if trained.any() else None
 
@@ -132,19 +132,19 @@ class Accuracies(Callback):
         return UserError(f"{what} is not finite {where}: choose a smaller {rates} or set `grad_clip`{self.kept()}.")
 
     def _measured(self, run: Run) -> list[Protocol]:
-        """The protocols that are measured; the aggregated models of very many clients only where they are asked for."""
+        """The protocols that are measured; with very many clients, models as received only if these are asked for."""
         rule = self.rule
-        all_clients = run.federation.num_clients <= MANY or run.traits.personal_model == "server"
-        names: list[Protocol] = ["last", *(["received"] if all_clients or rule == "received" else [])]
+        tests_received = run.federation.num_clients <= MANY or run.traits.personal_model == "server"
+        names: list[Protocol] = ["last", *(["received"] if tests_received or rule == "received" else [])]
         return [*names, "best_epoch", "best_mean"] if needs_epochs(rule) else names
 
     def _choose(self, run: Run) -> None:
         run.history.pa_clients = run.history.also[f"pa_{self.rule}"].copy()
 
     def trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
-        """Take over the accuracies of the clients that trained, with `after` [S, C] correct predictions in the end.
+        """Record the accuracies of the clients that trained; `after` [S, C] are correct predictions at the end.
 
-        Where PA is of aggregated models, those just trained count as one epoch more.
+        If PA is that of aggregated models, the models just trained count as one more epoch.
         """
         trained = report.jobs.steps > 0
         jobs = Jobs(*(column[trained] for column in report.jobs))
@@ -162,15 +162,15 @@ class Accuracies(Callback):
         return (simulation.steps[run.index, cohort] > 0).sum() < run.federation.num_clients
 
     def _take(self, run: Run, clients: np.ndarray, correct: np.ndarray, protocols: Sequence[Protocol]) -> None:
-        """Take over the accuracies of some clients' models, from their correct predictions [n, C].
+        """Record the accuracies of some clients' models, from their correct predictions [n, C].
 
         Args:
-          protocols: under which these models give PA; balanced and validation accuracies are of the row's own.
+          protocols: those under which these models give PA; other accuracies are recorded for the rows' protocol only.
         """
-        pa, *others = personal(run.federation, clients, correct).items()
+        pa, *other_accuracies = personal(run.federation, clients, correct).items()
         for protocol in protocols:
             run.history.update_clients(clients, pa[1], f"pa_{protocol}")
-        for name, values in others if self.rule in protocols else ():
+        for name, values in other_accuracies if self.rule in protocols else ():
             run.history.update_clients(clients, values, name)
 
     def _copy(self, run: Run) -> Any:
@@ -178,20 +178,20 @@ class Accuracies(Callback):
 
 
 class LastRound(Callback):
-    """Measures the model of a run that a callback has ended in a round which is not evaluated."""
+    """Evaluates the models of a run that a callback has ended in a round without evaluation."""
 
     def __init__(self, accuracies: Accuracies):
-        """Args: accuracies: measures."""
+        """Args: accuracies: the callback that measures."""
         self.accuracies = accuracies
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """After the callbacks that may end the run."""
+        """Complete the last row; must be called after the callbacks that may end the run."""
         if run.stopped and run.history.rows[-1]["ga"] is None:
             self.accuracies.complete(run, report)
 
 
 def further(run: Run, correct: dict[str, Any]) -> dict[str, float]:
-    """Accuracy `ga_<name>` on the whole test set of each further model of the server, from its counts [1, C]."""
+    """Accuracy `ga_<name>` on the whole test set of each further server model, from its correct predictions [1, C]."""
     dataset = run.federation.dataset
-    own = {name: np.array(counts)[0, : dataset.num_classes].sum() for name, counts in correct.items()}
-    return {f"ga_{name}": float(accuracy(count, np.array(len(dataset.y_test)))) for name, count in own.items()}
+    totals = {name: np.array(counts)[0, : dataset.num_classes].sum() for name, counts in correct.items()}
+    return {f"ga_{name}": float(accuracy(count, np.array(len(dataset.y_test)))) for name, count in totals.items()}

@@ -23,7 +23,7 @@ from fedjax_pcdd.training.config import RunConfig, rounds_of
 
 
 def load(config: RunConfig) -> Dataset:
-    """The data set, cut down to what the run uses of it."""
+    """The data set, reduced to the samples that the run uses."""
     keep = sampler(config.dataset, config.train_samples, config.test_samples, config.seed)
     largest = config.clients if config.partition == "natural" else None
     dataset = sources.load(config.dataset, config.data_dir, keep_all if largest else keep, config.data == "stream")
@@ -35,72 +35,74 @@ def federate(config: RunConfig, dataset: Dataset | None = None) -> Federation:
     dataset = load(config) if dataset is None else dataset
     if not len(dataset.y_test):
         raise UserError(f"data set '{dataset.name}' has no test samples, so nothing could be measured: add some.")
-    parts = partition(
+    client_lists = partition(
         config.partition, dataset.y_train, dataset.y_test, num_classes=dataset.num_classes,
         clients=config.clients, seed=config.seed, beta=config.beta, classes_per_client=config.classes_per_client,
         retry=config.retry, min_size=config.min_samples, doubled=config.doubled, groups=dataset.groups,
     )  # fmt: skip
-    if is_file(config.partition) and config.clients not in (None, len(parts.train)):
-        raise UserError(f"{config.partition} has {len(parts.train)} clients, not {config.clients}: drop `clients`.")
-    kept = load_validation(located(config.partition)) if is_file(config.partition) else None
-    if kept is not None and config.validation is None:  # then all samples are for training
-        joined = [np.concatenate(both) for both in zip(parts.train, kept, strict=True)]
-        parts, kept = parts._replace(train=Lists.of(joined)), None
-    return validated(config, Federation(dataset, parts, kept))
+    if is_file(config.partition) and config.clients not in (None, len(client_lists.train)):
+        raise UserError(
+            f"{config.partition} has {len(client_lists.train)} clients, not {config.clients}: drop `clients`."
+        )
+    validation = load_validation(located(config.partition)) if is_file(config.partition) else None
+    if validation is not None and config.validation is None:  # without the option, all samples are for training
+        joined = [np.concatenate(lists) for lists in zip(client_lists.train, validation, strict=True)]
+        client_lists, validation = client_lists._replace(train=Lists.of(joined)), None
+    return validated(config, Federation(dataset, client_lists, validation))
 
 
 def share_kept(federation: Federation) -> float | None:
-    """The share of the clients' samples that are kept for validation; None where there are no such lists."""
+    """The share of the clients' samples that is kept for validation; None if there are no validation lists."""
     if federation.validation is None:
         return None
-    kept = federation.validation.flat.size
-    return kept / max(kept + int(federation.sizes.sum()), 1)
+    kept_samples = federation.validation.flat.size
+    return kept_samples / max(kept_samples + int(federation.sizes.sum()), 1)
 
 
 def _check_share(config: RunConfig, federation: Federation) -> None:
-    """UserError unless the option is the share that is kept, to within a sample of each client."""
-    share, asked = share_kept(federation) or 0.0, config.validation or 0.0
+    """Raise UserError unless the option equals the share that is kept, to within one sample per client."""
+    share, requested = share_kept(federation) or 0.0, config.validation or 0.0
     total = federation.sizes.sum() + (0 if federation.validation is None else federation.validation.flat.size)
-    if abs(share - asked) * total > federation.num_clients:
+    if abs(share - requested) * total > federation.num_clients:
         raise UserError(
-            f"the partition keeps {share:.3g} of its samples for validation, not {asked:g}: use "
+            f"the partition keeps {share:.3g} of its samples for validation, not {requested:g}: use "
             f"`validation={share:.3g}`, or a partition without validation samples."
         )
 
 
 def validated(config: RunConfig, federation: Federation) -> Federation:
-    """The federation with validation samples, if the options ask for some that it has not.
+    """The federation, with validation samples held out if the options ask for them and it has none.
 
     Raises:
-      UserError: it keeps another share than they ask for, or none can be kept.
+      UserError: it keeps another share than the options ask for, or none can be kept.
     """
     if config.validation is None:
         return federation
     if federation.validation is not None:
         _check_share(config, federation)
         return federation
-    made = hold_out(federation, config.validation, config.seed)
-    if made.validation is not None and not made.validation.flat.size:
+    result = hold_out(federation, config.validation, config.seed)
+    if result.validation is not None and not result.validation.flat.size:
         raise UserError(f"`validation={config.validation:g}` keeps no sample of any client: raise it.")
-    return made
+    return result
 
 
 def who_is_there(config: RunConfig, clients: int) -> Availability | None:
-    """The availability of so many clients."""
+    """The availability of the clients; None if all are always available."""
     source = config.availability
     file = source if source in (None, "model") else str(located(source))
     return availability(file, config.lost_share, clients, config.seed)
 
 
 def default_model(dataset: Dataset) -> str:
-    """What is trained where no model is named: lstm on text, mlp on digits and tables, else simple_cnn."""
+    """The model that is trained if none is named: lstm on text, mlp on digits and tables, else simple_cnn."""
     if dataset.text:
         return "lstm"
     return "mlp" if dataset.name == "digits" or dataset.x_train.shape[1] == 1 else "simple_cnn"
 
 
 def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
-    """A plain model as the options want it, of a name or a module; one of `models.build` as it is."""
+    """The classifier of a model's name or module, built as the options say; a `Classifier` is used as it is."""
     if isinstance(model, Classifier):
         if config.neck or config.bn == "group":
             raise UserError("the model that was given has a neck and norms of its own: drop `neck` and `bn=group`.")
@@ -116,7 +118,7 @@ def build_model(config: RunConfig, model: Any, dataset: Dataset) -> Classifier:
 
 
 def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> list[str]:
-    """A sentence where the option `bn` finds nothing in the model that it could change."""
+    """A sentence if the option `bn` has nothing to change in the model; else no sentence."""
     changes = {
         "average": True,
         "group": models.normalises(model, image_shape),
@@ -128,10 +130,10 @@ def about_norms(bn: str, model: Classifier, image_shape: tuple[int, ...]) -> lis
 
 def local_training(config: RunConfig, method: Method) -> Local:
     """The options of local training."""
-    same = {field.name: getattr(config, field.name) for field in fields(Local) if hasattr(config, field.name)}
+    shared = {field.name: getattr(config, field.name) for field in fields(Local) if hasattr(config, field.name)}
     clip = method.traits().clip if config.grad_clip == "method" else config.grad_clip
     clip = None if clip in (None, "none") else float(clip)
-    return Local(**same | {"epochs": config.local_epochs or 1, "clip": clip, "lr_steps": rounds_of(config.lr_steps)})
+    return Local(**shared | {"epochs": config.local_epochs or 1, "clip": clip, "lr_steps": rounds_of(config.lr_steps)})
 
 
 def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
@@ -146,10 +148,10 @@ def public_images(config: RunConfig, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def spoken_of(config: RunConfig, method: Method) -> int:
-    """N, public images that a client speaks of in a round; batch by batch those of whole batches, in every pass.
+    """N, public images that a client sends outputs for in a round; if by batch, those of whole batches in every pass.
 
     Raises:
-      UserError: the method needs some, and no data set of them is named.
+      UserError: the method needs public images, and no data set of them is named.
     """
     traits = method.traits()
     if not traits.needs_public:
@@ -162,7 +164,7 @@ def spoken_of(config: RunConfig, method: Method) -> int:
 
 
 def public_labels(config: RunConfig) -> np.ndarray:
-    """Labels [N] of these images; UserError where they have none."""
+    """Labels [N] of the public images; UserError if they have none."""
     name, samples = _public_set(config)
     return load_public_labels(name, config.data_dir, samples=samples, seed=config.seed)
 

@@ -1,4 +1,4 @@
-"""Small callbacks: early stopping, a profile, and functions of a user's own."""
+"""Small callbacks: early stopping, profiling, and the user's own functions."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +16,12 @@ class EarlyStopping(Callback):
     """Ends a run whose accuracy has not risen for a while."""
 
     def __init__(self, metric: str = "ga", patience: int = 10, least: float = 0.0):
-        """Make one.
+        """Choose when to stop.
 
         Args:
-          metric: "ga" or "pa", or another entry of the history's rows that is the better the higher.
+          metric: "ga" or "pa", or another entry of the history's rows for which higher is better.
           patience: evaluated rounds without a rise after which the run ends, at least 1.
-          least: what counts as a rise, at least 0.
+          least: a rise exceeds the best value by more than this; at least 0.
         """
         if not isinstance(patience, int) or not isinstance(least, int | float):
             raise UserError("early stopping takes a whole number of rounds as patience, and a number as least rise.")
@@ -31,12 +31,12 @@ class EarlyStopping(Callback):
         self.best, self.waited = float("-inf"), 0
 
     def on_start(self, run: Run) -> None:
-        """Forget an earlier run; one that is continued has been restored."""
+        """Forget an earlier run; a resumed run has already been restored."""
         if not run.round:
             self.best, self.waited = float("-inf"), 0
 
     def on_round(self, run: Run, report: RoundReport) -> bool:
-        """Whether the last evaluations brought no rise above the best one."""
+        """Whether the last `patience` evaluations brought no rise above the best value."""
         row = run.history.rows[-1]
         if row["ga"] is None and row.get(self.metric) is None:
             return False  # this round was not evaluated
@@ -54,11 +54,11 @@ class EarlyStopping(Callback):
         return self.waited >= self.patience
 
     def state(self) -> Any:
-        """The best so far, and how long ago it was."""
+        """The best value so far, and the number of evaluations since."""
         return [self.best if self.best > float("-inf") else None, self.waited]
 
     def restore(self, state: Any) -> None:
-        """Go on waiting."""
+        """Continue with the saved value and number of evaluations."""
         best, self.waited = state
         self.best = float("-inf") if best is None else best
 
@@ -75,7 +75,7 @@ class Profile(Callback):
         self.folder, self.rounds, self.active = folder, 0, False
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Begin after the first round of this process, end after the third."""
+        """Start tracing after the first round of this process, stop after the third."""
         self.rounds += 1
         if self.rounds == 1 and not run.is_over:
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
@@ -84,34 +84,37 @@ class Profile(Callback):
             self.on_end(run)
 
     def on_end(self, run: Run) -> None:
-        """Write what was traced."""
+        """Write the trace."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
 
 
 class Metrics(Callback):
-    """Numbers of a user's own, beside the accuracies of every round that is evaluated."""
+    """The user's own metrics, besides the accuracies of every evaluated round."""
 
     def __init__(self, functions: Mapping[str, Callable[[Run], float]]):
-        """Args: functions: of the run, by the names that their numbers get in the rows."""
-        known = functions if isinstance(functions, Mapping) else {None: None}
-        if not all(isinstance(name, str) and callable(of) for name, of in known.items()):
+        """Args: functions: functions of the run, by the names of their values in the rows."""
+        by_name = functions if isinstance(functions, Mapping) else {None: None}
+        if not all(isinstance(name, str) and callable(function) for name, function in by_name.items()):
             raise UserError(f"takes a dictionary of functions of a run by name, not {functions!r}.", field="metrics")
-        if further := [name for name in known if str(name).startswith(("ga_", "pa_"))]:
-            raise UserError(f"names '{further[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
+        if reserved := [name for name in by_name if str(name).startswith(("ga_", "pa_"))]:
+            raise UserError(f"names '{reserved[0]}', as accuracies of our own are: begin otherwise.", field="metrics")
         self.functions = functions
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Add them to the newest row."""
+        """Add the metrics to the newest row."""
         row = run.history.rows[-1]
-        if taken := self.functions.keys() & row.keys():
-            raise UserError(f"names '{min(taken)}', which every row has: choose another name.", field="metrics")
-        row |= {name: None if row["ga"] is None else _number(name, of, run) for name, of in self.functions.items()}
+        if duplicates := self.functions.keys() & row.keys():
+            raise UserError(f"names '{min(duplicates)}', which every row has: choose another name.", field="metrics")
+        row |= {
+            name: None if row["ga"] is None else _number(name, function, run)
+            for name, function in self.functions.items()
+        }
 
 
-def _number(name: str, of: Callable[[Run], Any], run: Run) -> float:
-    value = called(f"metric '{name}'", of, run, of="the run")
+def _number(name: str, function: Callable[[Run], Any], run: Run) -> float:
+    value = called(f"metric '{name}'", function, run, of="the run")
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -126,31 +129,33 @@ class Function(Callback):
         self.function = function
 
     def on_round(self, run: Run, report: RoundReport) -> Any:
-        """Call it."""
+        """Call the function."""
         return self.function(run, report)
 
 
 def takes(function: Callable, arguments: int) -> bool:
-    """Whether it can be called with so many arguments, as far as it tells."""
+    """Whether a function can be called with this many arguments, as far as its signature tells."""
     try:
         inspect.signature(function).bind(*[None] * arguments)
     except TypeError:
         return False
-    except ValueError:  # of C, which does not tell
+    except ValueError:  # a function in C without a signature
         return True
     return True
 
 
 def as_callbacks(given: Iterable[Any]) -> list[Callback]:
-    """Callbacks as a user gives them, functions among them; UserError for anything else."""
+    """The user's callbacks, with functions wrapped as `Function`; UserError for anything else."""
     if not isinstance(given, list | tuple):
         raise UserError(f"takes a list of callbacks, not {given!r}.", field="callbacks")
-    for one in given:
-        if not isinstance(one, Callback) and (isinstance(one, type) or not callable(one)):
-            raise UserError(f"takes fp.Callback objects and functions of a run and a report, not {one!r}.", "callbacks")
-        if not isinstance(one, Callback) and not takes(one, 2):
+    for callback in given:
+        if not isinstance(callback, Callback) and (isinstance(callback, type) or not callable(callback)):
+            raise UserError(
+                f"takes fp.Callback objects and functions of a run and a report, not {callback!r}.", "callbacks"
+            )
+        if not isinstance(callback, Callback) and not takes(callback, 2):
             raise UserError("takes functions of two arguments, a run and a report of its round.", field="callbacks")
-        if isinstance(one, Callback) and not takes(one.on_round, 2):
-            name = type(one).__name__
+        if isinstance(callback, Callback) and not takes(callback.on_round, 2):
+            name = type(callback).__name__
             raise UserError(f"{name}.on_round must take a run and the report of its round.", field="callbacks")
-    return [one if isinstance(one, Callback) else Function(one) for one in given]
+    return [callback if isinstance(callback, Callback) else Function(callback) for callback in given]

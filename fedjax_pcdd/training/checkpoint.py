@@ -4,10 +4,10 @@ A checkpoint of round `r` (the number of completed rounds) is the folder `<folde
 and `clients` (arrays by name) and `record` (JSON: round, history, and name, dtype, shape and CRC-32 of every array).
 It is *full* when it holds the clients; the others are server-only: good for evaluation, not for resuming.
 
-Orbax writes synchronously in one worker thread of ours. Its own asynchronous mode holds the caller up for 12 to 30 ms
-(2-core CPU, small model), since it prepares folders and files before it returns; here that is 1 ms, the copy of the
-arrays. Its checksums do not cover the arrays' bytes: hence the CRCs. One run at a time may open a folder. Of a run in
-several processes the first writes, and where each has the states of its clients alone, each writes and reads these.
+Orbax writes synchronously in one worker thread of ours. Its own asynchronous mode blocks the caller for 12 to 30 ms
+(2-core CPU, small model), since it prepares folders and files before it returns; here it is 1 ms, for the copy of the
+arrays. Its checksums do not cover the arrays' bytes: hence the CRCs. Only one run at a time may open a folder. In a run
+of several processes the first writes; if each process holds only its own clients' states, each writes and reads those.
 """
 
 import json
@@ -33,11 +33,11 @@ from fedjax_pcdd.training.hosts import in_turn, told_by_first
 from fedjax_pcdd.training.named_arrays import Arrays, difference, fill, fingerprint, named, snapshot
 from fedjax_pcdd.training.orbax_folder import REMOVED, check_files, damage, list_files, open_manager, remove_unfinished
 
-_MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # patterns, addresses and what is not UTF-8
+_MISREAD = re.compile(r"[]\[*?\\:%#\ud800-\udfff]")  # read as patterns or addresses, or not UTF-8
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back; `clients` is None where only the server was asked for."""
+    """The content of a restored checkpoint; `clients` is None if only the server was requested."""
 
     round: int
     server: Any
@@ -46,16 +46,16 @@ class Restored(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """What a checkpoint writes of clients' states that changed."""
+    """The changed client states that a checkpoint writes."""
 
     rows: np.ndarray
     values: list[np.ndarray]  # [n, ...] of those rows
     states: Any  # of all clients
-    parts: list[Part]  # what other processes have written
+    parts: list[Part]  # those that other processes have written
 
 
 class Checkpoints:
-    """The checkpoints of one run; close it, or use it in a `with` block, so that the last is written."""
+    """The checkpoints of one run; close it, or use it in a `with` block, so that the last one is written."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Checkpoints:
         read_only: bool = False,
         say: Say = lambda sentence: print(sentence, file=sys.stderr),
     ):
-        """Open or create the folder; what a killed process left half-written or half-removed goes.
+        """Open or create the folder, and remove what a killed process left half-written or half-removed.
 
         Args:
           folder: where the checkpoints live; one process at a time.
-          keep: checkpoints kept, the newest ones; the two newest full ones stay in any case.
+          keep: how many of the newest checkpoints to keep; the two newest full ones are always kept.
           every: rounds between checkpoints.
           clients_every: every n-th checkpoint is full. A resume starts from a full one, so it repeats up to
             `every * clients_every - 1` rounds; each full one writes all clients' states.
           read_only: leave the folder as it is.
-          say: told, in one sentence, about what a user should know.
+          say: called with sentences that the user should know.
 
         Raises:
           UserError: the folder cannot be created or read.
@@ -90,7 +90,7 @@ class Checkpoints:
         self._log, self._logs_all = ClientLog(self._folder.parent / "clients"), False
         self._shared = False  # whether all processes know the log's folder
         self._manager: Any = None
-        self._alias: tempfile.TemporaryDirectory | None = None  # another path, of plain characters
+        self._alias: tempfile.TemporaryDirectory | None = None  # another path to the folder, in plain characters
         if self._writes or read_only:
             self._open()
 
@@ -106,11 +106,11 @@ class Checkpoints:
         self._full.update(r for r in self._manager.all_steps() if self._is_full(r))
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Orbax asks which checkpoints stay: the `keep` newest and the two newest full ones."""
+        """Tell Orbax which checkpoints to keep: the `keep` newest and the two newest full ones."""
         del context
         rounds = sorted(info.step for info in checkpoints)
-        kept = {*rounds[-self._keep :], *[r for r in rounds if r in self._full][-2:]}
-        return [info.step in kept for info in checkpoints]
+        kept_rounds = {*rounds[-self._keep :], *[r for r in rounds if r in self._full][-2:]}
+        return [info.step in kept_rounds for info in checkpoints]
 
     def __enter__(self):
         return self
@@ -119,21 +119,21 @@ class Checkpoints:
         self.close()
 
     def is_due(self, round: int) -> bool:
-        """Whether a round gets a checkpoint without being forced."""
+        """Whether a round gets a checkpoint even without `force`."""
         return round % self._every == 0
 
     def save(self, round: int, server: Any, clients: Any, history: str, *, force: bool = False) -> None:
         """Take a snapshot of the arrays, which may be donated as soon as this returns, and write it in the background.
 
-        Where the checkpoint before is still being written, this waits for it.
+        Waits for the previous checkpoint if that is still being written.
 
         Args:
           round: completed rounds.
           server: pytree of arrays.
-          clients: pytree of arrays, `()` where clients keep nothing; left out where the checkpoint is not to be full.
-            A function instead returns what has `Changed` since it was called last, which goes into the log.
-          history: JSON; what it stands for comes back on `restore`.
-          force: write now, and fully, whatever `every` and `clients_every` say.
+          clients: pytree of arrays, `()` if clients keep nothing; not written if the checkpoint is not full. A function
+            instead returns what has `Changed` since its last call, which goes into the log.
+          history: JSON text; `restore` returns its parsed content.
+          force: write a full checkpoint now, whatever `every` and `clients_every` say.
 
         Raises:
           UserError: this or the previous checkpoint could not be written (no space left, for example).
@@ -147,42 +147,46 @@ class Checkpoints:
         self.wait()
         if round in self._manager.all_steps() and (round in self._full or not full):
             return
-        parts = {"server": snapshot("server", server)}
+        snapshots = {"server": snapshot("server", server)}
         if full:
-            parts["clients"] = {} if changed else snapshot("clients", clients)
-        self._pending = self._worker.submit(self._write, round, parts, history, changed)
+            snapshots["clients"] = {} if changed else snapshot("clients", clients)
+        self._pending = self._worker.submit(self._write, round, snapshots, history, changed)
 
     def _taken(self, round: int, clients: Callable) -> "_Taken":
-        """What changed of the states of this process's clients; in several processes the others write theirs now."""
+        """The changed states of this process's clients; if there are other processes, those write theirs now."""
         changed = cast(Changed, clients())
-        if self._logs_all:  # as the log has nothing of the checkpoint that was resumed
+        if self._logs_all:  # the log has nothing of the checkpoint that was resumed
             rows, self._logs_all = np.arange(len(jax.tree.leaves(changed.states)[0])), False
             changed = changed._replace(rows=rows)
-        own, me = changed.own(), jax.process_index()
-        values = own.values()
+        own_changes, process = changed.own(), jax.process_index()
+        values = own_changes.values()
         if changed.owners is None:
-            return _Taken(own.rows, values, changed.states, [])
-        if not self._shared:  # the others have a folder of their own, where they would write
+            return _Taken(own_changes.rows, values, changed.states, [])
+        if not self._shared:  # the others have run folders of their own and would write there
             self._log, self._shared = ClientLog(Path(told_by_first(str(self._log.folder)))), True
         try:
-            part = Part(0, [0] * (1 + len(values))) if me == 0 else self._log.append_part(round, me, own.rows, values)
+            part = (
+                Part(0, [0] * (1 + len(values)))
+                if process == 0
+                else self._log.append_part(round, process, own_changes.rows, values)
+            )
         except OSError as error:
             raise failed_write(error, self._log.folder) from error
-        told = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
-        parts = [Part(p, files.tolist()) for p, files in enumerate(told)][1:]
-        return _Taken(own.rows, values, changed.states, parts)
+        checksums = np.asarray(multihost_utils.process_allgather(np.array(part.files, np.uint32)))
+        parts = [Part(p, files.tolist()) for p, files in enumerate(checksums)][1:]
+        return _Taken(own_changes.rows, values, changed.states, parts)
 
     def restore(self, server_like: Any, clients_like: Any) -> Restored | None:
         """The newest intact full checkpoint, bit for bit; every newer one is removed, to be written again.
 
         Args:
           server_like: pytree of arrays or `jax.ShapeDtypeStruct` with the wanted shapes, dtypes, shardings.
-          clients_like: the same for the clients; where the checkpoint has them in its log their initial numpy arrays,
+          clients_like: the same for the clients; if the checkpoint has them in its log, their initial numpy arrays,
             which are brought up to date in place.
 
         Returns:
-          None where the folder holds no full checkpoint. Leaves are jax arrays; where the template is a numpy
-          array, numpy arrays.
+          None if the folder holds no full checkpoint. Leaves are jax arrays, or numpy arrays where the template has
+          numpy arrays.
 
         Raises:
           UserError: all are damaged, or the checkpoint was written by another configuration.
@@ -199,7 +203,7 @@ class Checkpoints:
             return restored
 
     def newest_record(self) -> dict[str, Any] | None:
-        """What the newest full checkpoint whose record is intact has beside its arrays; None where there is none."""
+        """The history in the newest full checkpoint whose record is intact; None if there is no such checkpoint."""
         self.wait()
         for round in sorted(self._manager.all_steps() if self._manager else (), reverse=True):
             with suppress(Exception):  # a damaged one is reported when it is restored
@@ -210,12 +214,12 @@ class Checkpoints:
 
     @property
     def newest_full(self) -> int | None:
-        """The round that a resume would go back to, if no file is damaged; None where that is the start."""
+        """The round that a resume would go back to, if no file is damaged; None if that is the start."""
         self.wait()
         return max(self._full, default=None)
 
     def wait(self) -> None:
-        """Return once nothing is being written; UserError where that could not be written."""
+        """Return once nothing is being written; UserError if the write failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:
@@ -234,22 +238,24 @@ class Checkpoints:
             if self._alias is not None:
                 self._alias.cleanup()
 
-    def _write(self, round: int, parts: dict[str, Arrays], history: str, changed: "_Taken | None") -> None:
-        noted: dict[str, Any] = {"round": round}
+    def _write(self, round: int, snapshots: dict[str, Arrays], history: str, changed: "_Taken | None") -> None:
+        record: dict[str, Any] = {"round": round}
         if changed:
-            noted["logged"] = self._log.append(round, changed.rows, changed.values, changed.parts)
+            record["logged"] = self._log.append(round, changed.rows, changed.values, changed.parts)
             self._log.merge(min(self._manager.all_steps(), default=0), changed.states)
-        host = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in parts.items()}
-        noted["arrays"] = {part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host.items()}
-        content = f'{json.dumps(noted)[:-1]}, "history": {history}}}'
+        host_arrays = {part: {name: np.asarray(a) for name, a in arrays.items()} for part, arrays in snapshots.items()}
+        record["arrays"] = {
+            part: {name: fingerprint(a) for name, a in arrays.items()} for part, arrays in host_arrays.items()
+        }
+        content = f'{json.dumps(record)[:-1]}, "history": {history}}}'
         items: dict[str, Any] = {"record": ocp.args.JsonSave({"content": content, "crc": zlib.crc32(content.encode())})}
-        for part, arrays in host.items():
+        for part, arrays in host_arrays.items():
             if stored := {name: a for name, a in arrays.items() if a.size}:
                 items[part] = ocp.args.PyTreeSave(stored)
         if round in self._manager.all_steps():
             self._manager.delete(round)
-        if "clients" in parts:
-            self._full.add(round)  # before it is written: Orbax asks on the way which ones stay
+        if "clients" in snapshots:
+            self._full.add(round)  # before it is written, as Orbax then asks which ones to keep
         try:
             self._manager.save(round, args=ocp.args.Composite(**items), force=True)
         except BaseException:
@@ -271,9 +277,9 @@ class Checkpoints:
                 logged = "logged" in record and "clients" in like
                 if logged:
                     mark = record["logged"]
-                    self._log.check(round, None if mark is True else mark)  # where entries had none
-                wanted = like | {"clients": ()} if logged else like
-                arrays = self._load(round, record["arrays"], wanted)
+                    self._log.check(round, None if mark is True else mark)  # True: written when entries had no marks
+                templates = like | {"clients": ()} if logged else like
+                arrays = self._load(round, record["arrays"], templates)
             except (UserError, MemoryError, PermissionError):
                 raise
             # Damage can surface as almost any exception of Orbax, TensorStore or the decoders.
@@ -282,7 +288,7 @@ class Checkpoints:
                 continue
             for bad, reason in damaged.items():
                 self._say(f"checkpoint of round {bad} is damaged ({reason}): continuing from round {round}")
-            trees = {part: fill(part, template, arrays[part]) for part, template in wanted.items()}
+            trees = {part: fill(part, template, arrays[part]) for part, template in templates.items()}
             self._logs_all = not logged
             if logged:
                 self._log.replay(round, like["clients"])
@@ -310,7 +316,7 @@ class Checkpoints:
             return False
 
     def _load(self, round: int, inventory: dict[str, Any], like: dict[str, Any]) -> dict[str, Arrays]:
-        wanted: dict[str, Any] = {}
+        requests: dict[str, Any] = {}
         for part, template in like.items():
             if different := difference(inventory[part], named(part, template)):
                 raise UserError(
@@ -319,9 +325,9 @@ class Checkpoints:
                 )
             if stored := [name for name, (_, shape, _) in inventory[part].items() if 0 not in shape]:
                 as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
-                wanted[part] = ocp.args.PyTreeRestore(restore_args=as_numpy)
-        stored = self._manager.restore(round, args=ocp.args.Composite(**wanted)) if wanted else {}
-        arrays = {part: stored[part] if part in wanted else {} for part in like}
+                requests[part] = ocp.args.PyTreeRestore(restore_args=as_numpy)
+        stored = self._manager.restore(round, args=ocp.args.Composite(**requests)) if requests else {}
+        arrays = {part: stored[part] if part in requests else {} for part in like}
         for part in like:
             for name, expected in inventory[part].items():
                 if 0 not in expected[1] and fingerprint(arrays[part][name]) != expected:

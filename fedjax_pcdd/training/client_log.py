@@ -1,13 +1,14 @@
-"""What has become of clients' states since a run began, by rows: checkpoints of states too large to be written whole.
+"""A log of the changes to clients' states, by rows: for checkpoints of states that are too large to be written whole.
 
-Before the first round states are functions of the seed, so they are made anew and brought up to date. An *entry* is a
-folder named after its round, with the rows that changed since the entry before (`rows.npy`) and their values, a file
-for each array of a client's state; `entry.json` has their checksums, the round of the entry before, and a *mark* of all
-that the log holds up to it, which the round's checkpoint knows, too: entries of another run are noticed. Those that no
-checkpoint needs one by one are merged, so that the log holds no more than a few times the states.
+Before the first round, states are functions of the seed, so a resumed run makes them anew and replays the log. An
+*entry* is a folder named after its round, with the rows that changed since the previous entry (`rows.npy`) and their
+values, one file for each array of a client's state. Its `entry.json` has their checksums, the round of the previous
+entry, and a *mark*, a checksum of all that the log holds up to this entry. The round's checkpoint has the mark too, so
+that entries of another run are noticed. Entries that no checkpoint needs one by one are merged, so that the log takes
+no more than a few times the space of the states.
 
-Of several processes each writes the rows of its own clients: the first those of the entry, another one a *part*, a
-folder `<round>.parts/<process>` that counts once the entry has its checksums.
+In a run of several processes each writes the rows of its own clients: the first writes the entry, every other one a
+*part*, a folder `<round>.parts/<process>` that counts once the entry has its checksums.
 """
 
 import json
@@ -26,55 +27,55 @@ from fedjax_pcdd.data.unpacked import checksum
 from fedjax_pcdd.engine.mesh import owners_of
 from fedjax_pcdd.engine.program import Tree
 
-SLACK = 2  # times the states' size that the entries may have before they are merged
+SLACK = 2  # entries may have this many times the size of the states before they are merged
 NOTHING: Mapping[str, int] = {}
 NOTED, MERGED, PARTS = "entry.json", "-merged", ".parts"
 
 
 class Changed(NamedTuple):
-    """Clients' states of which a checkpoint writes what changed."""
+    """Clients' states, and the changed rows that a checkpoint writes."""
 
     rows: np.ndarray  # in order
     states: Tree  # of all clients, numpy arrays
-    owners: np.ndarray | None = None  # of several processes the one that has each client's
+    owners: np.ndarray | None = None  # [K] process that has each client's state, if there are several
 
     def own(self) -> "Changed":
-        """Those of this process."""
+        """The changed rows of this process's clients."""
         if self.owners is None:
             return self
         return self._replace(rows=self.rows[self.owners[self.rows] == jax.process_index()])
 
     def values(self) -> list[np.ndarray]:
-        """The states of the rows, copied."""
+        """Copies of the states of the changed rows."""
         return [leaf[self.rows] for leaf in jax.tree.leaves(self.states)]
 
 
 class Part(NamedTuple):
-    """What another process has written of an entry."""
+    """The part of an entry that another process has written."""
 
     process: int
-    files: list[int]  # their checksums
+    files: list[int]  # checksums of its files
 
 
 class ClientLog:
     """The entries of one run."""
 
     def __init__(self, folder: Path):
-        """Args: folder: made with the first entry."""
+        """Args: folder: created with the first entry."""
         self.folder = folder
 
     def append(self, round: int, rows: np.ndarray, values: Sequence[np.ndarray], parts: Sequence[Part] = ()) -> int:
-        """Write the entry of a round, to which parts of other processes belong that are written already; its mark."""
-        before, names = self._needed(round - 1), _names(len(values))
-        theirs = {
+        """Write the entry of a round, with the parts that other processes have already written; returns its mark."""
+        earlier, names = self._needed(round - 1), _names(len(values))
+        part_files = {
             f"../{round}{PARTS}/{p}/{name}": crc for p, crcs in parts for name, crc in zip(names, crcs, strict=True)
         }
-        with self._writing(str(round), before[-1] if before else None, theirs) as entry:
+        with self._writing(str(round), earlier[-1] if earlier else None, part_files) as entry:
             _save(entry, rows, values)
         return _noted(self.folder / str(round))["mark"]
 
     def append_part(self, round: int, process: int, rows: np.ndarray, values: Sequence[np.ndarray]) -> Part:
-        """Write this process's part of the entry of a round, and return when it is there."""
+        """Write this process's part of the entry of a round, and return once it is complete."""
         folder = self.folder / f"{round}{PARTS}" / str(process)
         unfinished = folder.with_name(f"{process}.unfinished")
         for old in (folder, unfinished):
@@ -86,30 +87,30 @@ class ClientLog:
         return Part(process, [checksum(folder / name) for name in _names(len(values))])
 
     def replay(self, round: int, states: Tree) -> None:
-        """Bring initial states to what they were after a round, in place; those of this process's clients."""
+        """Bring the initial states of this process's clients to what they were after a round, in place."""
         leaves = jax.tree.leaves(states)
         for folder in [part for entry in self._needed(round) for part in _parts(entry)]:
             rows, *values = (np.load(folder / name, mmap_mode="r") for name in _names(len(leaves)))
-            own = owners_of(rows, len(leaves[0])) == jax.process_index()
+            is_own = owners_of(rows, len(leaves[0])) == jax.process_index()
             for leaf, new in zip(leaves, values, strict=True):
-                leaf[rows[own]] = new[own]
+                leaf[rows[is_own]] = new[is_own]
 
     def check(self, round: int, mark: int | None) -> None:
-        """ValueError where an entry that this round needs is missing, damaged or of another run.
+        """Raise ValueError if an entry that this round needs is missing, damaged or of another run.
 
         Args:
-          mark: what `append` returned; None of a checkpoint that was written when entries had none.
+          mark: what `append` returned; None for a checkpoint that was written when entries had no marks.
         """
-        last, known = 0, None
+        last_round, last_mark = 0, None
         for entry in self._needed(round):
-            noted = _noted(entry)
-            whole = all(checksum(entry / name) == crc for name, crc in noted["files"].items())
-            if not whole or (noted["before"], noted.get("follows")) != (last, known):
+            info = _noted(entry)
+            intact = all(checksum(entry / name) == crc for name, crc in info["files"].items())
+            if not intact or (info["before"], info.get("follows")) != (last_round, last_mark):
                 raise ValueError(f"the entry {entry.name} of {self.folder.name} is damaged, or not of the one before")
-            last, known = _round(entry), noted.get("mark")
-        if last != round:
+            last_round, last_mark = _round(entry), info.get("mark")
+        if last_round != round:
             raise ValueError(f"the entry {round} of {self.folder.name} is missing")
-        if mark is not None and known != mark:
+        if mark is not None and last_mark != mark:
             raise ValueError(f"the entry {round} of {self.folder.name} is of another run")
 
     def discard_after(self, round: int) -> None:
@@ -120,7 +121,7 @@ class ClientLog:
                 shutil.rmtree(path)
 
     def merge(self, until: int, states: Tree) -> None:
-        """Join the entries up to a round where they are much larger than the states of all clients."""
+        """Merge the entries up to a round if they are much larger than the states of all clients."""
         entries, leaves = self._needed(until), jax.tree.leaves(states)
         parts = [part for entry in entries for part in _parts(entry)]
         size = sum(file.stat().st_size for part in parts for file in part.iterdir())
@@ -133,45 +134,45 @@ class ClientLog:
             for name, leaf in zip(_names(len(leaves))[1:], leaves, strict=True):
                 shape = (len(rows), *leaf.shape[1:])
                 array = np.lib.format.open_memmap(merged / name, "w+", leaf.dtype, shape)
-                for part, own in zip(parts, changed, strict=True):
-                    array[np.searchsorted(rows, own)] = np.load(part / name, mmap_mode="r")
+                for part, part_rows in zip(parts, changed, strict=True):
+                    array[np.searchsorted(rows, part_rows)] = np.load(part / name, mmap_mode="r")
                 array.flush()
         for entry in entries:
             shutil.rmtree(entry)
             shutil.rmtree(_parts_of(entry), ignore_errors=True)
 
     def _entries(self) -> dict[int, Path]:
-        """By round; of what a merged entry holds, that alone."""
+        """The entries by round; a merged entry stands for all that it holds."""
         paths = (
             [p for p in self.folder.iterdir() if p.name.removesuffix(MERGED).isdigit()] if self.folder.is_dir() else []
         )
-        whole = max((_round(p) for p in paths if p.name.endswith(MERGED)), default=-1)
-        kept = [p for p in paths if _round(p) > whole or p.name == f"{whole}{MERGED}"]
-        return {_round(path): path for path in sorted(kept, key=_round)}
+        merged_round = max((_round(p) for p in paths if p.name.endswith(MERGED)), default=-1)
+        current = [p for p in paths if _round(p) > merged_round or p.name == f"{merged_round}{MERGED}"]
+        return {_round(path): path for path in sorted(current, key=_round)}
 
     def _needed(self, round: int) -> list[Path]:
         return [path for r, path in self._entries().items() if r <= round]
 
     @contextmanager
     def _writing(
-        self, name: str, before: Path | None, theirs: Mapping[str, int] = NOTHING, last: Path | None = None
+        self, name: str, previous: Path | None, part_files: Mapping[str, int] = NOTHING, last: Path | None = None
     ) -> Iterator[Path]:
-        """A folder that becomes an entry, whole or not at all; checksums of files of other processes belong to it.
+        """A folder that becomes an entry, whole or not at all, with the checksums of other processes' files.
 
         Args:
-          before: the entry that it follows, None for the first.
-          last: the last one of those that it holds, where these were merged.
+          previous: the entry that it follows, None for the first.
+          last: the last of the entries that it merges, None if it merges none.
         """
         unfinished, path = self.folder / f"{name}.unfinished", self.folder / name
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
-        files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(theirs)
-        noted = {"before": 0, "files": files}
-        if before is not None:
-            noted |= {"before": _round(before), "follows": _noted(before).get("mark")}
-        noted["mark"] = zlib.crc32(json.dumps(noted).encode()) if last is None else _noted(last).get("mark")
-        (unfinished / NOTED).write_text(json.dumps(noted))
+        files = {file.name: checksum(file) for file in sorted(unfinished.iterdir())} | dict(part_files)
+        info = {"before": 0, "files": files}
+        if previous is not None:
+            info |= {"before": _round(previous), "follows": _noted(previous).get("mark")}
+        info["mark"] = zlib.crc32(json.dumps(info).encode()) if last is None else _noted(last).get("mark")
+        (unfinished / NOTED).write_text(json.dumps(info))
         _flush(unfinished)
         if path.exists():
             shutil.rmtree(path)
@@ -183,12 +184,12 @@ def _noted(entry: Path) -> dict[str, Any]:
 
 
 def _parts_of(entry: Path) -> Path:
-    """Where other processes have written what belongs to an entry."""
+    """The folder of the parts of an entry that other processes have written."""
     return entry.with_name(f"{entry.name}{PARTS}")
 
 
 def _parts(entry: Path) -> list[Path]:
-    """The folders of an entry with rows: its own, and those of other processes."""
+    """The folders of an entry that have rows: its own, and those of other processes."""
     return [(entry / name).parent for name in _noted(entry)["files"] if name.endswith("rows.npy")]
 
 

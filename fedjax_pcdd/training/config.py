@@ -1,4 +1,4 @@
-"""What one run is: `RunConfig`, together with a method's hyper-parameters, and both as one flat YAML text."""
+"""The configuration of a run: `RunConfig` and a method's hyper-parameters, and both as one flat YAML text."""
 
 # ruff: noqa: RUF009 - run_option is a dataclass field, not a value
 
@@ -26,7 +26,7 @@ from fedjax_pcdd.training.fields import (
     run_option,
 )  # fmt: skip
 
-if TYPE_CHECKING:  # methods load JAX, which options alone do not need
+if TYPE_CHECKING:  # methods load JAX, which options do not need
     from fedjax_pcdd.methods import Method, Traits
 
 GROUPS = {
@@ -38,16 +38,16 @@ GROUPS = {
     "run": "Seed, hardware, what is written and what is shown.",
 }
 
-# Options that choose what the others are; they belong to no run.
+# Options that determine other options; they are not part of a run's configuration.
 RESERVED = ("preset", "split", "variant", "list_methods", "list_datasets", "list_models", "list_tasks", "help")
 
-# What `task` changes among the defaults: FCCL's settings; None for local epochs are those of each domain.
+# Defaults that `task` changes to FCCL's settings; `local_epochs` None stands for those of each domain.
 TASK_DEFAULTS = {
     "rounds": 40, "local_epochs": None, "batch_size": 512, "last_batch": "keep", "optimizer": "adam", "lr": 1e-3,
     "weight_decay": 0.0, "fine_tune_epochs": 0,
 }  # fmt: skip
 
-# Where a run lies is not what it computes.
+# Where a run is stored has no influence on what it computes.
 FOLDERS = ("run_dir", "resume")
 
 # May differ when a run is continued: they say where it runs and what is written, not what is computed.
@@ -58,12 +58,12 @@ MAY_CHANGE = {
     *("coordinator", "processes", "process", "patience"),
 }
 
-NOT_COMPUTED = {*FOLDERS, *MAY_CHANGE}  # two runs that differ in these alone compute the same
+NOT_COMPUTED = {*FOLDERS, *MAY_CHANGE}  # two runs that differ only in these compute the same
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A run but for its method's hyper-parameters; UserError for a value out of its bounds."""
+    """The options of a run, without its method's hyper-parameters; UserError for a value out of its bounds."""
 
     # fmt: off
     method: str = run_option("fedavg", "", "method, see `list_methods`")
@@ -235,7 +235,7 @@ class RunConfig:
         self._check_processes()
         rounds_of(self.lr_steps)
         if self.track is not None:
-            from fedjax_pcdd.training.tracking import names_of  # a run that tracks nothing does not load it
+            from fedjax_pcdd.training.tracking import names_of  # imported only by runs that track
 
             names_of(self.track)
         if self.select_on == "validation" and self.validation is None:
@@ -252,28 +252,28 @@ class RunConfig:
 
     @property
     def chosen_on(self) -> str:
-        """What the best round is chosen by, a key of `metrics.SELECTED`."""
+        """The criterion that chooses the best round, a key of `metrics.SELECTED`."""
         return "test, balanced accuracy" if self.select_by == "balanced" else self.select_on
 
     def _check_availability(self) -> None:
-        asked = self.availability is not None or self.lost_share > 0
-        if asked and (self.task is not None or self.models is not None):
+        may_be_absent = self.availability is not None or self.lost_share > 0
+        if may_be_absent and (self.task is not None or self.models is not None):
             raise UserError("`availability` and `lost_share` are for clients with one architecture: leave them out.")
         if self.availability not in (None, "model") and not str(self.availability).endswith(".npz"):
             raise UserError(f"`availability={self.availability}` must be model or the path of an npz file.")
 
     def _check_processes(self) -> None:
-        """UserError unless `coordinator`, `processes` and `process` belong together."""
+        """Raise UserError unless `coordinator`, `processes` and `process` are consistent."""
         _check_address(self.coordinator)
-        given, counts = self.coordinator not in (None, "auto"), (self.processes, self.process)
-        if given != (None not in counts) or (not given and counts != (None, None)):
+        has_address, numbers = self.coordinator not in (None, "auto"), (self.processes, self.process)
+        if has_address != (None not in numbers) or (not has_address and numbers != (None, None)):
             raise UserError("several processes need `coordinator=HOST:PORT`, `processes` and `process`, or auto alone.")
         if self.process is not None and self.process >= (self.processes or 1):
             raise UserError(f"`process={self.process}` must be below `processes={self.processes}`: they count from 0.")
 
 
 def rounds_of(lr_steps: str) -> tuple[int, ...]:
-    """The rounds of an option like "40,80"; UserError unless they are such, in rising order."""
+    """The rounds in an option like "40,80"; UserError unless they are round numbers in rising order."""
     rounds = tuple(int(part) if re.fullmatch(r"\d{1,9}", part) else 0 for part in names_in(lr_steps))
     if any(before >= after for before, after in pairwise((0, *rounds))):
         raise UserError(f"`lr_steps={lr_steps}` must be rising round numbers with commas between them, as 40,80.")
@@ -289,33 +289,33 @@ RUN = options_of(RunConfig)
 
 
 def check_written(given: Mapping[str, str]) -> None:
-    """UserError where a run option, as written, is wrong whatever stands beside it; loads no method."""
+    """Raise UserError for a run option whose text is wrong whatever the other options are; loads no method."""
     values = {name: convert(RUN[name], text) for name, text in given.items()}
     _check_address(values.get("coordinator"))
     rounds_of(values.get("lr_steps") or "")
 
 
 def check_names(method: type["Method"]) -> None:
-    """UserError where a hyper-parameter is called as a run option is, so that neither could be told."""
-    taken = [name for name in options_of(method) if name in RUN or name in RESERVED]
-    if taken:
-        raise UserError(f"{method.__name__} has a hyper-parameter {taken[0]}, as an option of every run: rename it.")
+    """Raise UserError if a hyper-parameter has the name of a run option, which would be ambiguous."""
+    clashes = [name for name in options_of(method) if name in RUN or name in RESERVED]
+    if clashes:
+        raise UserError(f"{method.__name__} has a hyper-parameter {clashes[0]}, as an option of every run: rename it.")
 
 
 def as_read(method: "Method") -> "Method":
-    """The method, its hyper-parameters read as the command line reads them.
+    """The method, with its hyper-parameters read as the command line reads them.
 
-    Fields of other types than options have, as arrays, may hold anything.
+    Fields of types that options do not have, such as arrays, may hold anything.
 
     Raises:
-      UserError: a value that does not fit, or a name that a run option has.
+      UserError: a value that does not fit, or a hyper-parameter with the name of a run option.
     """
     check_names(type(method))
-    given = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
-    plain = {name: read_value(*pair) for name, pair in given.items() if is_plain(pair[0].kind)}
-    for name in given.keys() - plain.keys():
-        check(*given[name])
-    return dataclasses.replace(method, **plain)
+    entries = {name: (option, getattr(method, name)) for name, option in options_of(type(method)).items()}
+    parsed = {name: read_value(*entry) for name, entry in entries.items() if is_plain(entry[0].kind)}
+    for name in entries.keys() - parsed.keys():
+        check(*entries[name])
+    return dataclasses.replace(method, **parsed)
 
 
 def values(config: RunConfig, method: "Method") -> dict[str, Any]:
@@ -325,7 +325,7 @@ def values(config: RunConfig, method: "Method") -> dict[str, Any]:
 
 
 def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
-    """Configuration and method from values by field name; what is not given has its default.
+    """Configuration and method from values by field name; fields that are not given have their defaults.
 
     Raises:
       UserError: an unknown method, or a value out of its bounds.
@@ -344,8 +344,8 @@ def build(given: Mapping[str, Any]) -> tuple[RunConfig, "Method"]:
 
 
 def dump(config: RunConfig, method: "Method") -> str:
-    """Every run option and every hyper-parameter as flat YAML, and where parts from outside come from."""
-    from fedjax_pcdd.training.outside import OUTSIDE, origins_of  # which loads much that the help does not need
+    """Every run option and every hyper-parameter as flat YAML, and the origins of parts from outside this package."""
+    from fedjax_pcdd.training.outside import OUTSIDE, origins_of  # imports much that the help does not need
 
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values(config, method).items()}
     origins = {name: origin._asdict() for name, origin in origins_of(config).items()}
@@ -354,14 +354,14 @@ def dump(config: RunConfig, method: "Method") -> str:
 
 
 def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfig, "Method"]:
-    """What `dump` wrote.
+    """The configuration and method that `dump` wrote.
 
     Args:
       text: flat YAML.
-      source: what sentences about it call it, as a path.
+      source: name of the text in error messages, such as its path.
 
     Raises:
-      UserError: no YAML, an unknown key, or a value that does not fit.
+      UserError: invalid YAML, an unknown key, or a value that does not fit.
     """
     from fedjax_pcdd import methods
     from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
@@ -373,13 +373,13 @@ def parse_config(text: str, source: str = "the configuration") -> tuple[RunConfi
 
 
 def difference(recorded: tuple[RunConfig, "Method"], given: tuple[RunConfig, "Method"]) -> list[str]:
-    """Names of the fields by which two pairs (configuration, method) compute different things, or that one lacks."""
+    """Names of the fields that make two pairs (configuration, method) compute differently, or that one pair lacks."""
     a, b = ({n: v for n, v in values(*pair).items() if n not in NOT_COMPUTED} for pair in (recorded, given))
     return [name for name in a | b if name not in a or name not in b or a[name] != b[name]]
 
 
 def partition_tag(config: RunConfig) -> str:
-    """The partition in a folder's name, as `dirichlet0.1`, `P10C2` or `iid`."""
+    """The partition as a folder's name has it, such as `dirichlet0.1`, `P10C2` or `iid`."""
     if config.task is not None:
         return "domains"
     match config.partition:
@@ -395,23 +395,23 @@ def partition_tag(config: RunConfig) -> str:
 
 
 def unused(config: RunConfig, traits: "Traits") -> list[str]:
-    """A sentence for each option that does nothing, as only another value of another option looks at it."""
-    both = "extended_dirichlet"
+    """A sentence for each option without effect, because it is read only under another value of another option."""
+    extended = "extended_dirichlet"
     public = (config.method,) if traits.needs_public or config.task else ()  # methods of a task share its images
     exchanged = (config.method,) if traits.exchange != "never" or config.task else ()
-    before = config.pretrain_epochs or traits.transfer_epochs or config.task  # which has epochs of its own
-    asked = asked_for(config.partition)
+    pretrains = config.pretrain_epochs or traits.transfer_epochs or config.task  # a task has epochs of its own
+    parameters = asked_for(config.partition)
 
     def of_partitions(*kinds: str, parameter: str) -> tuple[str, tuple[Any, ...]]:
-        own = kinds if asked is None else (config.partition,) if parameter in asked else ()
-        return "partition", own
+        partitions = kinds if parameters is None else (config.partition,) if parameter in parameters else ()
+        return "partition", partitions
 
     def where_given(name: str) -> tuple[str, tuple[Any, ...]]:
         return name, (value,) if (value := getattr(config, name)) else ()
 
-    readers = {  # the option that it depends on, and values of that which look at it
-        "beta": of_partitions("dirichlet", both, "quantity", parameter="beta"),
-        "classes_per_client": of_partitions("pcdd", both, parameter="classes_per_client"),
+    readers = {  # the option that each depends on, and the values of that option that read it
+        "beta": of_partitions("dirichlet", extended, "quantity", parameter="beta"),
+        "classes_per_client": of_partitions("pcdd", extended, parameter="classes_per_client"),
         "doubled": of_partitions("pcdd", parameter="doubled"), "retry": of_partitions("dirichlet", parameter="retry"),
         "min_samples": of_partitions("dirichlet", "quantity", parameter="min_size"),
         "data_memory": ("data", ("auto", "stream")),
@@ -419,20 +419,20 @@ def unused(config: RunConfig, traits: "Traits") -> list[str]:
         "lr_decay": where_given("lr_steps"), "task_split": where_given("task"),
         "track_every": where_given("track"), "track_local": where_given("track"),
         "public": ("method", public), "public_samples": ("method", public), "public_batch": ("method", exchanged),
-        "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if before else ()),
+        "pretrain_batch_size": ("pretrain_epochs", (config.pretrain_epochs,) if pretrains else ()),
     }  # fmt: skip
     changed = {name: value for name in readers if (value := getattr(config, name)) != getattr(RunConfig, name)}
     return [
         f"`{name}={value if isinstance(value, str) else f'{value:g}'}` has no effect "
         + (f"with `{other}={used}`." if used else f"without `{other}`.")
         for name, value in changed.items()
-        for other, values in [readers[name]]
-        if (used := getattr(config, other)) not in values and not (other == "partition" and config.task)
+        for other, effective in [readers[name]]
+        if (used := getattr(config, other)) not in effective and not (other == "partition" and config.task)
     ]
 
 
 def run_folder(config: RunConfig) -> Path:
-    """`run_dir`, or where it is None a folder below runs/ that does not exist yet."""
+    """`run_dir`, or if that is None, a folder below runs/ that does not exist yet."""
     if config.run_dir is not None:
         return config.run_dir
     dataset = short_name(config.task or config.dataset).replace("/", "_")

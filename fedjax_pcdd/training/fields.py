@@ -1,4 +1,4 @@
-"""An option, made from a dataclass field: its type, bounds and text, and how a value is read from text or YAML.
+"""Options, made from dataclass fields: type, bounds and help text, and how a value is read from text or YAML.
 
 Run options and the hyper-parameters of methods are both such fields, so the command line, Python, preset files and
 recorded configurations share one way to read a value and one way to refuse it.
@@ -23,18 +23,18 @@ from fedjax_pcdd.errors import UserError, at_once, check_file, nearest, shortene
 
 
 def run_option(default: Any, group: str, help: str, *, low=None, high=None, above=None, below=None) -> Any:
-    """A field of a dataclass of options: its heading in the help, meaning and unit, inclusive and exclusive bounds."""
+    """A field of a dataclass of options: heading in the help, meaning and unit, inclusive and exclusive bounds."""
     metadata = {"group": group, "help": help, "low": low, "high": high, "above": above, "below": below}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-LARGEST = 3.4028235e38  # of a float32
-FEW = 8  # choices that a sentence can list
+LARGEST = 3.4028235e38  # largest float32
+FEW = 8  # choices that fit into an error message
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field as its readers see it; `kind` is its type without None, which `optional` tells."""
+    """One field, as parsers and the help see it; `kind` is its type without None, `optional` whether it may be None."""
 
     name: str
     kind: Any
@@ -47,7 +47,7 @@ class Option:
     high: float | None = None
     above: float | None = None
     below: float | None = None
-    several: bool = False  # one value may have commas
+    several: bool = False  # a single value may contain commas
 
 
 @functools.cache
@@ -56,10 +56,10 @@ def options_of(cls: type) -> dict[str, Option]:
     hints = typing.get_type_hints(cls)
     options = {}
     for field in dataclasses.fields(cls):
-        parts = members(hints[field.name])
-        kind = Union[tuple(part for part in parts if part is not types.NoneType)]  # noqa: UP007
-        known = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
-        options[field.name] = Option(field.name, kind, types.NoneType in parts, field.default, **known)
+        kinds = members(hints[field.name])
+        kind = Union[tuple(member for member in kinds if member is not types.NoneType)]  # noqa: UP007
+        metadata = {key: value for key, value in field.metadata.items() if key in Option.__dataclass_fields__}
+        options[field.name] = Option(field.name, kind, types.NoneType in kinds, field.default, **metadata)
     return options
 
 
@@ -69,22 +69,22 @@ def members(kind: Any) -> tuple:
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether values of a type are numbers, texts, paths or choices, so that they can be read from text."""
+    """Whether values of a type are numbers, strings, paths or choices, so that they can be read from text."""
     return all(part in _WORDS or typing.get_origin(part) is Literal for part in members(kind))
 
 
 def choices(kind: Any) -> list:
-    """The values that a type lists, none where it lists none."""
+    """The values that a type lists as literals; none if it lists none."""
     return [choice for part in members(kind) if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
 
 
 def convert(option: Option, text: str | None, label: str | None = None) -> Any:
-    """The checked value of an option from what a user wrote.
+    """The checked value of an option, from what the user wrote.
 
     Args:
-      option: which one.
-      text: as written; None, and "none" where it is no choice of its own, stand for no value.
-      label: how a sentence about it begins; None for the field.
+      option: the option.
+      text: as written; None stands for no value, and so does "none" unless it is a choice of its own.
+      label: how error messages begin; None for the field's name.
 
     Raises:
       UserError: wrong type, no such choice, or out of bounds.
@@ -102,30 +102,30 @@ def convert(option: Option, text: str | None, label: str | None = None) -> Any:
         check(option, value, label)
         return value
     short = text if len(text) <= 60 else text[:57] + "..."
-    several = ": several values are for a sweep" if _SEVERAL.fullmatch(text) else ""
-    raise UserError(f"{label} takes {_expected(option)}, not {short!r}{several}.")
+    hint = ": several values are for a sweep" if _SEVERAL.fullmatch(text) else ""
+    raise UserError(f"{label} takes {_expected(option)}, not {short!r}{hint}.")
 
 
-_SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # as a sweep takes them
+_SEVERAL = re.compile(r"\d+:\d+|[^,]+(,[^,]+)+")  # several values, as a sweep takes them
 
 
 def _read(kind: Any, text: str) -> Any:
-    """A value of one type; ValueError where the text is none."""
+    """The value of a text in one type; ValueError if it is not of this type."""
     if kind is Path and text and "\0" not in text:
-        return Path(os.path.expanduser(text))  # a shell leaves the ~ of an option
+        return Path(os.path.expanduser(text))  # a shell does not expand the ~ of an option
     if kind is Path:
         raise ValueError(text)
-    known = {"true": True, "false": False} if kind is bool else {str(one): one for one in choices(kind)}
-    if not known:
+    values = {"true": True, "false": False} if kind is bool else {str(choice): choice for choice in choices(kind)}
+    if not values:
         return kind(text)
     text = text.lower() if kind is bool else text
-    if text not in known:
+    if text not in values:
         raise ValueError(text)
-    return known[text]
+    return values[text]
 
 
 def check(option: Option, value: Any, label: str | None = None) -> None:
-    """UserError where a number is not finite or out of the option's bounds; other values pass."""
+    """Raise UserError if a number is not finite or out of the option's bounds; other values pass."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     label = label or f"`{option.name}`"
@@ -140,12 +140,12 @@ def check(option: Option, value: Any, label: str | None = None) -> None:
 
 
 def _short(value: float) -> str:
-    """A number as a sentence shows it: an integer may have more digits than a float holds."""
+    """A number as error messages show it: an integer may have more digits than a float holds."""
     return shortened(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def bounds(option: Option) -> str:
-    """The bounds in words, "" without any.
+    """The bounds in words, "" if there are none.
 
     >>> bounds(Option("momentum", float, False, 0.9, low=0, below=1))
     'at least 0 and below 1'
@@ -176,36 +176,36 @@ def _expected(option: Option) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what YAML leaves open: a key that is given twice."""
+    """Refuses a key that is given twice, which YAML leaves open."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        known = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in known:
-                twice = f"the key '{key.value}' is given twice"
-                raise yaml.constructor.ConstructorError(None, None, twice, key.start_mark)
-            known |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                problem = f"the key '{key.value}' is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            keys |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
         return super().construct_mapping(node, deep)
 
 
 def load_mapping(text: str, source: str) -> dict[str, Any]:
-    """A YAML mapping with its keys in the spelling of fields; UserError where it is none."""
+    """A YAML mapping with its keys spelled as fields; UserError if it is not a mapping."""
     try:
         mapping = yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        twice = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
-        deep = " (it is nested too deeply)" if isinstance(error, RecursionError) else ""
-        raise UserError(f"{source} is not valid YAML{where}{twice or deep}: correct it.") from None
+        duplicate = f" ({error.problem})" if isinstance(error, yaml.constructor.ConstructorError) else ""
+        too_deep = " (it is nested too deeply)" if isinstance(error, RecursionError) else ""
+        raise UserError(f"{source} is not valid YAML{where}{duplicate or too_deep}: correct it.") from None
     return as_mapping(mapping, source)
 
 
 def as_mapping(value: Any, source: str) -> dict[str, Any]:
-    """The keys of a mapping in the spelling of fields (`batch-size` is `batch_size`), {} for nothing.
+    """A mapping with its keys spelled as fields (`batch-size` becomes `batch_size`); {} for None.
 
     Raises:
-      UserError: it is none, or gives a key in both spellings.
+      UserError: it is not a mapping, or gives a key in both spellings.
     """
     if not isinstance(value, dict | None):
         raise UserError(f"{source} must hold `name: value` lines, not {str(value)[:40]!r}.")
@@ -219,7 +219,7 @@ def as_mapping(value: Any, source: str) -> dict[str, Any]:
 
 
 def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: str) -> dict[str, Any]:
-    """Checked values from YAML ones; UserError names the key and the source."""
+    """Checked values of YAML values; a UserError names the key and the source."""
     result = {}
     for name, value in given.items():
         if name not in known:
@@ -232,13 +232,13 @@ def convert_all(given: Mapping[str, Any], known: Mapping[str, Option], source: s
 
 
 def short_nearest(name: str, known: Mapping[str, Any]) -> str:
-    """As `nearest`, but a reference to the help where the list of choices would fill the screen."""
+    """As `nearest`, but with a reference to the help if the list of choices would fill the screen."""
     text = nearest(name, known)
     return text if text.startswith("did") or len(known) <= FEW else "`help` lists what there is."
 
 
 def names_in(text: str | None) -> list[str]:
-    """The names in a text with commas between them; none where it is None.
+    """The names in a text, separated by commas; none for None.
 
     >>> names_in("angles, mine.py:Sharpness")
     ['angles', 'mine.py:Sharpness']
@@ -247,7 +247,7 @@ def names_in(text: str | None) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; UserError where it cannot be read."""
+    """The text of a file; UserError if it cannot be read."""
     check_file(path)
     try:
         return path.read_text(encoding="utf-8")
@@ -258,30 +258,30 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str, instead: str) -> None:
-    """Write a file at once or not at all, and its folder where there is none.
+    """Write a file atomically, and create its folder if there is none.
 
     Raises:
-      UserError: it cannot be written; `instead` is what to choose.
+      UserError: it cannot be written; `instead` is what the message says to choose.
     """
     with writing(path, instead):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with at_once(path, instead) as half:
-        half.write_bytes(text.encode("utf-8", "surrogateescape"))  # names of folders may be other bytes
+    with at_once(path, instead) as temporary:
+        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))  # folder names may have bytes that are not UTF-8
 
 
 def with_commas(value: Any) -> str:
-    """Values as the command line lists them."""
+    """Values separated by commas, as the command line lists them."""
     return ",".join(map(str, value)) if isinstance(value, list | tuple | range) else str(value)
 
 
 def read_value(option: Option, value: Any) -> Any:
-    """The value of an option, a list being what the command line has with commas; UserError for one of objects."""
+    """The checked value of an option; a list stands for values with commas. UserError for a list of objects."""
     if isinstance(value, list | tuple | range):
         if not value:
             raise UserError("takes at least one value: drop the empty list.", field=option.name)
-        for one in value:
-            if not isinstance(one, str | bool | int | float | np.number | Path):
+        for item in value:
+            if not isinstance(item, str | bool | int | float | np.number | Path):
                 hint = ": `model` takes modules" if option.name == "models" else ""
-                raise UserError(f"takes names and numbers, not {shortened(one)}{hint}.", field=option.name)
+                raise UserError(f"takes names and numbers, not {shortened(item)}{hint}.", field=option.name)
         value = with_commas(value)
     return convert(option, None if value is None else str(value))

@@ -1,4 +1,4 @@
-"""After the last round: every client fine-tunes on its own data, for PA; a calibrated head, for GA beside the model's.
+"""After the last round: every client fine-tunes on its own data, for PA; the head is calibrated, for a further GA.
 
 Letters: E experiments of a simulation, K clients.
 """
@@ -24,21 +24,21 @@ from fedjax_pcdd.trees import select
 
 
 def global_models(simulation: Simulation, state: State) -> Tree:
-    """Their variables [E, ...]."""
+    """Variables [E, ...] of the global models."""
     return jax.vmap(lambda method, server: method.generic_variables(server))(simulation.methods, state.servers)
 
 
 Tuned = dict[Protocol, dict[str, np.ndarray]]
-"""Accuracies [K] of the clients' tuned models by the protocol of PA, as `metrics.personal` names them."""
+"""Accuracies [K] of the clients' tuned models, by protocol of PA and by their name in `metrics.personal`."""
 
 
 def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned], np.ndarray | None]:
-    """PA of all clients of each experiment [E], and GA [E, K] of their models where they keep them.
+    """PA of all clients of each experiment [E], and GA [E, K] of their models if they keep them, else None.
 
     Args:
-      tuner: as `Simulation.tuner` made it.
-      state: what fine-tuning starts from; donated.
-      round: decides the order of the samples.
+      tuner: from `Simulation.tuner`.
+      state: the state that fine-tuning starts from; donated.
+      round: determines the order of the samples.
     """
     federations = [experiment.federation for experiment in tuner.experiments]
     received, correct = tuner.evaluator.personal(state), None
@@ -49,31 +49,31 @@ def fine_tuned(tuner: Simulation, state: State, round: int) -> tuple[list[Tuned]
         state, report = tuner.step(state, round, (plan, jobs))
         trained = jobs.steps > 0
         counts = by_epoch(jobs, np.array(report.before), np.array(report.correct))
-        if correct is None:  # who has no samples stays with the received model
+        if correct is None:  # clients without samples stay with the received model
             correct = np.repeat(received[:, None], counts.shape[1], axis=1)
         correct[jobs.row[trained]] = counts[trained]
     correct = received[:, None] if correct is None else correct
-    pairs = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
+    per_experiment = [x.reshape(len(federations), -1, *x.shape[1:]) for x in (correct, received)]
     pa: list[Tuned] = []
-    for own, first, federation in zip(*pairs, federations, strict=True):
-        counted: dict[Protocol, np.ndarray] = {**rules(own, federation.test_class_counts), "received": first}
-        everyone = np.arange(federation.num_clients)
-        pa.append({rule: personal(federation, everyone, one) for rule, one in counted.items()})
+    for tuned, as_received, federation in zip(*per_experiment, federations, strict=True):
+        by_rule: dict[Protocol, np.ndarray] = {**rules(tuned, federation.test_class_counts), "received": as_received}
+        all_clients = np.arange(federation.num_clients)
+        pa.append({rule: personal(federation, all_clients, answers) for rule, answers in by_rule.items()})
     if tuner.methods.traits().global_model:
         return pa, None
-    state = state._replace(servers=servers)  # not that of the last portion
-    classes = federations[0].dataset.num_classes  # behind them lie validation samples
+    state = state._replace(servers=servers)  # not the servers of the last portion
+    classes = federations[0].dataset.num_classes  # later columns are of validation samples
     local = tuner.evaluator.personal(state, own=False)[:, :classes].sum(1)
     ga = accuracy(local, np.full(local.shape, len(federations[0].dataset.y_test)))
     return pa, ga.reshape(len(federations), -1)
 
 
 def _cohorts(tuner: Simulation) -> list[list[np.ndarray]]:
-    """All clients with samples in portions of a cohort, of each experiment [E]."""
+    """All clients with samples, in portions of a cohort's size; each portion of all experiments [E]."""
     size = tuner.cohort_size
-    able = [np.flatnonzero(sizes > 0) for sizes in tuner.sizes]
-    parts = [[clients[i : i + size] for i in range(0, len(clients), size)] for clients in able]
-    return [list(cohorts) for cohorts in zip_longest(*parts, fillvalue=np.zeros(0, int))]
+    with_samples = [np.flatnonzero(sizes > 0) for sizes in tuner.sizes]
+    portions = [[clients[i : i + size] for i in range(0, len(clients), size)] for clients in with_samples]
+    return [list(cohorts) for cohorts in zip_longest(*portions, fillvalue=np.zeros(0, int))]
 
 
 def from_global(
@@ -84,10 +84,11 @@ def from_global(
     results: Sequence[dict[str, Any]],
     protocol: Protocol = "last",
 ) -> list[dict[str, Any]]:
-    """What fine-tuning the best and the last global variables [E, ...] changes in the results [E].
+    """The changes to the results [E] from fine-tuning the best and the last global variables [E, ...].
 
-    PA, balanced and on validation samples, too, becomes that of the fine-tuned models by the protocol, and by each one
-    that was measured under its name; so does GA where the clients keep the models (mean over clients).
+    PA, also balanced and on validation samples, becomes that of the fine-tuned models under the protocol; PA under each
+    measured protocol has the protocol's name. If clients keep the models, GA too is that of the fine-tuned ones (mean
+    over clients).
     """
     pa_best, ga_best = fine_tuned(tuner, tuner.start(best), round)
     pa_last, ga_last = fine_tuned(tuner, tuner.start(last), round)
@@ -102,8 +103,8 @@ def from_global(
         }  # fmt: skip
         for name in best_of:
             changed |= {f"{name}_best": mean(best_of[name]), f"{name}_last": mean(last_of[name])}
-        for rule, own in pa_best[e].items():
-            changed |= {f"pa_{rule}_best": mean(own["pa"]), f"pa_{rule}_last": mean(pa_last[e][rule]["pa"])}
+        for rule, accuracies in pa_best[e].items():
+            changed |= {f"pa_{rule}_best": mean(accuracies["pa"]), f"pa_{rule}_last": mean(pa_last[e][rule]["pa"])}
             changed[f"pa_{rule}_mean_last10"] = None
         if ga_best is not None and ga_last is not None:
             changed |= {"ga_global_best": result["ga_best"], "ga_global_last": result["ga_last"]}
@@ -113,19 +114,19 @@ def from_global(
 
 
 def from_last(tuner: Simulation, state: State, round: int, protocol: Protocol = "last") -> list[dict[str, Any]]:
-    """What fine-tuning the last state of a method without a global model adds to the results [E].
+    """The additions to the results [E] from fine-tuning the last state of a method without a global model.
 
-    The running statistics that it starts from are the averaged ones. PA is that of the models as they were tuned, with
-    statistics that tuning has moved (FedRep); GA that of what clients keep with the server's.
+    Fine-tuning starts from the averaged running statistics. PA is that of the models as they were tuned, with the
+    statistics that tuning has moved (FedRep); GA is that of the parts that clients keep, joined with the server's.
     """
     pa, ga = fine_tuned(tuner, tuner.storage.copied(state._replace(statistics=())), round)
-    tuned = [own[protocol]["pa"] for own in pa]
-    added = [{"pa_tuned": mean(own), "pa_tuned_per_client": plain(own)} for own in tuned]
-    return added if ga is None else [a | {"ga_tuned": mean(own)} for a, own in zip(added, ga, strict=True)]
+    tuned = [accuracies[protocol]["pa"] for accuracies in pa]
+    added = [{"pa_tuned": mean(shares), "pa_tuned_per_client": plain(shares)} for shares in tuned]
+    return added if ga is None else [a | {"ga_tuned": mean(shares)} for a, shares in zip(added, ga, strict=True)]
 
 
 def check_calibration(simulation: Any, e: int) -> list[str]:
-    """Advice about the calibration of a global model; UserError where it cannot be calibrated."""
+    """Advice about the calibration of a global model; UserError if it cannot be calibrated."""
     if isinstance(simulation, Groups):
         raise UserError("`calibrate=ccvr` is for a federation of one architecture, not for a task: drop it.")
     method = select(simulation.methods, e)
@@ -147,22 +148,22 @@ def check_calibration(simulation: Any, e: int) -> list[str]:
 
 
 def calibrator_of(simulation: Simulation) -> Simulation:
-    """What calibrates the global models of a simulation: one epoch of all clients over all their samples."""
+    """The simulation that calibrates the global models of another: one epoch of all clients over all their samples."""
     local = {"epochs": 1, "local_steps": None, "last_batch": "keep", "lr_steps": ()}
     experiments = [e._replace(method=Calibration(), local=replace(e.local, **local)) for e in simulation.experiments]
     return simulation.alike(experiments, simulation.program.setting.num_clients)
 
 
 def calibrated(simulation: Simulation, state: State) -> list[dict[str, Any]]:
-    """GA of the last global models with the head that CCVR calibrates with the data of all clients: `ga_ccvr` [E].
+    """GA of the last global models with heads that CCVR calibrates on the data of all clients: `ga_ccvr` [E].
 
-    Clients send sums over all their samples, whatever their number is in a batch: once for the shift, once about it.
+    Clients send sums over all their samples, whatever the batch size: first for the shift, then about it.
     """
     calibrator = calibrator_of(simulation)
     state = calibrator.start(global_models(simulation, state))
     for round in (0, 1):
         state, _ = calibrator.step(state, round)
-    classes = simulation.program.setting.num_classes  # behind them lie validation samples
+    classes = simulation.program.setting.num_classes  # later columns are of validation samples
     correct = np.array(calibrator.general(state)[1]["ccvr"])[:, :classes].sum(1)
     samples = np.full(len(correct), len(simulation.federations[0].dataset.y_test))
     return [{"ga_ccvr": float(ga)} for ga in accuracy(correct, samples)]

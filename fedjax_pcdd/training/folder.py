@@ -1,15 +1,15 @@
-"""The folder of a run and what is written into it: one JSON line a round, the summary, the curves.
+"""The folder of a run and what is written into it: one JSON line per round, the summary, the curves.
 
 config.yaml    the whole configuration
-metrics.jsonl  one line a round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
-clients.jsonl  PA of every client, of more than 10 000 those that trained, one line a round that is evaluated
+metrics.jsonl  one line per round; `ga` and `pa` as shares in [0, 1], `seconds` of wall time
+clients.jsonl  PA of every client (if more than 10 000, of those that trained), one line per evaluated round
 summary.json   the result
 curves.png     GA, PA and loss over the rounds
-track.jsonl    what `track` names, one line a round that is looked at; drawn as track_<name>.png
-resolved.json  what the options did not say, and what the run computes from
-lock           while a process writes here
+track.jsonl    the quantities that `track` names, one line per tracked round; drawn as track_<name>.png
+resolved.json  choices that the options left open, and the inputs of the run
+lock           present while a process writes here
 
-Files are written at once or not at all, but for lines that are added; symbolic links are not followed.
+Files are written atomically, except for appended lines; symbolic links are not followed.
 """
 
 import errno
@@ -37,13 +37,13 @@ from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 from fedjax_pcdd.training.metrics import MOST_WRITTEN
 from fedjax_pcdd.training.written import is_line, is_summary
 
-CLAIMS = "claims"  # of a sweep: the locks of its experiments, and the sentences with which some failed
+CLAIMS = "claims"  # of a sweep: the locks of its experiments, and the error messages of those that failed
 CONFIG, METRICS, CLIENTS, SUMMARY, TRACK = (
     "config.yaml", "metrics.jsonl", "clients.jsonl", "summary.json", "track.jsonl"
 )  # fmt: skip
 _DAMAGED = "{} is damaged: put it back as it was, or remove it."
 LOCK, PARTITION = "lock", "partition.npz"
-_WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "mlflow.txt", "profile")  # as numpy, which follows links
+_WRITTEN_BY_OTHERS = ("clients", "tensorboard", "wandb", "mlflow.txt", "profile")  # such as numpy, which follows links
 _LEFT_BEHIND = re.compile(r"lock(\.\w+)?|\.(\d+\.)?config\.yaml(\.tmp)?")
 _HALF_WRITTEN = re.compile(r"\.\d+\..+")
 FIRST_KEYS = ("round", "ga", "pa", "loss", "seconds")
@@ -56,18 +56,18 @@ def _tell(sentence: str) -> None:
 
 
 def failure_file(folder: Path) -> Path:
-    """Where a sweep notes why the experiment of a folder failed."""
+    """The file in which a sweep notes why the experiment of a folder failed."""
     return folder.parent / CLAIMS / f"{folder.name}.failed"
 
 
 def failure_of(folder: Path) -> str | None:
-    """What is noted there, in which names may be other bytes than UTF-8; None for nothing."""
+    """The content of `failure_file`, where names may have bytes that are not UTF-8; None if there is no such file."""
     file = failure_file(folder)
     return file.read_text(encoding="utf-8", errors="surrogateescape") if is_there(file) else None
 
 
 class RunFolder:
-    """The folder of one run; `create` or `open` it to write, and `close` it."""
+    """The folder of one run; `create` or `open` it to write, then `close` it."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -75,7 +75,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config_yaml: str) -> "RunFolder":
-        """A new run.
+        """The folder of a new run.
 
         Raises:
           UserError: the folder holds a run or anything else, cannot be written, or is in use.
@@ -111,31 +111,31 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
-        """A run to continue; UserError where the folder holds none or links, or another process writes to it."""
+        """The folder of a run to continue; UserError if it holds none or links, or another process writes to it."""
         folder = cls(path)
         if not is_there(folder.path / CONFIG):
             raise UserError(f"{path} holds no run (it has no {CONFIG}): check the path given to `resume`.")
-        for below in (folder.path / name for name in _WRITTEN_BY_OTHERS):
-            if below.is_symlink() and jax.process_index() == 0:  # the folders of other processes hold links of ours
-                raise failed_write(OSError(errno.ELOOP, ""), below)
+        for entry in (folder.path / name for name in _WRITTEN_BY_OTHERS):
+            if entry.is_symlink() and jax.process_index() == 0:  # the folders of other processes hold links of ours
+                raise failed_write(OSError(errno.ELOOP, ""), entry)
         folder.lock = Lock.take(folder.path / LOCK)
-        for half in filter(_HALF_WRITTEN.fullmatch, os.listdir(folder.path)):  # by a process that was killed
-            (folder.path / half).unlink(missing_ok=True)
+        for leftover in filter(_HALF_WRITTEN.fullmatch, os.listdir(folder.path)):  # left by a killed process
+            (folder.path / leftover).unlink(missing_ok=True)
         return folder
 
     def close(self) -> None:
-        """Let other processes write here."""
+        """Release the lock, so that other processes can write here."""
         if self.lock is not None:
             self.lock.release()
             self.lock = None
 
     def check(self) -> None:
-        """UserError where another process has taken over."""
+        """Raise UserError if another process has taken over."""
         if self.lock is not None:
             self.lock.check()
 
     def append(self, row: Mapping[str, Any], name: str = METRICS) -> None:
-        """Add one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
+        """Append one line; round, ga, pa, loss and seconds come first, and NaN becomes null."""
         ordered = {key: row[key] for key in FIRST_KEYS if key in row} | dict(row)
         try:
             with open(self.path / name, "a", encoding="utf-8", opener=_no_link) as file:
@@ -147,10 +147,10 @@ class RunFolder:
         """All complete lines; one that a killed process left unfinished is ignored.
 
         Args:
-          rounds: so many must be there, from the first one on.
+          rounds: number of rounds, from the first one on, that must be there.
 
         Raises:
-          UserError: a line that is none of a run, or one that is missing.
+          UserError: a line is not one that a run writes, or is missing.
         """
         rows, damaged = self._rows(name)
         if damaged:
@@ -160,14 +160,14 @@ class RunFolder:
         return rows
 
     def summary(self) -> dict[str, Any] | None:
-        """The result, None of a run that is not finished; UserError where the file is damaged."""
+        """The result, None if the run is not finished; UserError if the file is damaged."""
         value = self.read_json(SUMMARY)
         if value is not None and not is_summary(value):
             raise UserError(_DAMAGED.format(self.path / SUMMARY))
         return value
 
     def _rows(self, name: str) -> tuple[list[dict[str, Any]], list[int]]:
-        """The lines that can be read, and the numbers of the others."""
+        """The readable lines, and the line numbers of the others."""
         try:
             *lines, _ = (self.path / name).read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -178,8 +178,8 @@ class RunFolder:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                own = name not in (METRICS, CLIENTS, TRACK)
-                if not (isinstance(row["round"], int) if own else is_line(row, rows[-1]["round"] if rows else 0)):
+                foreign = name not in (METRICS, CLIENTS, TRACK)
+                if not (isinstance(row["round"], int) if foreign else is_line(row, rows[-1]["round"] if rows else 0)):
                     raise ValueError
                 rows.append(row)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -187,29 +187,29 @@ class RunFolder:
         return rows, damaged
 
     def truncate(self, rows: Sequence[Mapping[str, Any]], say: Say = _tell) -> None:
-        """Go back to what a checkpoint knows: these rows, and in every other .jsonl no round after them.
+        """Go back to these rows, those of a checkpoint, and drop later rounds from every other .jsonl file.
 
-        Files of others, whose lines have no rounds, stay as they are.
+        Files from elsewhere, whose lines have no rounds, stay as they are.
 
         Args:
-          say: told of lines of clients.jsonl that are lost: no checkpoint has them.
+          say: called if lines of clients.jsonl are lost, as no checkpoint has them.
         """
         last = rows[-1]["round"] if rows else 0
         self.write(METRICS, "".join(dumps(row) + "\n" for row in rows))
         for path in self.path.glob("*.jsonl"):
-            known, damaged = self._rows(path.name)
+            readable, damaged = self._rows(path.name)
             if path.name != METRICS and (path.name in (CLIENTS, TRACK) or not damaged):
-                self.write(path.name, "".join(dumps(row) + "\n" for row in known if row["round"] <= last))
-        left = {row["round"] for row in self._rows(CLIENTS)[0]}
-        if lost := [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in left]:
+                self.write(path.name, "".join(dumps(row) + "\n" for row in readable if row["round"] <= last))
+        remaining = {row["round"] for row in self._rows(CLIENTS)[0]}
+        if lost := [str(row["round"]) for row in rows if row.get("ga") is not None and row["round"] not in remaining]:
             say(f"{self.path / CLIENTS} has lost the accuracies of the clients in round {', '.join(lost)}.")
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file at once or not at all; NaN becomes null."""
+        """Write a JSON file atomically; NaN becomes null."""
         self.write(name, dumps(value, indent=2) + "\n")
 
     def read_json(self, name: str) -> Any:
-        """What `write_json` wrote, None where there is no such file; UserError where it is damaged."""
+        """The content that `write_json` wrote, None if there is no such file; UserError if it is damaged."""
         path = self.path / name
         try:
             value = json.loads(path.read_bytes())
@@ -224,32 +224,32 @@ class RunFolder:
         return value
 
     def write(self, name: str, text: str) -> None:
-        """Write a file at once or not at all; UserError where the disk is full or read-only."""
+        """Write a file atomically; UserError if the disk is full or read-only."""
         self.draw(name, lambda path: path.write_bytes(text.encode("utf-8", "surrogateescape")))
 
     def draw(self, name: str, write: Callable[[Path], Any]) -> None:
-        """As `write`, of what writes to a path with the suffix of the name, as pictures do."""
-        with at_once(self.path / name) as half:
-            write(half)
+        """As `write`, with a function that writes to a path with the suffix of the name, as pictures need."""
+        with at_once(self.path / name) as temporary:
+            write(temporary)
 
     def keep_partition(self, federation: Federation, draw: Callable[[Federation, Path], None]) -> None:
-        """Write the partition and its picture, where they are missing or damaged."""
+        """Write the partition and its picture, if they are missing or damaged."""
         try:
             pairs = zip(load_partition(self.path / PARTITION), federation.partition, strict=True)
-            both = [(Lists.of(kept), Lists.of(own)) for kept, own in pairs]
-            same = all(np.array_equal(a.flat, b.flat) and np.array_equal(a.sizes, b.sizes) for a, b in both)
-        except Exception:  # of a damaged archive almost anything is raised
+            list_pairs = [(Lists.of(stored), Lists.of(current)) for stored, current in pairs]
+            same = all(np.array_equal(a.flat, b.flat) and np.array_equal(a.sizes, b.sizes) for a, b in list_pairs)
+        except Exception:  # a damaged archive can raise almost anything
             same = False
         if not same:
             self.draw(PARTITION, federation.save)
         self.redraw("partition.png", lambda path: draw(federation, path))
 
     def redraw(self, name: str, write: Callable[[Path], Any]) -> None:
-        """As `draw`, where there is no such picture or its bytes are damaged."""
+        """As `draw`, but only if there is no such picture or its bytes are damaged."""
         try:
             with Image.open(self.path / name) as picture:
                 picture.verify()
-        except Exception:  # of a damaged file Pillow raises almost anything
+        except Exception:  # on a damaged file Pillow can raise almost anything
             self.draw(name, write)
 
 
@@ -261,30 +261,30 @@ class Records(Callback):
     """Writes every round into the folder of a run."""
 
     def __init__(self, folder: RunFolder):
-        """Args: folder: it goes back to the rounds that the run begins with."""
+        """Args: folder: the run's; on start it goes back to the rounds that the run begins with."""
         self.folder = folder
 
     def on_start(self, run: Run) -> None:
-        """Forget rounds that no checkpoint knows."""
+        """Drop rounds that no checkpoint has."""
         self.folder.truncate(run.history.rows)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Append a line to metrics.jsonl, and to clients.jsonl where the round was evaluated."""
+        """Append a line to metrics.jsonl, and to clients.jsonl if the round was evaluated."""
         self.folder.check()
         row = run.history.rows[-1]
         self.folder.append(row)
         if row["ga"] is not None:
             pa, trained = run.history.pa_clients, report.jobs.row[report.jobs.steps > 0]
-            each = {"pa_per_client": pa} if len(pa) <= MOST_WRITTEN else {"clients": trained, "pa": pa[trained]}
-            self.folder.append({"round": run.round, **each}, CLIENTS)
+            accuracies = {"pa_per_client": pa} if len(pa) <= MOST_WRITTEN else {"clients": trained, "pa": pa[trained]}
+            self.folder.append({"round": run.round, **accuracies}, CLIENTS)
 
 
 def describe_machine() -> dict[str, Any]:
     """Versions, devices and processors, for the summary."""
     devices = jax.devices()
-    own = {"python": platform.python_version(), "fedjax-pcdd": __version__}
+    versions = {"python": platform.python_version(), "fedjax-pcdd": __version__}
     return {
-        "versions": own | {name: metadata.version(name) for name in PACKAGES},
+        "versions": versions | {name: metadata.version(name) for name in PACKAGES},
         "backend": devices[0].platform,
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -306,12 +306,12 @@ def peak_memory_mb() -> dict[str, float | None]:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON of what a run writes; what is not a finite number becomes null."""
+    """A value that a run writes, as JSON; numbers that are not finite become null."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """The value in JSON's own types; what is not a finite number becomes None."""
+    """The value in JSON's own types; numbers that are not finite become None."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""One run in several processes, perhaps on several hosts: who takes part, who writes, and what is said when one dies.
+"""One run in several processes, perhaps on several hosts: how they join, which one writes, what is printed if one dies.
 
-All compute the same plan and train their shares; the first alone writes the run's folder and says something. The others
-have a folder of their own for as long as they live.
+All processes compute the same plan and train their shares; only the first writes the run's folder and prints. Each of
+the others has a folder of its own, which is removed when it ends.
 """
 
 import os
@@ -23,7 +23,7 @@ from fedjax_pcdd.engine.devices import select_device
 from fedjax_pcdd.errors import UserError
 from fedjax_pcdd.training.config import RUN, RunConfig
 
-# In the errors of a collective operation, and of JAX's service, when a process is gone.
+# Words in the errors of collective operations and of JAX's coordination service when a process is gone.
 GONE = ("gloo", "nccl", "unavailable", "deadline_exceeded", "coordination", "heartbeat", "connection", "socket closed")
 
 LISTEN = """
@@ -38,35 +38,35 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 class Obituary:
-    """A sentence on stderr if this process ends without a word: killed, or aborted by JAX's service."""
+    """Prints a sentence on stderr if this process ends without a message: killed, or aborted by JAX's service."""
 
     def __init__(self, folder: Path):
-        """Start the process that prints it, and that removes the folder when all is over."""
+        """Start the process that prints it, and that removes the folder at the end."""
         command = [sys.executable, "-S", "-E", "-c", LISTEN, str(folder)]
         self._listener = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def prepare(self, sentence: str) -> None:
-        """What is to be said from now on; nothing if it is empty."""
+        """Set the sentence that is printed from now on; an empty one prints nothing."""
         assert self._listener.stdin is not None
         self._listener.stdin.write(f"{sentence}\n".encode())
         self._listener.stdin.flush()
 
     def drop(self) -> None:
-        """All is well, or has been said."""
+        """Print nothing and remove the folder: there was no error, or it has been printed."""
         self.prepare("")
         self._listener.communicate()
 
 
 @contextmanager
 def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConfig]:
-    """Take part in a run of several processes, if the options say so; ends the process where something fails in it.
+    """Take part in a run of several processes, if the options say so; if something fails in it, the process ends.
 
     Args:
-      config: of all processes.
+      config: the options of all processes.
       spell: writes the fields in a sentence as the user knows them.
 
     Yields:
-      The options of this process: without those of the processes, and for all but the first with a folder that goes.
+      The options of this process: without those about processes, and for all but the first with a temporary folder.
     """
     if config.coordinator is None:
         with _survived(config, spell):
@@ -78,7 +78,7 @@ def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConf
         missing = f"not all processes came to `coordinator={config.coordinator}` within {config.patience} s"
         obituary.prepare(spell(f"{missing}: start all of them, with the same `coordinator` and `processes`."))
         _join(config)
-        select_device(config.device, config.devices)  # before JAX is asked who this is, which starts it
+        select_device(config.device, config.devices)  # before `_who`, which initialises JAX
         obituary.prepare(spell(f"{_who()} ended, killed or because another one did: {_advice(config)}"))
         yield _own_options(config, temporary)
         jax.distributed.shutdown()
@@ -88,13 +88,13 @@ def together(config: RunConfig, spell: Callable[[str], str]) -> Iterator[RunConf
         obituary.drop()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # an orderly end would wait for the others
+        os._exit(code)  # an orderly exit would wait for the other processes
     obituary.drop()
 
 
 @contextmanager
 def _survived(config: RunConfig, spell: Callable[[str], str]) -> Iterator[None]:
-    """Where a compiler may end the process, as those for GPUs do where a check of theirs fails, say what to do then."""
+    """Print advice if a compiler ends the process, as those for GPUs do when one of their checks fails."""
     select_device(config.device, config.devices)
     if jax.default_backend() == "cpu":
         yield
@@ -109,13 +109,13 @@ def _survived(config: RunConfig, spell: Callable[[str], str]) -> Iterator[None]:
 
 
 def _join(config: RunConfig) -> None:
-    """Meet the other processes."""
-    known = config.coordinator != "auto"
-    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM for news, not for an end
+    """Connect to the other processes."""
+    has_address = config.coordinator != "auto"
+    jax.config.update("jax_enable_preemption_service", False)  # it would treat SIGTERM as a mere notice
     try:
         jax.distributed.initialize(
-            config.coordinator if known else None, config.processes, config.process,
-            cluster_detection_method="deactivate" if known else None, initialization_timeout=config.patience,
+            config.coordinator if has_address else None, config.processes, config.process,
+            cluster_detection_method="deactivate" if has_address else None, initialization_timeout=config.patience,
             heartbeat_timeout_seconds=config.patience,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
@@ -129,8 +129,8 @@ def _join(config: RunConfig) -> None:
 
 
 def _own_options(config: RunConfig, temporary: Path) -> RunConfig:
-    common = ("coordinator", "processes", "process", "patience")
-    config, folder = replace(config, **{name: RUN[name].default for name in common}), temporary / "run"
+    process_options = ("coordinator", "processes", "process", "patience")
+    config, folder = replace(config, **{name: RUN[name].default for name in process_options}), temporary / "run"
     if jax.process_index() == 0:
         return config
     config = replace(config, run_dir=folder, quiet=True, tensorboard=False, wandb=False, mlflow=False, loggers=None)
@@ -171,19 +171,19 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """What is done within, the first process does before all others."""
-    several, first = jax.process_count() > 1, jax.process_index() == 0
-    if several and not first:
+    """A context that the first process goes through before all others."""
+    is_distributed, is_first = jax.process_count() > 1, jax.process_index() == 0
+    if is_distributed and not is_first:
         multihost_utils.sync_global_devices("the first process is done")
     try:
         yield
     finally:
-        if several and first:
+        if is_distributed and is_first:
             multihost_utils.sync_global_devices("the first process is done")
 
 
 def told_by_first(text: str) -> str:
-    """In every process the text of the first."""
+    """The first process's text, in every process."""
     if jax.process_count() == 1:
         return text
     content = np.frombuffer(os.fsencode(text), np.uint8)

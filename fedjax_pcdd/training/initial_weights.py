@@ -1,7 +1,7 @@
-"""Backbones that start from weights of a file: an npz with one array for each parameter and running statistic.
+"""Backbones that start from the weights in a file: an npz with one array for each parameter and running statistic.
 
-Names are paths in the variables without the backbone, as `params/stem/conv/kernel`. A head or neck stays as drawn,
-unless the file has it too, whole, with its name in front, as `head:params/kernel`.
+Names are paths in the variables without "backbone", such as `params/stem/conv/kernel`. A head or neck keeps its random
+initialisation unless the file has all of it, prefixed with its name, such as `head:params/kernel`.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ def started_from(simulation: Any, file: Path) -> State:
     """The state before the first round of a simulation whose backbones have the weights of a file.
 
     Raises:
-      UserError: the file cannot be read or does not suit, or clients have models of their own.
+      UserError: the file cannot be read or does not fit the model, or clients have models of their own.
     """
     if not isinstance(simulation, Simulation) or simulation.experiments[0].method.traits().own_models:
         raise UserError(
@@ -35,7 +35,7 @@ def started_from(simulation: Any, file: Path) -> State:
 
 
 def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -> Tree:
-    """The variables with the weights of the file; UserError where one is missing, unknown, not finite or misshapen."""
+    """The variables with the weights of the file; UserError if one is missing, unknown, not finite or misshapen."""
     unused = dict(weights)
 
     def choose(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
         name = "/".join([names[0], *names[2:]])
         if names[1] != BACKBONE:
             name = f"{names[1]}:{name}"
-            if not any(known.startswith(f"{names[1]}:") for known in weights):
+            if not any(entry.startswith(f"{names[1]}:") for entry in weights):
                 return leaf
         if name not in weights:
             raise UserError(f"{source} lacks {name}, of shape {list(leaf.shape)}: add it (docs/data.md).")
@@ -56,7 +56,7 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
             raise UserError(f"{name} in {source} holds what is no finite number: correct it.")
         return jnp.asarray(array, leaf.dtype)
 
-    chosen = jax.tree_util.tree_map_with_path(choose, variables)
+    result = jax.tree_util.tree_map_with_path(choose, variables)
     if unused:
         raise UserError(f"{source} has {min(unused)}, which is no part of the model: leave it out.")
-    return chosen
+    return result

@@ -1,7 +1,7 @@
-"""What a run computes from: recorded when it begins, in resolved.json and in every checkpoint, and then the same.
+"""The inputs of a run: recorded when it begins, in resolved.json and in every checkpoint, and the same when it resumes.
 
-Options are kept as they are, so that a sentence can name the one that differs; data sets, partitions and files of the
-user's own by a digest.
+Options are recorded as they are, so that a message can name the one that differs; data sets, partitions and the user's
+own files as digests.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from fedjax_pcdd.training.folder import RunFolder, dumps
 from fedjax_pcdd.training.outside import origins_of
 
 RESOLVED = "resolved.json"
-WHOLE = 2**31  # bytes; of a larger array `PIECES` evenly spread ones are looked at
+WHOLE = 2**31  # bytes; of a larger array only `PIECES` evenly spread pieces are hashed
 PIECES = 1024
 AGAIN = "put it back as it was, or start a new run"
 
@@ -37,15 +37,15 @@ def inputs_of(
     config: RunConfig, method: Method, federation: Federation, data: str, public: Any, pipeline: Pipeline | None = None,
     labels: np.ndarray | None = None, availability: Availability | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a run computes from, in JSON's types.
+    """The inputs of a run, in JSON's types.
 
     Args:
-      config, method: as asked for.
+      config, method: as the user configured them.
       data: digest of the federation's data set.
-      public: unlabelled images [N, H, W, channels], () where the run has none.
-      pipeline: of the images, where it is not that of the options.
-      labels: of the public images [N], where the run trains on them.
-      availability: of the clients, where they are not always there.
+      public: unlabelled images [N, H, W, channels], () if the run has none.
+      pipeline: that of the images, if it is not the one of the options.
+      labels: those of the public images [N], if the run trains on them.
+      availability: that of the clients, if they are not always available.
     """
     options = {name: value for name, value in values(config, method).items() if name not in NOT_COMPUTED}
     return {
@@ -62,14 +62,14 @@ def inputs_of(
 
 
 def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run: Path, say: Say) -> None:
-    """Compare what a run began with, None for one of an earlier version, with what it would go on with.
+    """Compare the inputs that a run began with (None if an earlier version wrote it) with those of its continuation.
 
     Args:
       run: its folder.
-      say: told where versions differ.
+      say: called if versions differ.
 
     Raises:
-      UserError: something else differs; names it.
+      UserError: something else differs, which the error names.
     """
     recorded = recorded or {}
     for name, value in (recorded.get("options") or {}).items():
@@ -95,16 +95,16 @@ def check_inputs(recorded: Mapping[str, Any] | None, now: Mapping[str, Any], run
 
 
 def _draws(availability: Availability | None, seed: int) -> str | None:
-    """A digest of who is there and who stays in the first rounds; None where all always do."""
+    """A digest of the clients available and staying in the first rounds; None if all always are available and stay."""
     if availability is None:
         return None
     return digest(draw(seed, round) for round in range(3) for draw in (availability.there, availability.stay))
 
 
 def digest_of(dataset: Dataset) -> str:
-    """Of all samples and labels."""
+    """Digest of all samples and labels of a data set."""
     arrays = (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test)
-    return digest([*arrays, *(one for one in (dataset.groups_train, dataset.groups_test) if one is not None)])
+    return digest([*arrays, *(groups for groups in (dataset.groups_train, dataset.groups_test) if groups is not None)])
 
 
 def digest(arrays: Iterable[np.ndarray]) -> str:
@@ -120,22 +120,22 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
 
 
 def write_resolved(folder: RunFolder, resolved: Mapping[str, Any]) -> None:
-    """Write resolved.json, with a checksum of what it holds."""
+    """Write resolved.json, with a checksum of its content."""
     plain = json.loads(dumps(resolved))
     folder.write_json(RESOLVED, plain | {"crc": _crc(plain)})
 
 
 def read_resolved(folder: RunFolder, kept: Callable[[], Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """What `write_resolved` wrote; where that is missing or damaged, what the newest checkpoint has of it.
+    """The content that `write_resolved` wrote; if the file is missing or damaged, the copy in the newest checkpoint.
 
     Args:
-      kept: the record of the newest checkpoint, None where there is none.
+      kept: returns the record of the newest checkpoint, None if there is none.
 
     Returns:
-      None where nothing was resolved yet: a run that was killed before it began.
+      None if nothing was resolved yet: the run was killed before it began.
 
     Raises:
-      UserError: it is gone, with the number of lanes, without which the run cannot go on as it began.
+      UserError: it is lost, and with it the number of lanes, without which the run cannot continue as it began.
     """
     damage = None
     try:

@@ -1,12 +1,12 @@
-"""A file that says who writes to a folder: taken atomically, kept alive by a heartbeat, taken over from who died.
+"""A lock on writing to a folder: a file, taken atomically, kept alive by a heartbeat, taken over from a dead owner.
 
-    with Lock.take(folder / "lock"):          InUse, a UserError, where another process has it
+    with Lock.take(folder / "lock"):          raises InUse, a UserError, if another process has it
         ...
 
-The file names host, process and a number that its owner raises every few seconds. On one machine the owner is dead when
-its process is gone. Of other machines, whose clocks may differ, only the number tells: it stands still for `PATIENCE`
-seconds of one's own clock. An owner that was paused for longer learns from `check` that another one has taken over.
-Threads of one process exclude each other like processes.
+The file names the host, the process and a counter that its owner raises every few seconds. An owner on this machine is
+dead when its process is gone. For one on another machine, whose clock may differ, only the counter tells: the owner is
+dead when the counter has stood still for `PATIENCE` seconds of the local clock. An owner that was paused for longer
+learns from `check` that another one has taken over. Threads of one process exclude each other like processes.
 """
 
 import fcntl
@@ -23,18 +23,18 @@ from typing import Any
 
 from fedjax_pcdd.errors import UserError, failed_write
 
-BEAT = 5.0  # seconds between two signs of life
-PATIENCE = 30.0  # seconds without any, after which the owner on another machine is dead
-_SEEN: dict[str, tuple[bytes, float]] = {}  # of others: what their files hold, and since when
-LENGTH = 512  # bytes of the file, always as many: a sign of life changes some of them and needs no space
+BEAT = 5.0  # seconds between two heartbeats
+PATIENCE = 30.0  # seconds without a heartbeat, after which an owner on another machine is dead
+_SEEN: dict[str, tuple[bytes, float]] = {}  # locks of others: what their files hold, and since when
+LENGTH = 512  # bytes of the file, always the same: a heartbeat changes some of them and needs no space
 
 
 class InUse(UserError):
-    """Another process, or another run of this one, writes there."""
+    """Another process, or another run of this process, writes to the folder."""
 
 
 class Lock:
-    """A lock that is held; `take` it."""
+    """A lock that is held; `take` one."""
 
     def __init__(self, path: Path):
         self.path, self._beats = path, 0
@@ -45,43 +45,43 @@ class Lock:
 
     @classmethod
     def take(cls, path: Path, wait: float = PATIENCE + BEAT) -> "Lock":
-        """The lock of this name.
+        """Take the lock at this path.
 
         Args:
-          path: of the file, in an existing folder.
+          path: the lock file, in an existing folder.
           wait: seconds that an owner on another machine may be watched. With 0 only what earlier calls of this process
-            have seen counts, so that one who asks for many locks in turn waits for none.
+            have seen counts, so that a caller who tries many locks in turn waits for none.
 
         Raises:
-          InUse: its owner lives, or is not known to be dead.
+          InUse: its owner is alive, or not known to be dead.
           UserError: the file cannot be written.
         """
-        lock, key, until = cls(path), str(path.absolute()), time.monotonic() + wait
+        lock, key, deadline = cls(path), str(path.absolute()), time.monotonic() + wait
         while not lock._create():
             if (content := _read(path)) is None:
-                continue  # it was given up meanwhile
+                continue  # it was released meanwhile
             dead = _is_dead(content)
             if dead or _stands_still(key, content):
                 _remove(path, content, lock._own["token"])
-            elif dead is False or time.monotonic() >= until:
+            elif dead is False or time.monotonic() >= deadline:
                 raise InUse(f"{path.parent} is in use by {_owner(content)}: wait for it to end, or end it.")
             else:
-                time.sleep(min(BEAT / 5, max(0.0, until - time.monotonic())))
+                time.sleep(min(BEAT / 5, max(0.0, deadline - time.monotonic())))
         _SEEN.pop(key, None)
         threading.Thread(target=lock._beat, name="lock", daemon=True).start()
         return lock
 
     def check(self) -> None:
-        """UserError where another process has taken over meanwhile: this one was paused, or its disk did not answer."""
+        """Raise UserError if another process has taken over because this one was paused or its disk did not answer."""
         content = _read(self.path)
         if content is None or _fields(content).get("token") != self._own["token"]:
-            by = "another process" if content is None else _owner(content)
+            new_owner = "another process" if content is None else _owner(content)
             raise UserError(
-                f"{self.path.parent} was taken over by {by} while this one did not answer: it goes on there."
+                f"{self.path.parent} was taken over by {new_owner} while this one did not answer: it goes on there."
             )
 
     def release(self) -> None:
-        """Give it up."""
+        """Release the lock."""
         self._over.set()
         content = _read(self.path)
         if content is not None and _fields(content).get("token") == self._own["token"]:
@@ -116,34 +116,34 @@ class Lock:
         while not self._over.wait(BEAT):
             self._beats += 1
             try:
-                # Opened and closed each time, or other machines do not see it; who took over has made another file.
+                # Opened and closed each time, or other machines do not see it; a new owner has made another file.
                 with open(self.path, "r+b", buffering=0) as file:
                     if _fields(file.read(LENGTH)).get("token") == self._own["token"]:
                         os.pwrite(file.fileno(), self._content(), 0)
             except OSError:
-                pass  # `check` says what has become of it
+                pass  # `check` reports what has happened
 
 
 def owner(path: Path) -> str | None:
-    """Who has the lock of this name, in words; None where nobody does who is known to live or not known to be dead."""
+    """The owner of the lock at this path, in words; None if there is none or it is known to be dead."""
     content = _read(path)
     return None if content is None or _is_dead(content) else _owner(content)
 
 
 def _stands_still(path: str, content: bytes) -> bool:
-    """Whether it has held the same for long; of an empty one, which was created but not written, too."""
+    """Whether a lock has had the same content for too long; also an empty one, which was created but not written."""
     now = time.monotonic()
-    known, since = _SEEN.get(path, (None, now))
-    if known != content:
+    last_content, since = _SEEN.get(path, (None, now))
+    if last_content != content:
         _SEEN[path] = content, now
         return False
     return now - since > PATIENCE
 
 
 def _read(path: Path) -> bytes | None:
-    """What a lock holds, None where there is none any more."""
+    """The content of a lock; None if it no longer exists."""
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # reading a pipe would block
             raise UserError(f"{path} is a link or no file, which no run makes: remove it.")
         return path.read_bytes()[:LENGTH]
     except FileNotFoundError:
@@ -157,14 +157,14 @@ def _remove(path: Path, content: bytes, token: str) -> None:
     aside = path.with_name(f"{path.name}.{token}")
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        with suppress(OSError):  # not every file system can; without, two may try at once, and the renaming decides
+        with suppress(OSError):  # not every file system can; without it two may try at once, and the rename decides
             fcntl.flock(folder, fcntl.LOCK_EX)
         if _read(path) == content:
             os.rename(path, aside)
             if _read(aside) != content:
                 os.link(aside, path)
     except OSError:
-        pass  # another one was faster: the next look tells
+        pass  # another process was faster: the caller looks again
     finally:
         aside.unlink(missing_ok=True)
         os.close(folder)
@@ -188,7 +188,7 @@ def _owner(content: bytes) -> str:
 
 
 def _is_dead(content: bytes) -> bool | None:
-    """Whether the owner is gone, where it was a process of this machine; None of another one, of which nobody knows."""
+    """Whether the owner, a process of this machine, is gone; None for one on another machine, where this is unknown."""
     fields = _fields(content)
     if fields.get("machine") != _machine():
         return None
@@ -197,7 +197,7 @@ def _is_dead(content: bytes) -> bool | None:
 
 
 def _machine() -> str:
-    """Where a number of a process means the same: this start of this machine, and the container."""
+    """The scope in which process numbers are unique: this boot of this machine, and the container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -206,7 +206,7 @@ def _machine() -> str:
 
 
 def _started(process: Any) -> str | None:
-    """When a process of this machine began, as its kernel counts ("" where it does not say); None where it is gone."""
+    """When a process of this machine began, as its kernel counts ("" if it does not say); None if it is gone."""
     try:
         os.kill(int(process), 0)
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Optional experiment trackers: the scalars of each round, over rounds."""
+"""Optional experiment trackers, which log the scalars of each round."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,7 +16,7 @@ from fedjax_pcdd.training.loop import Callback, RoundReport, Run
 
 
 class Logger(Callback):
-    """Hands the scalars of every round to `write`."""
+    """Passes the scalars of every round to `write`."""
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
         """Log the scalars of a round."""
@@ -35,7 +35,7 @@ class TensorBoard(Logger):
         self._writer = load("tensorboard").SummaryWriter(str(folder))
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
-        """One point a scalar."""
+        """Log one point per scalar."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, round)
 
@@ -48,11 +48,11 @@ class WandB(Logger):
     """A run of Weights & Biases; the environment variables of wandb choose project, entity and mode."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, named as the folder; UserError without wandb."""
+        """Start the run, named after the folder; UserError without wandb."""
         self._run = load("wandb").init(dir=str(folder), name=Path(folder).name, config=dict(config))
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
-        """All scalars at once."""
+        """Log all scalars at once."""
         self._run.log(dict(values), step=round)
 
     def on_end(self, run: Run) -> None:
@@ -61,19 +61,19 @@ class WandB(Logger):
 
 
 class MLflow(Logger):
-    """A run of MLflow, named as the folder; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where it goes."""
+    """A run of MLflow, named after the folder; MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose where it goes."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
-        """Start the run, or go on with the one that the folder names; UserError without mlflow."""
-        self._client, known = load("mlflow"), Path(folder) / "mlflow.txt"
-        last = known.read_text().strip() if known.is_file() else None
-        self._run = self._client.start_run(run_id=last, run_name=None if last else Path(folder).name, nested=True)
-        if last is None:
+        """Start the run, or continue the one that the folder names; UserError without mlflow."""
+        self._client, id_file = load("mlflow"), Path(folder) / "mlflow.txt"
+        last_id = id_file.read_text().strip() if id_file.is_file() else None
+        self._run = self._client.start_run(run_id=last_id, run_name=None if last_id else Path(folder).name, nested=True)
+        if last_id is None:
             self._client.log_params({name: str(value) for name, value in config.items()})
-            known.write_text(self._run.info.run_id)
+            id_file.write_text(self._run.info.run_id)
 
     def write(self, round: int, values: Mapping[str, float]) -> None:
-        """All scalars at once."""
+        """Log all scalars at once."""
         self._client.log_metrics(dict(values), step=round, run_id=self._run.info.run_id)
 
     def on_end(self, run: Run) -> None:
@@ -82,14 +82,14 @@ class MLflow(Logger):
 
 
 LOGGERS: Registry[Callable[[Path, Mapping[str, Any]], Callback]] = Registry("logger", "loggers")
-"""Loggers from outside: made from the folder of a run and its options, a `Callback`, by name."""
+"""Loggers from outside this package, by name: functions of a run's folder and options that return a `Callback`."""
 
 
 OWN = ("tensorboard", "wandb", "mlflow")
 
 
 def check(config: Any) -> None:
-    """UserError where a `RunConfig` asks for a logger that is missing, or its package, before a folder is made."""
+    """Raise UserError if a logger that a `RunConfig` asks for, or its package, is missing; before a folder is made."""
     for name in OWN:
         if getattr(config, name):
             load(name)
@@ -115,7 +115,7 @@ def _logger(name: str, folder: Path, options: dict[str, Any]) -> Callback:
 
 
 def load(name: str) -> ModuleType:
-    """The package of one of `OWN`; UserError where it is missing."""
+    """The package of one of `OWN`; UserError if it is missing."""
     package = {"tensorboard": "tensorboardX"}.get(name, name)
     try:
         return __import__(package)

@@ -1,4 +1,4 @@
-"""The one training loop; whatever else happens in a run is a callback.
+"""The training loop; everything else that happens in a run is a callback.
 
     class StopAt(Callback):
         def on_round(self, run, report):
@@ -6,8 +6,8 @@
 
     run = loop(simulation, simulation.start(), 20, [Accuracies("fedavg"), StopAt()])
 
-Run folders, runs in memory, tasks by domain and sweeps differ in their callbacks alone. A sweep is one simulation of
-several experiments: `runs[e]` is one of them, and `Each` hands it to callbacks that are written for one.
+Run folders, in-memory runs, domain tasks and sweeps differ only in their callbacks. A sweep is one simulation of
+several experiments: `runs[e]` is one of them, and `Each` passes it to callbacks written for a single experiment.
 Letters: E experiments, K clients, S cohort, C classes.
 """
 
@@ -31,14 +31,14 @@ from fedjax_pcdd.trees import on_leaves, select
 
 
 class RoundReport(NamedTuple):
-    """What a round tells the host, on the host.
+    """The results of a round, in host memory.
 
     Attributes:
-      jobs: what each client of the cohort did, fields [S].
-      loss: [S] mean training loss of each, NaN without steps.
-      correct: [S, C] correct predictions of the model just trained on the client's own test set.
-      before: [S, E, C] the same before each local epoch, E = 0 where that is not asked for.
-      seconds: of training the round.
+      jobs: what each client in the cohort did, fields [S].
+      loss: [S] mean training loss of each client, NaN if it made no steps.
+      correct: [S, C] correct predictions of each just-trained model on its client's own test set.
+      before: [S, epochs, C] the same before each local epoch; no epochs if this is not measured.
+      seconds: duration of the round's training.
     """
 
     jobs: Jobs
@@ -49,32 +49,32 @@ class RoundReport(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What is known of one experiment between two rounds, beside its state."""
+    """The progress of one experiment between two rounds, apart from its state."""
 
     round: int  # completed rounds
     history: History
-    best: Tree = ()  # global variables [1, ...] of the best GA, () where nobody asks for them
-    stopped: bool = False  # whether a callback ended it
+    best: Tree = ()  # global variables [1, ...] with the best GA, () if no callback keeps them
+    stopped: bool = False  # whether a callback has ended the experiment
 
 
 class Callback:
-    """Something that happens beside the training; override what is needed.
+    """A hook into the training loop; override the methods you need.
 
-    A callback that keeps anything between rounds returns it from `state` and takes it back in `restore`: it is part of
-    every checkpoint, so that a resumed run goes on as if it had not been interrupted.
+    A callback that keeps anything between rounds returns it from `state` and takes it back in `restore`. It is part of
+    every checkpoint, so that a resumed run continues as if it had not been interrupted.
     """
 
     def on_start(self, run: "Run") -> None:
-        """Before the first round of this process; after `restore`, if the run is resumed."""
+        """Called before the first round of this process and, if the run is resumed, after `restore`."""
 
     def on_round(self, run: "Run", report: RoundReport) -> bool | None:
-        """After every round; True ends the run. `run.state` is valid until this returns."""
+        """Called after every round; return True to end the run. `run.state` is valid until this returns."""
 
     def on_end(self, run: "Run") -> None:
-        """When the run is over, however it ended: what failed is `run.error`."""
+        """Called when the run is over, however it ended; `run.error` is the exception that ended it, if any."""
 
     def state(self) -> Any:
-        """What is to be restored, as JSON knows it (numbers, texts, lists, dictionaries); None for nothing."""
+        """The state to be restored, in JSON types (numbers, strings, lists, dictionaries); None for no state."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -82,17 +82,17 @@ class Callback:
 
 
 class Run(TrainedModels):
-    """One experiment while it is trained, as callbacks see it.
+    """One experiment during training, as callbacks see it.
 
     Attributes:
-      index: e, of this experiment among those of the simulation.
-      rounds: after which training ends.
-      method, traits: with its hyper-parameters, and what it is.
-      federation: what it trains on.
-      history: its rows, one a round, and the accuracies of its clients.
-      best: global variables [1, ...] of the best GA, if a callback keeps them.
-      stopped: whether a callback has ended it.
-      error: what ended it before its time.
+      index: e, the index of this experiment in the simulation.
+      rounds: number of rounds after which training ends.
+      method, traits: the method with its hyper-parameters, and its traits.
+      federation: the clients' data.
+      history: one row per round, and the accuracies of the clients.
+      best: global variables [1, ...] with the best GA, if a callback keeps them.
+      stopped: whether a callback has ended the experiment.
+      error: the exception that ended it early, if any.
     """
 
     def __init__(self, runs: "Runs", index: int, progress: Progress):
@@ -103,7 +103,7 @@ class Run(TrainedModels):
         self.traits, self.label = self.method.traits(), type(self.method).__name__
         self.history, self.best, self.stopped = progress.history, progress.best, progress.stopped
         self.error: BaseException | None = None
-        self._own: tuple[int, State] | None = None  # with others in the simulation: this one's, and of which round
+        self._own: tuple[int, State] | None = None  # if the simulation has several: the round, and this one's state
 
     @property
     def round(self) -> int:
@@ -112,12 +112,12 @@ class Run(TrainedModels):
 
     @property
     def is_over(self) -> bool:
-        """Whether no round follows."""
+        """Whether no further round follows."""
         return self.stopped or self.round >= self.rounds
 
     @property
     def state(self) -> State:
-        """After the last round: servers [1, ...], clients and statistics [K, ...]; donated to the next."""
+        """State after the last round: servers [1, ...], clients and statistics [K, ...]; donated to the next round."""
         if len(self.runs) == 1:
             return self.runs.state
         if self._own is None or (self._own[0] != self.runs.round and not self.stopped):
@@ -126,22 +126,22 @@ class Run(TrainedModels):
 
     @property
     def generic(self) -> Tree:
-        """Variables [1, ...] that GA is read from."""
+        """Variables [1, ...] of the model that GA is measured on."""
         return jax.vmap(self.method.generic_variables)(self.state.servers)
 
     def evaluate(self, *, personal: bool) -> tuple[Evaluation, float]:
-        """Correct predictions as `Simulation.evaluate` counts them, and this experiment's share of the seconds."""
+        """Correct predictions, as in `Simulation.evaluate`, and this experiment's share of the seconds they took."""
         counts, seconds = self.runs.evaluate(personal)
-        own, rows = slice(self.index, self.index + 1), self._rows(self.federation.num_clients)
-        further = {name: correct[own] for name, correct in counts.further.items()}
-        return Evaluation(counts.generic[own], counts.personal[rows], counts.local[rows], further), seconds
+        experiment_slice, rows = slice(self.index, self.index + 1), self._rows(self.federation.num_clients)
+        further = {name: correct[experiment_slice] for name, correct in counts.further.items()}
+        return Evaluation(counts.generic[experiment_slice], counts.personal[rows], counts.local[rows], further), seconds
 
     def not_finite(self) -> str | None:
-        """What of the models is not finite after the round, as "client 3's params.bias"; None for nothing."""
+        """A non-finite part of the models after the round, e.g. "client 3's params.bias"; None if there is none."""
         return self.runs.not_finite()[self.index]
 
     def share(self, report: RoundReport) -> RoundReport:
-        """This experiment's part of a report of all."""
+        """This experiment's part of a report on all experiments."""
         rows, clients = self._rows(self.simulation.cohort_size), self.federation.num_clients
         jobs = Jobs(*(column[rows] for column in report.jobs))
         jobs = jobs._replace(row=jobs.row - self.index * clients)
@@ -149,7 +149,7 @@ class Run(TrainedModels):
         return RoundReport(jobs, loss, correct, before, report.seconds / len(self.runs))
 
     def stop(self) -> None:
-        """Train no further; where others in the simulation do, this one's state stays as it is."""
+        """Stop training; if other experiments of the simulation continue, the state of this one stays as it is."""
         _ = self.state
         self.stopped = True
 
@@ -158,27 +158,27 @@ class Run(TrainedModels):
 
 
 class Runs:
-    """All experiments of a simulation while they are trained; `runs[e]` is one of them.
+    """All experiments of a simulation during training; `runs[e]` is one of them.
 
     Attributes:
       round: completed rounds.
-      rounds: after which training ends.
+      rounds: number of rounds after which training ends.
       state: servers [E, ...], clients and statistics [E * K, ...].
-      plan: of the coming round, as `Simulation.plan` gives it.
-      stopped, error: as those of a `Run`, of all together.
+      plan: plan of the next round, from `Simulation.plan`.
+      stopped, error: as in `Run`, for all experiments together.
     """
 
     def __init__(self, simulation: Any, state: State, rounds: int, since: Sequence[Progress] = ()):
-        """Args: since: of each experiment, which have completed the same rounds; none for the start."""
+        """Args: since: progress of each experiment, all after the same number of rounds; empty for a new run."""
         self.simulation, self.state, self.rounds = simulation, state, rounds
         self.federations = simulation.federations
-        since = since or [Progress(0, new_history(one.num_clients)) for one in self.federations]
+        since = since or [Progress(0, new_history(federation.num_clients)) for federation in self.federations]
         self.round, self.stopped = since[0].round, all(progress.stopped for progress in since)
         self.error: BaseException | None = None
         self.plan = simulation.plan(min(self.round, rounds - 1))
         self._counts: tuple[int, bool, Evaluation, float] | None = None
         self._finite: tuple[int, list[str | None]] = -1, []
-        self._rows = np.zeros(0, int)  # of the clients of the last round
+        self._rows = np.zeros(0, int)  # of the clients in the last round's cohort
         self._members = [Run(self, e, progress) for e, progress in enumerate(since)]
 
     def __len__(self) -> int:
@@ -188,10 +188,10 @@ class Runs:
         return self._members[index]
 
     def train(self) -> Iterator[RoundReport]:
-        """Round after round; the state is donated when the next one is asked for."""
+        """Train and report one round after another; the state is donated when the next report is requested."""
         simulation, last = self.simulation, self.rounds - 1
         while self.round < self.rounds:
-            begun = perf_counter()
+            start_time = perf_counter()
             launched, jobs = simulation.launch(self.state, self.round, self.plan), self.plan[1]
             self.plan = simulation.plan(min(self.round + 1, last))  # while the device computes
             if self.round < last:
@@ -200,62 +200,62 @@ class Runs:
             loss, correct, before = (np.array(column) for column in report)
             self._rows = jobs.row
             self.round += 1
-            yield RoundReport(jobs, loss, correct, before, perf_counter() - begun)
+            yield RoundReport(jobs, loss, correct, before, perf_counter() - start_time)
 
     def stop(self) -> None:
-        """Train no further."""
+        """Stop training."""
         self.stopped = True
 
     def evaluate(self, personal: bool) -> tuple[Evaluation, float]:
-        """Counts of all experiments, computed once in a round, and each one's share of the seconds."""
-        known = self._counts
-        if known is None or known[:2] != (self.round, personal):
-            begun = perf_counter()
+        """Correct predictions of all experiments, computed once per round, and each one's share of the seconds."""
+        cached = self._counts
+        if cached is None or cached[:2] != (self.round, personal):
+            start_time = perf_counter()
             counts = jax.tree.map(np.array, self.simulation.evaluate(self.state, personal=personal))
-            known = self._counts = self.round, personal, counts, (perf_counter() - begun) / len(self)
-        return known[2:]
+            cached = self._counts = self.round, personal, counts, (perf_counter() - start_time) / len(self)
+        return cached[2:]
 
     def not_finite(self) -> list[str | None]:
-        """As a `Run` has it, of each experiment [E], looked at once in a round."""
+        """As `Run.not_finite`, for each experiment [E]; checked once per round."""
         if self._finite[0] != self.round:
             self._finite = self.round, not_finite(self.simulation, self.state, self._rows)
         return self._finite[1]
 
 
 class Each(Callback):
-    """Callbacks of each experiment of a sweep; one that fails or stops leaves the others alone."""
+    """Callbacks of each experiment of a sweep; an experiment that fails or stops does not affect the others."""
 
     def __init__(self, callbacks: Sequence[Sequence[Callback]]):
-        """Args: callbacks: of each experiment [E]."""
+        """Args: callbacks: those of each experiment [E]."""
         self.callbacks = callbacks
 
     def on_start(self, run: Any):
-        """Start those of every experiment."""
-        for one, own in zip(run, self.callbacks, strict=True):
-            for callback in own:
-                callback.on_start(one)
+        """Call `on_start` of every experiment's callbacks."""
+        for experiment, callbacks in zip(run, self.callbacks, strict=True):
+            for callback in callbacks:
+                callback.on_start(experiment)
 
     def on_round(self, run: Any, report):
-        """Hand every experiment its part; True when all are over."""
+        """Pass every active experiment its part of the report; True when all experiments are over."""
         active = [pair for pair in zip(run, self.callbacks, strict=True) if not (pair[0].stopped or pair[0].error)]
-        for one, own in active:
+        for experiment, callbacks in active:
             try:
-                call_all(own, one, one.share(report))
+                call_all(callbacks, experiment, experiment.share(report))
             except UserError as error:
-                one.error = error
-        return all(one.stopped or one.error for one in run)
+                experiment.error = error
+        return all(experiment.stopped or experiment.error for experiment in run)
 
     def on_end(self, run: Any):
-        """End those of every experiment."""
+        """Call `on_end` of every experiment's callbacks."""
         with ExitStack() as ends:
-            for one, own in zip(run, self.callbacks, strict=True):
-                one.error = one.error or run.error
-                for callback in own:
-                    ends.callback(callback.on_end, one)
+            for experiment, callbacks in zip(run, self.callbacks, strict=True):
+                experiment.error = experiment.error or run.error
+                for callback in callbacks:
+                    ends.callback(callback.on_end, experiment)
 
 
 def call_all(callbacks: Sequence[Callback], run: Any, report: RoundReport) -> None:
-    """Tell all callbacks of a round; those after one that ends the run already see that it is stopped."""
+    """Call `on_round` of all callbacks; those after one that ends the run already see that it is stopped."""
     for callback in callbacks:
         ends = callback.on_round(run, report)
         if isinstance(ends, bool | np.bool_) and ends:  # a function may return anything else
@@ -265,18 +265,18 @@ def call_all(callbacks: Sequence[Callback], run: Any, report: RoundReport) -> No
 def loop(
     simulation: Any, state: State, rounds: int, callbacks: Sequence[Callback], since: Sequence[Progress] = ()
 ) -> Run | Runs:
-    """Train to the last round, or until a callback ends it.
+    """Train to the last round, or until a callback ends the run.
 
     Args:
       simulation: a `Simulation`, or `Groups`.
-      state: of all its experiments; donated.
-      rounds: T, those before included.
-      callbacks: called in this order after every round, and in the opposite one at the end; of a run of several
-        experiments `Each` distributes them.
-      since: of each experiment, what is known of the rounds before; nothing for a new run.
+      state: the state of all its experiments; donated.
+      rounds: T, including those already completed.
+      callbacks: called in this order after every round, and in reverse order at the end; `Each` holds the callbacks
+        of several experiments.
+      since: progress of each experiment in earlier rounds; empty for a new run.
 
     Returns:
-      The run of the one experiment, or those of all: round, state, history and best model.
+      The `Run` of a single experiment, or the `Runs` of several: round, state, history and best model.
     """
     runs = Runs(simulation, state, rounds, since)
     run: Any = runs[0] if len(runs) == 1 else runs

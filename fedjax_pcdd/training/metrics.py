@@ -14,17 +14,17 @@ from fedjax_pcdd.data.federation import Federation
 from fedjax_pcdd.errors import UserError, nearest
 from fedjax_pcdd.methods.method import Method
 
-LAST = 10  # rounds averaged beside best and last
+LAST = 10  # rounds averaged, reported besides best and last
 SELECTED = {"test": "", "validation": "_validation", "test, balanced accuracy": "_balanced"}
-"""What chooses the best round -> end of the name of that accuracy in the rows."""
+"""Criterion that chooses the best round -> suffix of the accuracy's name in the rows."""
 MEASURES = ("ga_best", "ga_last", "pa_best", "pa_last")
-"""Of a summary, what a table of several shows."""
+"""Entries of a summary that a table of several summaries shows."""
 CLIENTS = ("pa_clients", "best_pa_clients", "ga_of_best", "ga_clients")
-MOST_WRITTEN = 10_000  # clients, of whose accuracies a run writes those that changed
+MOST_WRITTEN = 10_000  # clients; with more, a run writes only the accuracies that changed
 
 
 def accuracy(correct: np.ndarray, samples: np.ndarray) -> np.ndarray:
-    """Share of correct answers, NaN where there are no samples; both of one shape."""
+    """Share of correct answers, NaN where there are no samples; both of the same shape."""
     correct, samples = np.asarray(correct, float), np.asarray(samples, float)
     return np.divide(correct, samples, out=np.full(correct.shape, np.nan), where=samples > 0)
 
@@ -36,19 +36,19 @@ def balanced(correct: np.ndarray, samples: np.ndarray) -> np.ndarray:
 
 
 def personal(federation: Federation, clients: np.ndarray, correct: np.ndarray) -> dict[str, np.ndarray]:
-    """Accuracies [n] of some clients' models: `pa`, `pa_balanced`, and where there are such samples `pa_validation`.
+    """Accuracies [n] of some clients' models: `pa`, `pa_balanced`, and with validation samples `pa_validation`.
 
     Args:
-      clients: [n] which.
-      correct: [n, C] correct predictions on the own tests, with those on validation samples behind them.
+      clients: [n] their numbers.
+      correct: [n, C] correct predictions on the clients' own tests, followed by those on their validation samples.
     """
-    tests, held = np.split(correct, [federation.dataset.num_classes], axis=1)
+    tests, validation = np.split(correct, [federation.dataset.num_classes], axis=1)
     shares = {
         "pa": accuracy(tests.sum(1), federation.test_sizes[clients]),
         "pa_balanced": balanced(tests, federation.test_class_counts[clients]),
     }
     if federation.validation is not None:
-        shares["pa_validation"] = accuracy(held.sum(1), federation.validation.sizes[clients])
+        shares["pa_validation"] = accuracy(validation.sum(1), federation.validation.sizes[clients])
     return shares
 
 
@@ -60,29 +60,29 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def spread(pa: Any) -> dict[str, float | None]:
-    """How personal accuracies [K] differ: standard deviation over clients, and mean of the worst tenth of them.
+    """How personal accuracies [K] differ: standard deviation over clients, and mean of the worst tenth.
 
-    The worst tenth are at least one client; those without test samples (NaN or None) are left out.
+    The worst tenth is at least one client; those without test samples (NaN or None) are left out.
 
     >>> spread([0.5, None, 1.0])
     {'pa_std': 0.25, 'pa_worst10': 0.5}
     """
-    known = np.sort(np.array(pa, float))
-    known = known[~np.isnan(known)]
-    if not len(known):
+    shares = np.sort(np.array(pa, float))
+    shares = shares[~np.isnan(shares)]
+    if not len(shares):
         return {"pa_std": None, "pa_worst10": None}
-    return {"pa_std": float(known.std()), "pa_worst10": float(known[: math.ceil(len(known) / 10)].mean())}
+    return {"pa_std": float(shares.std()), "pa_worst10": float(shares[: math.ceil(len(shares) / 10)].mean())}
 
 
 def plain(values: np.ndarray) -> list[float | None]:
     """A JSON list; NaN becomes None."""
     values = np.asarray(values, float)
-    known = values.tolist()
-    return [None if v != v else v for v in known] if np.isnan(values).any() else known
+    numbers = values.tolist()
+    return [None if v != v else v for v in numbers] if np.isnan(values).any() else numbers
 
 
 def _numbers(values: Any) -> np.ndarray:
-    """What `_encoded` made of an array."""
+    """The array that `_encoded` has encoded."""
     if not isinstance(values, dict):
         return np.array(values, float)
     numbers = np.full(values["of"], np.nan)
@@ -91,27 +91,27 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _encoded(values: np.ndarray) -> Any:
-    """An array for JSON: a list, or of many clients those that are known."""
+    """An array for JSON: a list, or with many clients only the measured values."""
     if len(values) <= MOST_WRITTEN:
         return plain(values)
-    known = np.flatnonzero(~np.isnan(values))
-    return {"of": len(values), "clients": known.tolist(), "values": values[known].tolist()}
+    measured = np.flatnonzero(~np.isnan(values))
+    return {"of": len(values), "clients": measured.tolist(), "values": values[measured].tolist()}
 
 
 @dataclass(eq=False)
 class History:
-    """What is known of a run so far; JSON-able.
+    """The record of a run so far; JSON-serialisable.
 
     Args:
       rows: one line of metrics.jsonl each.
       pa_clients: [K] accuracy of each client's personal model at its last participation (NaN: no test samples).
-      best_pa_clients: [K] the best of them so far, and the round in which it was reached first.
+      best_pa_clients: [K] the best of these accuracies so far.
       ga_of_best: [K] accuracy on the global test set of that best local model, for methods without a global model.
       ga_clients: [K] the best accuracy of each client's models on the global test set, for the same methods.
-      ga_best_mean: best round's mean over the clients of the accuracy of their models on the global test set.
-      also: [K] by name, as `pa_clients`: `pa_balanced`, `pa_validation` where there are validation samples, `pa_last`,
-        `pa_received` and the other protocols of PA that were measured.
-      select_on: what the best round is the best of, a key of `SELECTED`.
+      ga_best_mean: mean over the clients of their models' accuracy on the global test set, in its best round.
+      also: further accuracies [K] by name, as `pa_clients`: `pa_balanced`, `pa_validation` with validation samples,
+        `pa_last`, `pa_received` and the other protocols of PA that were measured.
+      select_on: the criterion that chooses the best round, a key of `SELECTED`.
     """
 
     rows: list[dict] = field(default_factory=list)
@@ -135,8 +135,8 @@ class History:
     def to_json(self) -> str:
         """Its fields as a JSON object, for the checkpoint of every round.
 
-        A row must stay as it was when this was first called with it: each is encoded once, since to encode all of them
-        every round takes tens of milliseconds after a thousand rounds.
+        A row must not change after the first call that includes it: each is encoded only once, since encoding all of
+        them every round takes tens of milliseconds after a thousand rounds.
         """
         self._encoded += [json.dumps(row) for row in self.rows[len(self._encoded) :]]
         clients = {name: _encoded(getattr(self, name)) for name in CLIENTS}
@@ -145,20 +145,20 @@ class History:
         return f'{{"rows": [{", ".join(self._encoded)}], {json.dumps(clients)[1:]}'
 
     def update_clients(self, clients: np.ndarray, values: np.ndarray, name: str = "") -> None:
-        """Take over new personal accuracies [n] of some clients [n], or others by name."""
-        known = self.pa_clients
+        """Record new personal accuracies [n] of some clients [n], or other accuracies by name."""
+        accuracies = self.pa_clients
         if name:
-            known = self.also.setdefault(name, np.full(len(self.pa_clients), np.nan))
-        known[clients] = values
+            accuracies = self.also.setdefault(name, np.full(len(self.pa_clients), np.nan))
+        accuracies[clients] = values
 
     def update_best(self, ga_local: np.ndarray | None) -> None:
-        """Per client, keep the first round's accuracy that is the best; ga_local [K] goes with it."""
+        """Per client, keep the best accuracy, of equal ones the first, with its `ga_local` [K] of the same round."""
         pa = self.pa_clients
         if ga_local is not None:
             tested = np.where(np.isnan(pa), np.nan, ga_local)
             self.ga_clients = np.fmax(tested, self.ga_clients if len(self.ga_clients) else np.nan)
             means = (mean(tested), self.ga_best_mean)
-            self.ga_best_mean = max((one for one in means if one is not None), default=None)
+            self.ga_best_mean = max((value for value in means if value is not None), default=None)
         better = ~np.isnan(pa) & ~(pa <= self.best_pa_clients)
         self.best_pa_clients[better] = pa[better]
         if ga_local is not None:
@@ -166,14 +166,14 @@ class History:
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(rounds, values) of the rows that have a value; UserError for a name that no row can have."""
-        known = name.split("_")[0] in ("ga", "pa", "loss")  # there though not measured, as ga_validation
-        if self.rows and not known and not any(name in row for row in self.rows):
+        is_metric = name.split("_")[0] in ("ga", "pa", "loss")  # valid even if not measured, such as ga_validation
+        if self.rows and not is_metric and not any(name in row for row in self.rows):
             raise UserError(f"no round has '{name}': {nearest(name, self.rows[-1])}")
         pairs = [(row["round"], row[name]) for row in self.rows if row.get(name) is not None]
         return np.array([p[0] for p in pairs], int), np.array([p[1] for p in pairs], float)
 
     def best(self, name: str) -> tuple[float | None, int | None]:
-        """(value, round) of the first round with the largest value, of GA and PA by what selects; smallest of loss."""
+        """(value, round) of the best round, the first of equal ones; GA and PA by `select_on`, loss by the smallest."""
         rounds, values = self.column(name)
         selecting = f"{name}{SELECTED[self.select_on]}" if name in ("ga", "pa") else name
         scores = self.column(selecting)[1]
@@ -202,34 +202,34 @@ class History:
 
 def new_history(clients: int) -> History:
     """The history before the first round of K clients."""
-    nothing = np.full((3, clients), np.nan)
-    return History([], nothing[0], nothing[1], nothing[2])
+    unmeasured = np.full((3, clients), np.nan)
+    return History([], unmeasured[0], unmeasured[1], unmeasured[2])
 
 
 def result(history: History, method: Method) -> dict[str, Any]:
-    """Best and last of GA and PA, as summary.json has them before any fine-tuning.
+    """Best and last of GA and PA, as in summary.json before any fine-tuning.
 
-    PA under each protocol that was measured is `pa_<protocol>_best` and so on; without a name it is that of the run's.
-    GA of a further model of the server is `ga_<name>_last`.
+    PA under each measured protocol is `pa_<protocol>_best` and so on; without a name it is that of the run's.
+    GA of a further server model is `ga_<name>_last`.
     """
     (ga_best, ga_round), (pa_best, pa_round) = history.best("ga"), history.best("pa")
-    more: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if not method.traits().global_model:
         ga_best, ga_round = history.without_global_model(), None
-        own = mean(np.array(history.ga_clients, float))
-        more = {"ga_best_mean": history.ga_best_mean, "ga_best_clients": own}
-        if history.select_on != "test":  # each client's best round is that of its own tests, whatever selects
-            more["ga_best_selected_on"] = "test"
+        ga_best_clients = mean(np.array(history.ga_clients, float))
+        extra = {"ga_best_mean": history.ga_best_mean, "ga_best_clients": ga_best_clients}
+        if history.select_on != "test":  # each client's best round is chosen on its own tests, whatever `select_on`
+            extra["ga_best_selected_on"] = "test"
     names = [f"{name}_{kind}" for kind in ("balanced", "validation") for name in ("ga", "pa")]
     for name in dict.fromkeys([*names, *history.also]):
         if history.last(name) is not None:
-            more |= {f"{name}_best": history.best(name)[0], f"{name}_last": history.last(name)}
+            extra |= {f"{name}_best": history.best(name)[0], f"{name}_last": history.last(name)}
     for name in (name for name in history.also if name not in names):
-        more[f"{name}_mean_last10"] = history.mean_last(name)
+        extra[f"{name}_mean_last10"] = history.mean_last(name)
     for name, value in (history.rows or [{}])[-1].items():  # of further models of the server, and of an ensemble
         if name.startswith("ga_") and isinstance(value, float):
-            more[f"{name}_last"] = value
-    return more | {"selected_on": history.select_on} | {
+            extra[f"{name}_last"] = value
+    return extra | {"selected_on": history.select_on} | {
         "ga_best": ga_best, "ga_last": history.last("ga"), "pa_best": pa_best, "pa_last": history.last("pa"),
         "ga_best_round": ga_round, "pa_best_round": pa_round,
         "ga_mean_last10": history.mean_last("ga"), "pa_mean_last10": history.mean_last("pa"),

@@ -1,4 +1,4 @@
-"""The arrays of a tree by name: copied for a checkpoint, filled into a tree again, and told apart by what they hold."""
+"""The arrays of a tree by name: copied for a checkpoint, put back into a tree, and compared by their fingerprints."""
 
 import math
 import zlib
@@ -21,7 +21,7 @@ def named(part: str, tree: Any) -> Arrays:
 def snapshot(part: str, tree: Any) -> Arrays:
     """Copies of the leaves; they share no memory with the tree, which may be donated at once.
 
-    Of what lies on several devices, each of which has all of it, one copy is taken, by this process alone.
+    Of arrays that several devices hold, each in full, one copy is taken, by this process alone.
     """
     leaves = named(part, own_copy(tree))
     for leaf in leaves.values():
@@ -42,7 +42,7 @@ def _on_cpu(leaf: jax.Array) -> bool:
 
 
 def fill(part: str, template: Any, arrays: Arrays) -> Any:
-    """The template's tree with these values; those without elements need not be among them."""
+    """The template's tree with these values; arrays without elements may be missing."""
     leaves = [
         _like(arrays[name] if name in arrays else np.zeros(leaf.shape, leaf.dtype), leaf)
         for name, leaf in named(part, template).items()
@@ -51,10 +51,10 @@ def fill(part: str, template: Any, arrays: Arrays) -> Any:
 
 
 def _like(value: np.ndarray, leaf: Any) -> Any:
-    """A value where and as the leaf of a template lies."""
+    """The value, as an array of the same kind and on the same devices as a template's leaf."""
     if isinstance(leaf, np.ndarray):
         return value
-    # An uncommitted template gives an uncommitted array: for a committed one jit would compile anew.
+    # An uncommitted template gives an uncommitted array: for a committed one jit would compile again.
     sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
     if sharding is not None and not sharding.is_fully_addressable:
         return distribute(value, len(sharding.device_set))
@@ -72,7 +72,7 @@ def fingerprint(array: np.ndarray) -> list[Any]:
 
 
 def difference(inventory: dict[str, Any], template: Arrays) -> str | None:
-    """The first leaf that differs between what was written (`fingerprint` by name) and what is wanted, in words."""
+    """The first leaf that differs between those written (`fingerprint` by name) and the template's; in words."""
     written = {name: [dtype, shape] for name, (dtype, shape, _) in inventory.items()}
     wanted = {name: _type_of(leaf) for name, leaf in template.items()}
     for name in sorted(written.keys() | wanted.keys()):

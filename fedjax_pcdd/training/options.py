@@ -1,4 +1,4 @@
-"""From options as they are written, in a command or a grid, to a configuration and a method."""
+"""Options as they are written, in a command or a grid, made into a configuration and a method."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,64 +14,64 @@ from fedjax_pcdd.training.config import RESERVED, RUN, TASK_DEFAULTS, RunConfig,
 from fedjax_pcdd.training.fields import convert, options_of
 from fedjax_pcdd.training.presets import PRESETS, preset_method, preset_values, read_preset
 
-# What others call an option, and its name among ours; and names of values.
+# What others call an option -> its name among ours; `ALIASES` has the same for values.
 HINTS = {
     "algo": "method", "algorithm": "method", "num_clients": "clients", "num_rounds": "rounds", "epochs": "local_epochs",
     "learning_rate": "lr", "participation": "cohort", "alpha": "beta", "concentration": "beta", "data": "dataset",
     "server_optimiser": "server_optimizer", "server_opt": "server_optimizer",
 }  # fmt: skip
-SERVER = "server_optimizer"  # another way to write a suffix, which `with_server` takes
+SERVER = "server_optimizer"  # another way to write a suffix of the method, see `with_server`
 ALIASES = {"dir": "dirichlet", "lda": "dirichlet"}
 
 
 def configure(given: Mapping[str, str], presets: Path = PRESETS) -> tuple[RunConfig, Method]:
-    """Defaults, then the preset, then what was given; UserError for any mistake in it."""
-    chosen = read_preset(given["preset"], presets) if "preset" in given else None
+    """The configuration from defaults, then the preset, then the given options; UserError for any mistake in these."""
+    preset = read_preset(given["preset"], presets) if "preset" in given else None
     for option in ("split", "variant"):
-        if chosen is None and option in given:
+        if preset is None and option in given:
             raise UserError(f"chooses a {option} of a preset: add `preset`, or drop it.", field=option)
     name = method_of(given, presets)
-    own = own_values(given, name)
-    base = preset_values(chosen, name, given.get("split"), given.get("variant")) if chosen else {}
-    if own.get("local_steps") is not None or own.get("local_epochs") is not None:  # either replaces the preset's
+    values = own_values(given, name)
+    base = preset_values(preset, name, given.get("split"), given.get("variant")) if preset else {}
+    if values.get("local_steps") is not None or values.get("local_epochs") is not None:  # either replaces the preset's
         base = {name: value for name, value in base.items() if name not in ("local_steps", "local_epochs")}
-    task = (base | own).get("task")
+    task = (base | values).get("task")
     if task:
-        _check_task(own)
-    return build((TASK_DEFAULTS if task else {}) | base | own | {"method": name})
+        _check_task(values)
+    return build((TASK_DEFAULTS if task else {}) | base | values | {"method": name})
 
 
 def with_server(given: Mapping[str, str]) -> dict[str, str]:
-    """The options with `server_optimizer=adam` written as `method=X+adam`; several of each are all their pairs.
+    """The options with `server_optimizer=adam` written as `method=X+adam`; several of each give all their pairs.
 
     >>> with_server({"method": "fedgela,moon", "server_optimizer": "none,adam"})
     {'method': 'fedgela,fedgela+adam,moon,moon+adam'}
     """
     servers = [in_any_case(part.strip(), methods.SERVER_OPTIMISERS) for part in given.get(SERVER, "none").split(",")]
-    rest = {name: text for name, text in given.items() if name != SERVER}
+    other_options = {name: text for name, text in given.items() if name != SERVER}
     if servers == ["none"]:
-        return rest
+        return other_options
     if "preset" in given and "method" not in given:
         raise UserError("goes with a method: add `method`, as the preset may have several.", field=SERVER)
     for server in servers:
         if server not in ("none", *methods.SERVER_OPTIMISERS) and not is_import_path(server):
-            known = ["none", *methods.SERVER_OPTIMISERS]
-            raise UserError(f"there is no '{server}': {nearest(server, known)}", field=SERVER)
+            choices = ["none", *methods.SERVER_OPTIMISERS]
+            raise UserError(f"there is no '{server}': {nearest(server, choices)}", field=SERVER)
     names = [name.strip() for name in given.get("method", str(RUN["method"].default)).split(",")]
-    both = [name if server == "none" else f"{name}+{server}" for name in names for server in servers]
-    return rest | {"method": ",".join(both)}
+    combined = [name if server == "none" else f"{name}+{server}" for name in names for server in servers]
+    return other_options | {"method": ",".join(combined)}
 
 
 def method_of(given: Mapping[str, str], presets: Path = PRESETS) -> str:
-    """The method of options, or that of their preset, or the default; UserError for a preset with a mistake."""
-    fixed = None
+    """The method that the options name, else that of their preset, else the default; UserError for a faulty preset."""
+    method_name = None
     if "method" not in given and "preset" in given:
-        fixed = preset_method(read_preset(given["preset"], presets), given.get("variant"))
-    return in_any_case(given.get("method", fixed or RUN["method"].default), METHODS)
+        method_name = preset_method(read_preset(given["preset"], presets), given.get("variant"))
+    return in_any_case(given.get("method", method_name or RUN["method"].default), METHODS)
 
 
 def in_any_case(name: str, known: Mapping[str, Any]) -> str:
-    """The name as it is registered, however its letters are written; what is not, as it is.
+    """The name as it is registered, in whatever case it is written; a name that is not registered stays as it is.
 
     >>> [in_any_case(name, METHODS) for name in ("FedGELA", "MOON+prototypes", "mine.py:FedKeep")]
     ['fedgela', 'moon+prototypes', 'mine.py:FedKeep']
@@ -80,29 +80,29 @@ def in_any_case(name: str, known: Mapping[str, Any]) -> str:
     return name if plain in known or plain.lower() not in known else plain.lower() + name.removeprefix(plain)
 
 
-def _check_task(own: Mapping[str, Any]) -> None:
-    """UserError where options say how a data set is spread over clients, beside a task."""
-    for name, value in own.items():
+def _check_task(given_values: Mapping[str, Any]) -> None:
+    """Raise UserError if options that spread a data set over clients are given together with a task."""
+    for name, value in given_values.items():
         if name in RUN and RUN[name].group == "data" and name != "data_dir" and value is not None:
             raise UserError(f"a task brings its own data and participants: drop `{name}`, or `task`.")
 
 
 def own_values(given: Mapping[str, str], method: str) -> dict[str, Any]:
-    """Checked values of the run options and of the method's hyper-parameters among what is given."""
-    known = RUN | options_of(methods.get(method))
+    """Checked values of the run options and the method's hyper-parameters that are given."""
+    options = RUN | options_of(methods.get(method))
     result = {}
     for name, text in given.items():
-        if name in known:
-            result[name] = convert(known[name], _named(name, text))
+        if name in options:
+            result[name] = convert(options[name], _named(name, text))
         elif name == SERVER:
             raise UserError(f"is written as a suffix here: `method={method}+{text}`.", field=SERVER)
         elif name not in RESERVED:
-            raise UserError(_foreign(name, method, [*known, *RESERVED, SERVER]))
+            raise UserError(_foreign(name, method, [*options, *RESERVED, SERVER]))
     return result
 
 
 def _named(option: str, text: str) -> str:
-    """The value of an option that takes a name, as it is registered."""
+    """The value of an option; if that is a name, as it is registered."""
     match option:
         case "method":
             return in_any_case(text, METHODS)
@@ -125,13 +125,13 @@ def _foreign(name: str, method: str, known: Sequence[str]) -> str:
         owners = [f"{method}+{suffix}" for suffix in wrappers]
     if not owners:
         return no_option(name, known)
-    several = ", ".join(owners)
+    owner_names = ", ".join(owners)
     hint = f" Dirichlet's concentration is `{HINTS[name]}`." if name == "alpha" else ""
-    return f"`{name}` belongs to {several}, not to {method}: drop it or use `method={owners[0]}`.{hint}"
+    return f"`{name}` belongs to {owner_names}, not to {method}: drop it or use `method={owners[0]}`.{hint}"
 
 
 def no_option(name: str, known: Sequence[str] | set[str]) -> str:
-    """A sentence about an option that there is not, with the nearest that there is."""
+    """A sentence about an option that does not exist, with the nearest one that does."""
     close = HINTS.get(name) if HINTS.get(name) in known else None
     if close is None and (advice := nearest(name, known)).startswith("did"):
         close = advice.split("'")[1]

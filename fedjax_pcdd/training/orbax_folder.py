@@ -1,4 +1,4 @@
-"""How Orbax is used on a folder of checkpoints: what it writes, what it leaves lying, what is wrong with its files."""
+"""Orbax on a folder of checkpoints: its manager, removal of what it leaves behind, and checks of its files."""
 
 import asyncio
 import errno
@@ -24,10 +24,10 @@ _FILES = "files.json"
 
 
 class _Together(ocp.type_handlers.NumpyHandler):
-    """A write that fails is heard of when all writes have ended.
+    """Reports a failed write only when all writes have ended.
 
     Orbax closes the event loop of all arrays as soon as one of them fails, as on a full disk. TensorStore then prints a
-    traceback for every other one that ends and finds its loop closed.
+    traceback for every other write that ends and finds its loop closed.
     """
 
     async def serialize(self, values: Sequence[np.ndarray], infos: Any, args: Any = None) -> Any:
@@ -35,9 +35,9 @@ class _Together(ocp.type_handlers.NumpyHandler):
         self._left, self._ended = len(values), asyncio.Event()
         return await super().serialize(values, infos, args)
 
-    async def _open_and_write(self, *given: Any) -> None:
+    async def _open_and_write(self, *arguments: Any) -> None:
         try:
-            await super()._open_and_write(*given)
+            await super()._open_and_write(*arguments)
         finally:
             self._left -= 1
             if not self._left:
@@ -49,18 +49,18 @@ def open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMan
     """A manager that waits for no other process.
 
     Args:
-      folder: goes without what a killed process left half-written or half-removed, if this one writes.
-      alias: leads to it by characters that Orbax does not misread.
-      retention: says what stays; None for a manager that writes nothing.
+      folder: the checkpoints; if this process writes, what a killed one left half-written or half-removed is removed.
+      alias: a path to the folder in characters that Orbax does not misread.
+      retention: decides which checkpoints to keep; None for a manager that writes nothing.
     """
-    writes, me = retention is not None, jax.process_index()
+    writes, process = retention is not None, jax.process_index()
     if writes:
         if folder.is_symlink():
             raise OSError(errno.ELOOP, "it is a symbolic link")
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
     )
     # Compression takes three times as long as writing and shrinks trained weights by a tenth at best.
     plain = {"use_compression": False, "multiprocessing_options": alone}
@@ -79,22 +79,24 @@ def open_manager(folder: Path, alias: Path, retention: Any) -> ocp.CheckpointMan
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what is no whole checkpoint; where a write failed, TensorStore's threads may still add files to it."""
-    for path in [one for one in folder.iterdir() if one.is_dir() and not (one.is_symlink() or one.name.isdigit())]:
-        end = time.monotonic() + 5
-        while path.exists() and time.monotonic() < end:
+    """Remove incomplete checkpoints; after a failed write, TensorStore's threads may still be adding files to one."""
+    for path in [
+        entry for entry in folder.iterdir() if entry.is_dir() and not (entry.is_symlink() or entry.name.isdigit())
+    ]:
+        deadline = time.monotonic() + 5
+        while path.exists() and time.monotonic() < deadline:
             shutil.rmtree(path, ignore_errors=True)
             time.sleep(0.01)
 
 
 def list_files(checkpoint: Path) -> None:
-    """Write down the checksums of a checkpoint's files, for `check_files`."""
+    """Record the checksums of a checkpoint's files, for `check_files`."""
     files = {str(f.relative_to(checkpoint)): checksum(f) for f in checkpoint.rglob("*") if f.is_file()}
     (checkpoint / _FILES).write_text(json.dumps(files))
 
 
 def check_files(checkpoint: Path) -> None:
-    """ValueError where a file is missing or has other bytes than were written.
+    """Raise ValueError if a file is missing or has other bytes than were written.
 
     TensorStore would notice too, but leaves reads behind that print tracebacks when they fail one by one. A process
     killed before the list was written leaves a checkpoint without one, which is then only checked by its contents.
@@ -111,7 +113,7 @@ def check_files(checkpoint: Path) -> None:
 
 
 def damage(error: Exception) -> str:
-    """What an exception says of a checkpoint that cannot be read, for the user."""
+    """Why a checkpoint cannot be read, in words for the user, from the exception."""
     if isinstance(error, FileNotFoundError | KeyError):
         return "a file is missing"
     if isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)):
@@ -120,5 +122,5 @@ def damage(error: Exception) -> str:
     return textwrap.shorten(lines[0], 100, placeholder="...")
 
 
-# Errors too: Orbax prints the traceback of every exception that it also raises.
+# Error records are dropped too: Orbax prints the traceback of every exception that it also raises.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)

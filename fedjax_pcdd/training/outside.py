@@ -1,4 +1,4 @@
-"""Which parts of a run are not of this package: written into config.yaml, and the same when it is continued."""
+"""The parts of a run from outside this package: recorded in config.yaml, and unchanged when the run is resumed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ OUTSIDE = "from_outside"  # the key of config.yaml that names them
 
 
 def origins_of(config: Any) -> dict[str, Origin]:
-    """Where the parts of a `RunConfig` come from that are not of this package, by their names in it."""
+    """The origins of the parts of a `RunConfig` that come from outside this package, by their names in it."""
     named: list[tuple[Registry, str | None]] = [
         (METHODS, methods.plain_name(config.method)),
         *((_registry_of(suffix), suffix) for suffix in methods.suffixes_of(config.method)),
@@ -34,7 +34,7 @@ def origins_of(config: Any) -> dict[str, Origin]:
     ]
     origins = {name: _origin(registry, name) for registry, name in named if name}
     weights = config.initial_weights
-    if weights is not None and is_there(file := located(str(weights))):  # what is missing is said elsewhere
+    if weights is not None and is_there(file := located(str(weights))):  # if missing, reported elsewhere
         origins[str(weights)] = origin_of_file(file)
     return {name: origin for name, origin in origins.items() if origin is not None}
 
@@ -45,7 +45,7 @@ def _registry_of(suffix: str) -> Registry:
 
 def _origin(registry: Registry, name: str) -> Origin | None:
     if name.endswith(".npz"):
-        return origin_of_file(located(name)) if is_there(located(name)) else None  # what is missing is said elsewhere
+        return origin_of_file(located(name)) if is_there(located(name)) else None  # if missing, reported elsewhere
     if is_import_path(name):
         return origin_of(registry.find(name), name)
     part: Any = registry.find(name) if name in registry else None
@@ -53,15 +53,15 @@ def _origin(registry: Registry, name: str) -> Origin | None:
 
 
 def recorded_origins(value: Any, source: str) -> dict[str, Origin]:
-    """The origins that a configuration has under `OUTSIDE`; UserError where that is something else."""
+    """The origins that a configuration has under `OUTSIDE`; UserError if that is something else."""
     try:
-        return {str(name): Origin(**{k: str(v) for k, v in one.items()}) for name, one in (value or {}).items()}
+        return {str(name): Origin(**{k: str(v) for k, v in origin.items()}) for name, origin in (value or {}).items()}
     except (AttributeError, TypeError):
         raise UserError(f"{OUTSIDE} in {source} must give path, object and sha256 of each name.") from None
 
 
 def check_unchanged(value: Mapping[str, Any] | None, source: str) -> None:
-    """UserError where a part from outside is no longer what a configuration says that the run began with."""
+    """Raise UserError if a part from outside is no longer the one that, by its configuration, the run began with."""
     for name, origin in recorded_origins(value, source).items():
         file = Path(origin.path)
         if not is_there(file):

@@ -1,13 +1,13 @@
-"""Presets: YAML files with the settings of a published table, its splits, the weights of each method, and variants.
+"""Presets: YAML files with the settings of a published table: its splits, each method's hyper-parameters, and variants.
 
     run: {rounds: 100, lr: 0.01}                     options of every run
     splits: {P5C2: {partition: pcdd, clients: 5}}    chosen by `split`
     methods: {fedprox: {mu: 0.01, splits: {P5C2: {mu: 0.001}}}}
-    variants: {intra-only: {method: fedmr, terms: intra}}    chosen by `variant`, where a table has several of a method
+    variants: {intra-only: {method: fedmr, terms: intra}}    chosen by `variant`, if a table has several of a method
     grid: {fedprox: {mu: [0.01, 0.1]}}               what a sweep searches, one hyper-parameter after another
 
-Later ones win: run, the split, the method, the method's split, the variant, the variant's split. A run's config.yaml,
-flat, is a preset too.
+Later settings override earlier ones: run, the split, the method, the method's split, the variant, the variant's split.
+A run's config.yaml, which is flat, is a preset too.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ from fedjax_pcdd.registry import is_import_path, recall
 from fedjax_pcdd.training.config import FOLDERS, RUN, RunConfig, parse_config
 from fedjax_pcdd.training.fields import as_mapping, convert_all, load_mapping, options_of, read_text, short_nearest
 
-PAPERS = Path(__file__).parents[1] / "papers"  # `presets` and `expected`, what they print
+PAPERS = Path(__file__).parents[1] / "papers"  # has `presets`, and `expected`: what the papers print
 PRESETS = PAPERS / "presets"
 SECTIONS = ("run", "splits", "methods", "variants", "grid")
 _RUN = {name: option for name, option in RUN.items() if name not in FOLDERS}
@@ -40,7 +40,7 @@ class Preset(NamedTuple):
 
 
 def read_preset(name: str, folder: Path = PRESETS) -> Preset:
-    """The preset `fedmr/table1` below a folder, or a YAML file by its path.
+    """The preset with a name such as `fedmr/table1` below a folder, or in the YAML file at a path.
 
     Raises:
       UserError: there is none, or it cannot be read.
@@ -55,7 +55,7 @@ def read_preset(name: str, folder: Path = PRESETS) -> Preset:
 
 @lru_cache(64)
 def _parse(text: str, source: str) -> Preset:
-    """The preset of a text, which plans and pages ask for again and again; nobody changes its parts."""
+    """The preset in a text; cached, as plans and pages ask for it again and again, so its parts must not be changed."""
     top = load_mapping(text, source)
     if not set(top) & set(SECTIONS):
         return _from_flat(top, source)
@@ -71,15 +71,15 @@ def _parse(text: str, source: str) -> Preset:
         plain = methods.plain_name(name)
         if plain not in methods.METHODS and not is_import_path(plain):
             raise UserError(f"unknown method '{plain}' in {source}: {short_nearest(plain, methods.METHODS)}")
-    for name, searched in preset.grid.items():
-        for option, listed in searched.items():
-            if option not in options_of(methods.get(name)) or not isinstance(listed, list):
-                raise UserError(f"'grid' in {source} must list values of {name}'s own options, not {option}: {listed}.")
+    for name, hyper_grid in preset.grid.items():
+        for option, values in hyper_grid.items():
+            if option not in options_of(methods.get(name)) or not isinstance(values, list):
+                raise UserError(f"'grid' in {source} must list values of {name}'s own options, not {option}: {values}.")
     return preset
 
 
 def _named(parts: Any, section: str, source: str) -> dict[str, dict[str, Any]]:
-    """The parts of a section, whose names stay as they are written."""
+    """The parts of a section by name; the names stay as they are written."""
     if not isinstance(parts, dict):
         raise UserError(f"'{section}' in {source} must name {section}, not {str(parts)[:40]!r}.")
     part = section.removesuffix("s")
@@ -87,7 +87,7 @@ def _named(parts: Any, section: str, source: str) -> dict[str, dict[str, Any]]:
 
 
 def _from_flat(flat: dict[str, Any], source: str) -> Preset:
-    """A recorded configuration; the folder it was written to is not repeated."""
+    """The preset of a recorded configuration, without the folder that it was written to."""
     from fedjax_pcdd.training.outside import OUTSIDE, recorded_origins
 
     flat = dict(flat)
@@ -99,14 +99,14 @@ def _from_flat(flat: dict[str, Any], source: str) -> Preset:
 
 
 def preset_method(preset: Preset, variant: str | None = None) -> str | None:
-    """The method that a variant, or else the preset for all its runs, names, if any; UserError: no such variant."""
+    """The method named by the variant, else by the preset for all its runs, if any; UserError: no such variant."""
     name = _part(preset, "variant", variant).get("method", preset.run.get("method"))
     return None if name is None else str(name)
 
 
 def listed_as(preset: Preset, method: str) -> str:
-    """The name under which the preset has a method: with its suffixes where it lists these, else without them."""
-    named = {*preset.methods, *preset.grid, *(str(one["method"]) for one in preset.variants.values())}
+    """The name under which the preset has a method: with its suffixes if it lists these, else without them."""
+    named = {*preset.methods, *preset.grid, *(str(variant["method"]) for variant in preset.variants.values())}
     return method if method in named else methods.plain_name(method)
 
 
@@ -120,43 +120,43 @@ def preset_values(preset: Preset, method: str, split: str | None, variant: str |
     run = convert_all(preset.run, _RUN, source)
     if preset.splits and split is None:
         raise UserError(f"{source} has several splits: add `split` with one of {', '.join(preset.splits)}.")
-    chosen = convert_all(_part(preset, "split", split), _PART, f"split '{split}' of {source}")
+    overrides = convert_all(_part(preset, "split", split), _PART, f"split '{split}' of {source}")
     name = listed_as(preset, method)
-    own = _variant_of(preset, name, variant)
-    for part, where in (preset.methods.get(name, {}), f"method '{name}'"), (own, f"variant '{variant}'"):
+    variant_settings = _variant_of(preset, name, variant)
+    for part, where in (preset.methods.get(name, {}), f"method '{name}'"), (variant_settings, f"variant '{variant}'"):
         where = f"{where} of {source}"
-        chosen |= convert_all({key: value for key, value in part.items() if key != "splits"}, known, where)
-        chosen |= convert_all(_on_split(preset, part.get("splits"), split, where), known, where)
-    return run | chosen
+        overrides |= convert_all({key: value for key, value in part.items() if key != "splits"}, known, where)
+        overrides |= convert_all(_on_split(preset, part.get("splits"), split, where), known, where)
+    return run | overrides
 
 
 def _on_split(preset: Preset, splits: Any, split: str | None, where: str) -> dict[str, Any]:
-    """What a method or a variant has on this split alone."""
+    """The settings of a method or a variant for this split only."""
     if splits is None:
         return {}
-    own = {str(name): values for name, values in splits.items()} if isinstance(splits, dict) else None
-    if own is None or not set(own) <= set(preset.splits):
+    by_split = {str(name): values for name, values in splits.items()} if isinstance(splits, dict) else None
+    if by_split is None or not set(by_split) <= set(preset.splits):
         raise UserError(f"'splits' of {where} may name no other splits than {', '.join(preset.splits)}.")
-    return as_mapping(own.get(str(split)), f"split '{split}' of {where}")
+    return as_mapping(by_split.get(str(split)), f"split '{split}' of {where}")
 
 
 def _variant_of(preset: Preset, method: str, variant: str | None) -> dict[str, Any]:
-    """The variant, which must be one of this method; left out, the one of its name, else it must have none."""
-    own = [name for name, one in preset.variants.items() if one["method"] == method]
-    variant = method if variant is None and method in own else variant
-    chosen = _part(preset, "variant", variant)
-    if variant is None and own:
-        raise UserError(f"{preset.source} has variants of {method}: add `variant` with one of {', '.join(own)}.")
-    if variant is not None and chosen["method"] != method:
+    """The settings of a variant of this method; for None, of the one with its name, else the method must have none."""
+    variants = [name for name, settings in preset.variants.items() if settings["method"] == method]
+    variant = method if variant is None and method in variants else variant
+    selected = _part(preset, "variant", variant)
+    if variant is None and variants:
+        raise UserError(f"{preset.source} has variants of {method}: add `variant` with one of {', '.join(variants)}.")
+    if variant is not None and selected["method"] != method:
         raise UserError(
-            f"variant '{variant}' of {preset.source} is one of {chosen['method']}, not of {method}: drop `method` or "
+            f"variant '{variant}' of {preset.source} is one of {selected['method']}, not of {method}: drop `method` or "
             "choose another `variant`."
         )
-    return {key: value for key, value in chosen.items() if key != "method"}
+    return {key: value for key, value in selected.items() if key != "method"}
 
 
 def _part(preset: Preset, kind: str, name: str | None) -> dict[str, Any]:
-    """The split or the variant of a name, {} for none."""
+    """The settings of the split or variant of this name, {} for None."""
     parts = preset.splits if kind == "split" else preset.variants
     if name is None:
         return {}
@@ -168,7 +168,7 @@ def _part(preset: Preset, kind: str, name: str | None) -> dict[str, Any]:
 
 
 def read_run(folder: Path) -> tuple[RunConfig, Method]:
-    """The configuration that a run has written into its folder; UserError where there is none."""
+    """The configuration and method that a run has written into its folder; UserError if there are none."""
     if not is_there(folder, Path.is_dir):
         what = f"{folder} is a file" if is_there(folder) else f"there is no folder {folder}"
         raise UserError(f"{what}: name the folder of a run.")

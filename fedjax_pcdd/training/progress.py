@@ -1,4 +1,4 @@
-"""What a user sees of a run: a bar while it trains, a table at its end."""
+"""What the user sees of a run: a progress bar during training, a table at its end."""
 
 import math
 import time
@@ -18,13 +18,13 @@ IN_TRAINING = "PA in training"
 
 
 class CellBar:
-    """A bar in the output of a notebook's cell, which changes in place."""
+    """A bar in the output of a notebook's cell, updated in place."""
 
     def __init__(self):
         self._shown = None
 
     def show(self, done: int, total: int, text: str) -> None:
-        """Draw it, with words beside it."""
+        """Draw the bar, with a text beside it."""
         from IPython.display import display  # pyright: ignore[reportMissingImports] -- a notebook has it
 
         html = f'<progress max="{total}" value="{done}"></progress> {escape(text)}'
@@ -50,7 +50,7 @@ class _Bar:
         self._progress.start()
 
     def show(self, done: int, text: str) -> str:
-        """Draw it; gives the same as a line."""
+        """Draw the bar; returns what it shows as a line of text."""
         self._progress.update(self._task, completed=done, description=text)
         line = f"round {done}/{self._total}  {text}  {self._left(done)}"
         if self._cell:
@@ -61,15 +61,15 @@ class _Bar:
         self._progress.stop()
 
     def _left(self, done: int) -> str:
-        """Time to go, if rounds take as long as those so far."""
-        taken = time.perf_counter() - self._begun
-        seconds = math.ceil(taken / max(1, done - self._first) * (self._total - done))
+        """The remaining time, if rounds take as long as those so far."""
+        elapsed = time.perf_counter() - self._begun
+        seconds = math.ceil(elapsed / max(1, done - self._first) * (self._total - done))
         minutes, seconds = divmod(seconds, 60)
         return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
 
 
 class RunBar(Callback):
-    """A bar on a terminal or in a notebook, elsewhere one plain line about every tenth of the rounds."""
+    """A bar on a terminal or in a notebook; elsewhere one plain line after about every tenth of the rounds."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or Console()
@@ -77,11 +77,11 @@ class RunBar(Callback):
         self._known: dict[str, Any] = {}
 
     def on_start(self, run: Run) -> None:
-        """Draw what is done."""
+        """Draw the rounds that are done."""
         self._bar.start(run.rounds, run.round)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Draw the round; what one without evaluation does not know stays as it was."""
+        """Draw the round; values that a round without evaluation does not have stay as they were."""
         self._known |= {name: value for name, value in run.history.rows[-1].items() if value is not None}
         line = self._bar.show(run.round, _accuracies(self._known))
         in_lines = not (self._console.is_terminal or self._console.is_jupyter)
@@ -89,12 +89,12 @@ class RunBar(Callback):
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def on_end(self, run: Run) -> None:
-        """Leave it as it is."""
+        """Stop the bar, which stays as it is."""
         self._bar.stop()
 
 
 def bars(progress: Any) -> list[Callback]:
-    """The bar of a run as callbacks, if it is asked for; UserError for what is neither True nor False."""
+    """The bar of a run as a list of callbacks, if asked for; UserError if `progress` is neither True nor False."""
     return [RunBar()] if yes_or_no(progress, "progress") else []
 
 
@@ -102,13 +102,13 @@ class SweepBar:
     """One bar for the rounds of all runs of a sweep; on a terminal or in a notebook only."""
 
     def __init__(self, rounds: Mapping[str, int], console: Console, cell: CellBar | None = None):
-        """Args: rounds: of each run, by its name; cell: where the bar is in a notebook."""
+        """Args: rounds: number of rounds of each run, by its name; cell: the bar in a notebook."""
         self._rounds, self._done = rounds, dict.fromkeys(rounds, 0)
         self._bar = _Bar(console, cell)
 
     @property
     def completed(self) -> int:
-        """Rounds of all runs."""
+        """Completed rounds of all runs together."""
         return sum(self._done.values())
 
     def __enter__(self):
@@ -119,20 +119,20 @@ class SweepBar:
         self._bar.stop()
 
     def show(self, name: str, done: int) -> None:
-        """A run has completed so many rounds."""
+        """Show that a run has completed this many rounds."""
         self._done[name] = done
         self._bar.show(self.completed, name)
 
     def end(self, name: str) -> None:
-        """A run is over, whether or not it came to its last round."""
+        """Show that a run is over, whether or not it came to its last round."""
         self.show(name, self._rounds[name])
 
 
 class PartOfSweep(Callback):
-    """Tells a sweep's bar of the rounds of one run."""
+    """Shows the rounds of one run in a sweep's bar."""
 
     def __init__(self, bar: SweepBar, name: str):
-        """Args: name: of the run."""
+        """Args: bar: the sweep's bar; name: the run's name."""
         self.bar, self.name = bar, name
 
     def on_round(self, run: Run, report: RoundReport) -> None:
@@ -145,7 +145,7 @@ def final_table(summary: Mapping[str, Any]) -> Table:
 
     Args:
       summary: `ga_best`, `ga_best_round`, `ga_last` as shares in [0, 1], and the same for `pa`; None or
-        nothing where there is no such value.
+        missing if there is no such value.
     """
     table = Table("accuracy (%)", title_justify="left")
     for heading in ("best", "in round", "last", "std over clients", "worst tenth"):
@@ -160,7 +160,7 @@ def final_table(summary: Mapping[str, Any]) -> Table:
 
 
 def pa_name(summary: Mapping[str, Any]) -> str:
-    """What PA is called as a summary has it, so that it shares no name with that of another moment.
+    """The name of PA in a summary, which tells it from PA measured at another time.
 
     >>> pa_name({"pa_protocol": "global model fine-tuned for 10 epochs"}), pa_name({"pa_protocol": "during training"})
     ('PA after fine-tuning', 'PA in training')
@@ -172,7 +172,7 @@ def pa_name(summary: Mapping[str, Any]) -> str:
 
 
 def pa_entries(summary: Mapping[str, Any]) -> dict[str, str]:
-    """What begins the entries of PA in a summary, by the name of that PA; the first is that of the run's protocol.
+    """The prefix of the PA entries in a summary, by the name of that PA; the first is that of the run's protocol.
 
     >>> pa_entries({"pa_protocol": "global model fine-tuned for 10 epochs", "pa_local_best": 0.5})
     {'PA after fine-tuning': 'pa', 'PA in training': 'pa_local'}
@@ -181,18 +181,18 @@ def pa_entries(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def pa_names(summaries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What PA is called in some of them, each name once; those without PA, as of what failed, count if all are."""
-    known = list(summaries)
-    return list(dict.fromkeys(map(pa_name, filter(_has_pa, known) if any(map(_has_pa, known)) else known)))
+    """The distinct names of PA in summaries; those without PA, as of failed runs, count only if none has PA."""
+    listed = list(summaries)
+    return list(dict.fromkeys(map(pa_name, filter(_has_pa, listed) if any(map(_has_pa, listed)) else listed)))
 
 
 def _has_pa(summary: Mapping[str, Any]) -> bool:
-    """Whether it tells of PA."""
+    """Whether a summary has a value of PA."""
     return any(value not in (None, "") for name, value in summary.items() if name.startswith("pa_"))
 
 
 def with_pa_named(heading: str, summaries: Iterable[Mapping[str, Any]]) -> str:
-    """A heading in which PA has the name of `pa_name`; where summaries have several, all of these.
+    """A heading in which PA has its name from `pa_name`; if the summaries have several, all of these.
 
     >>> training, tuned = {"pa_protocol": "during training"}, {"pa_protocol": "global model fine-tuned for 2 epochs"}
     >>> with_pa_named("PA best", [training]), with_pa_named("PA best", [training, tuned])
@@ -215,7 +215,7 @@ def show(summary: Mapping[str, Any], folder: Path, console: Console | None = Non
 
 
 def _accuracies(row: Mapping[str, Any]) -> str:
-    """GA, PA and loss, those that a row has."""
+    """GA, PA and loss in words, those that a row has."""
     texts = [f"{name} {_percent(row[key])} %" for key, name in (("ga", "GA"), ("pa", IN_TRAINING)) if key in row]
     return "  ".join([*texts, f"loss {row['loss']:.4g}"] if "loss" in row else texts)
 

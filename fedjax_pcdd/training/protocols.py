@@ -1,4 +1,4 @@
-"""Protocols of PA: which of a client's models in a round counts, and what of that is chosen on test data.
+"""Protocols of PA: which of a client's models in a round counts, and how much of that choice is made on test data.
 
 a(k, e) is the accuracy of client k on its own tests after e epochs of a round (or of fine-tuning), e = 0
 being the received shared part joined with the client's own. A client that does not take part keeps its last value.
@@ -8,8 +8,8 @@ being the received shared part joined with the client's own. A client that does 
     best_epoch  mean over k of max over e of a(k, e); chosen client by client
     best_mean   max over e of the mean over k of a(k, e); chosen once for all
 
-So best_epoch >= best_mean >= last where all clients take part; otherwise `last` of a method whose PA is read between
-rounds is newer than theirs for absent clients. Letters: n clients that trained, E epochs, C classes.
+So best_epoch >= best_mean >= last if all clients take part. Otherwise, in a method whose PA is measured between
+rounds, `last` is newer than the other two for absent clients. Letters: n clients that trained, E epochs, C classes.
 """
 
 import math
@@ -37,7 +37,7 @@ def needs_epochs(protocol: Protocol | None) -> bool:
 
 
 def protocol_of(asked: Protocol | None, traits: Traits) -> Protocol:
-    """The protocol of a run: as asked for, or as the method's own option has it.
+    """The protocol of a run: the one asked for, else that of the method's own option, else `last`.
 
     Raises:
       UserError: the two contradict each other.
@@ -52,8 +52,8 @@ def by_epoch(jobs: Jobs, before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
     Args:
       jobs: what each client did, fields [n].
-      before: [n, E, C] correct answers before each epoch, E = 0 where nothing was tested.
-      after: [n, C] in the end.
+      before: [n, E, C] correct answers before each epoch; E = 0 if nothing was tested.
+      after: [n, C] correct answers at the end.
     """
     epochs = jobs.steps // np.maximum(jobs.epoch_steps, 1)
     done = np.arange(before.shape[1]) >= epochs[:, None]
@@ -61,26 +61,26 @@ def by_epoch(jobs: Jobs, before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def rules(correct: np.ndarray, tests: np.ndarray) -> dict[Protocol, np.ndarray]:
-    """Correct answers [n, C] of the model that counts under `last` and the protocols that choose.
+    """Correct answers [n, C] of the model that counts, under `last` and the protocols that choose an epoch.
 
-    An epoch is chosen by its share of all tests, and of equal ones the earliest.
+    An epoch is chosen by its share of correct answers on the tests; of equal ones, the earliest.
 
     Args:
-      correct: [n, E + 1, C] as `by_epoch` has them, validation samples behind the tests; `last` alone for E = 0.
-      tests: [n, C'] test samples of each class; a client without any has no say.
+      correct: [n, E + 1, C] from `by_epoch`, test samples before validation samples; E = 0 gives `last` only.
+      tests: [n, C'] test samples of each class; a client without any has no influence.
     """
     last: dict[Protocol, np.ndarray] = {"last": correct[:, -1]}
     if correct.shape[1] == 1:
         return last
     answers = correct[:, :, : tests.shape[1]].sum(axis=2)
-    each, common = answers.argmax(axis=1), _best_epoch(answers, tests.sum(axis=1))
-    return {**last, "best_epoch": correct[np.arange(len(correct)), each], "best_mean": correct[:, common]}
+    own_epochs, common_epoch = answers.argmax(axis=1), _best_epoch(answers, tests.sum(axis=1))
+    return {**last, "best_epoch": correct[np.arange(len(correct)), own_epochs], "best_mean": correct[:, common_epoch]}
 
 
 def _best_epoch(correct: np.ndarray, tests: np.ndarray) -> int:
-    """The first of the epochs [n, E + 1] with the best mean share: fractions of integers, so that ties are ties."""
+    """The first of the epochs [n, E + 1] with the best mean share; compared in integers, so that ties are ties."""
     sizes = [size for size in tests.tolist() if size]
-    whole = math.lcm(*sizes)
-    parts = [whole // size for size in sizes]
-    sums = [sum(map(mul, counts, parts)) for counts in correct[tests > 0].T.tolist()]
+    denominator = math.lcm(*sizes)
+    weights = [denominator // size for size in sizes]
+    sums = [sum(map(mul, counts, weights)) for counts in correct[tests > 0].T.tolist()]
     return sums.index(max(sums))

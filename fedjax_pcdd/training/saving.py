@@ -1,4 +1,4 @@
-"""The callback that saves a run, and what is looked at before one begins: whether the disk has room for it."""
+"""The callback that saves a run, and the check before a run begins that the disk has room for it."""
 
 import json
 import os
@@ -22,60 +22,60 @@ _SMALL_FILES = 2**17
 
 
 class Checkpoint(Callback):
-    """Saves a run and the state of the callbacks beside it; the last round in any case."""
+    """Saves a run and the state of its other callbacks; the last round is always saved."""
 
     def __init__(
         self, checkpoints: Checkpoints, callbacks: Sequence[Callback] = (), resolved: Mapping[str, Any] | None = None
     ):
-        """Args: callbacks: those that may have a state; resolved: what resolved.json holds, kept in each checkpoint."""
+        """Args: callbacks: those that may have a state; resolved: content of resolved.json, kept in each checkpoint."""
         self.checkpoints, self.resolved = checkpoints, resolved
-        self.began_with: dict[str, Any] | None = None  # what the run of a restored checkpoint computes from
-        self.missing: list[str] = []  # callbacks that the restored run had, and that are not here
-        self._named: dict[str, Callback] = {}  # by class; of several of one class the later ones have a number
+        self.began_with: dict[str, Any] | None = None  # inputs of the restored run
+        self.missing: list[str] = []  # callbacks that the restored run had and this one lacks
+        self._named: dict[str, Callback] = {}  # by class; later ones of the same class have a number
         for callback in callbacks:
             name = type(callback).__name__
             number = 1 + sum(type(other) is type(callback) for other in self._named.values())
             self._named[name if number == 1 else f"{name}-{number}"] = callback
 
     def begin(self, state: Any, best: Any) -> tuple[Any, Progress] | None:
-        """State and progress of the newest intact full checkpoint, if there is any; callbacks go back to it, too.
+        """State and progress of the newest intact full checkpoint, if there is any; restores the callbacks too.
 
         Args:
           state: a `State` with the wanted shapes.
-          best: variables with those of the best global model, () where none is kept.
+          best: variables with the shapes of the best global model's, () if none is kept.
         """
         restored = self.checkpoints.restore((state.servers, best), (state.clients, state.statistics))
         if restored is None:
             return None
         (servers, best), record = restored.server, dict(restored.history)
-        kept, stopped = record.pop("callbacks", {}), record.pop("stopped", False)
+        states, stopped = record.pop("callbacks", {}), record.pop("stopped", False)
         self.began_with = record.pop("resolved", {}).get("inputs")
-        self.missing = sorted(kept.keys() - self._named.keys())
-        for name in kept.keys() & self._named.keys():
-            self._named[name].restore(kept[name])
+        self.missing = sorted(states.keys() - self._named.keys())
+        for name in states.keys() & self._named.keys():
+            self._named[name].restore(states[name])
         clients, statistics = restored.clients
         state = state._replace(servers=servers, clients=clients, statistics=statistics)
         return state, Progress(restored.round, History(**record), best, stopped)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Save the round, if it is due or the last one, and beside its history what else is to be restored."""
+        """Save the round if it is due or the last one: its state, its history and what else is to be restored."""
         last = run.is_over or interrupts.pending() is not None
         if not (self.checkpoints.is_due(run.round) or last):
             return
         state, history = run.state, run.history.to_json()
-        kept = {name: own for name, callback in self._named.items() if (own := callback.state()) is not None}
-        beside = {"callbacks": kept, "stopped": run.stopped, "resolved": self.resolved}
-        if beside := {name: value for name, value in beside.items() if value}:
+        states = {name: saved for name, callback in self._named.items() if (saved := callback.state()) is not None}
+        extra = {"callbacks": states, "stopped": run.stopped, "resolved": self.resolved}
+        if extra := {name: value for name, value in extra.items() if value}:
             try:
-                history = f"{history[:-1]}, {json.dumps(beside)[1:]}"
+                history = f"{history[:-1]}, {json.dumps(extra)[1:]}"
             except (TypeError, ValueError) as error:
-                names = " or ".join(kept)
+                names = " or ".join(states)
                 raise UserError(f"the state of {names} is no JSON ({error}): return numbers or texts.") from error
         clients, storage = (state.clients, state.statistics), getattr(run.simulation, "storage", None)
-        given: Any = clients
+        saved_clients: Any = clients
         if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):
-            given = lambda: Changed(storage.changed(), clients, storage.owners)  # noqa: E731
-        self.checkpoints.save(run.round, (state.servers, run.best), given, history, force=last)
+            saved_clients = lambda: Changed(storage.changed(), clients, storage.owners)  # noqa: E731
+        self.checkpoints.save(run.round, (state.servers, run.best), saved_clients, history, force=last)
 
     def on_end(self, run: Run) -> None:
         """Write what is not yet written."""
@@ -88,7 +88,7 @@ def required_bytes(server: Any, clients: Any) -> int:
 
 
 def check_space(folder: Path, required: int) -> None:
-    """UserError where the disk of a folder, which need not exist yet, has less room than so many bytes."""
+    """Raise UserError if the disk of a folder, which need not exist yet, has fewer free bytes than required."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     if free < required:

@@ -1,4 +1,4 @@
-"""All parts of a run, of one experiment or of several that share a program, as `Setup`.
+"""`Setup`: all parts of a run, for one experiment or for several that share a program.
 
 Letters: E experiments, K clients.
 """
@@ -50,7 +50,7 @@ Pair = tuple[RunConfig, Method]
 
 
 class Given(NamedTuple):
-    """Parts of a run that are objects of the user's own, in place of what the options say."""
+    """Parts of a run that the user passes as objects, in place of those that the options describe."""
 
     federation: Federation | None = None
     model: Any = None  # a `Classifier` or what `models.build` takes; a list of these for participants
@@ -61,20 +61,20 @@ NOTHING = Given()
 
 
 class Setup:
-    """Experiments that share a program, ready to be trained: clients of a partition with one architecture.
+    """Experiments that share a program, ready for training: clients of a partition, all with one architecture.
 
     Attributes:
-      config: of the first experiment; the others differ in what may differ within a program.
-      federations: of each experiment [E].
-      simulation: with one lane.
-      methods: of each experiment [E], as the simulation uses them.
-      convolutions: forms that were timed on the device, None for those of the packaged table.
+      config: configuration of the first experiment; the others differ only in what may differ within a program.
+      federations: clients' data of each experiment [E].
+      simulation: the simulation with one lane.
+      methods: method of each experiment [E], as the simulation uses it.
+      convolutions: forms of convolutions timed on the device, None for those of the packaged table.
     """
 
     convolutions: Choices | None = None
 
     def __init__(self, pairs: Sequence[Pair], given: Given = NOTHING):
-        """Build everything but the compiled programs; UserError for settings that cannot work."""
+        """Build everything except the compiled programs; UserError for settings that cannot work."""
         self.clock, self.started = CompileClock(), perf_counter()
         select_device(pairs[0][0].device, pairs[0][0].devices)
         self.pairs, self.given = self.completed(pairs), given
@@ -93,39 +93,39 @@ class Setup:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the global variables of the best GA are needed in the end."""
+        """Whether the global variables with the best GA are needed at the end."""
         return self.tunes and self.methods[0].traits().global_model
 
     @property
     def protocol(self) -> Protocol:
-        """Of PA."""
+        """The protocol of PA."""
         return protocol_of(self.config.pa_protocol, self.pairs[0][1].traits())
 
     @property
     def tests_epochs(self) -> bool:
-        """Whether clients are tested before every local epoch: not for models that are fine-tuned after training."""
+        """Whether clients are tested before every local epoch; not if models are fine-tuned after training."""
         traits, config = self.pairs[0][1].traits(), self.config
         one_model = traits.global_model and config.bn != "local-layers"
         return needs_epochs(self.protocol) and not (traits.fine_tunes and one_model and config.fine_tune_epochs)
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Of each data set, of which there are seldom several."""
+        """Digest of each data set by its `id`; there is seldom more than one."""
         datasets = {id(federation.dataset): federation.dataset for federation in self.federations}
         return {key: digest_of(dataset) for key, dataset in datasets.items()}
 
     def inputs(self, e: int, config: RunConfig, method: Method) -> dict[str, Any]:
-        """What an experiment, as it was asked for, computes from: see `inputs_of`."""
-        federation, one = self.federations[e], self.simulation
-        public = one.data.public if isinstance(one, Simulation) else one.images
+        """The inputs of an experiment, as the user configured it; see `inputs_of`."""
+        federation, simulation = self.federations[e], self.simulation
+        public = simulation.data.public if isinstance(simulation, Simulation) else simulation.images
         data = self._digests[id(federation.dataset)]
         images = () if public is None else public
-        labels = None if isinstance(one, Simulation) else one.public_labels
-        known = one.experiments[e].availability if isinstance(one, Simulation) else None
-        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, known)
+        labels = None if isinstance(simulation, Simulation) else simulation.public_labels
+        availability = simulation.experiments[e].availability if isinstance(simulation, Simulation) else None
+        return inputs_of(config, method, federation, data, images, self.given.pipeline, labels, availability)
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
-        """The experiments with the options that none of them gives and this kind of run knows."""
+        """The experiments, with this kind of run's own defaults for options that were not given."""
         return pairs
 
     def federate(self) -> list[Federation]:
@@ -136,12 +136,12 @@ class Setup:
         return [federate(config, dataset) for config, _ in self.pairs]
 
     def make(self, lanes: int) -> Any:
-        """The simulation with so many lanes."""
+        """The simulation with this number of lanes."""
         (config, method), federation = self.pairs[0], self.federations[0]
         private, plain = self.pipelines()
         experiments = [
-            Experiment(own, m, local_training(c, m), c.seed, availability=who_is_there(c, own.num_clients))
-            for (c, m), own in zip(self.pairs, self.federations, strict=True)
+            Experiment(data, m, local_training(c, m), c.seed, availability=who_is_there(c, data.num_clients))
+            for (c, m), data in zip(self.pairs, self.federations, strict=True)
         ]
         model = config.model or default_model(federation.dataset) if self.given.model is None else self.given.model
         if isinstance(model, list | tuple):
@@ -158,7 +158,7 @@ class Setup:
 
     @cached_property
     def _stream(self) -> int | None:
-        """Bytes for the samples that are sent to the device; None where all of them are on it."""
+        """Device memory in bytes for samples sent from the host; None if all samples are on the device."""
         config, dataset = self.config, self.federations[0].dataset
         share = int(min(available_memory(), 2**60) / 3)
         fits = dataset.x_train.nbytes + dataset.x_test.nbytes <= share
@@ -167,26 +167,26 @@ class Setup:
         return share if config.data_memory is None else config.data_memory * 10**6
 
     def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
-        """Of private and of public images."""
+        """The pipelines of private and of public images."""
         config, federation = self.config, self.federations[0]
         dataset, shape, text = config.dataset, federation.image_shape, federation.dataset.text
-        own = self.given.pipeline
-        more = {"text": text, "own": config.augmentation, "seed": config.seed}
-        own = own or augment.pipeline(dataset, config.augment, shape, **more)
-        augment.check_own(own, shape, federation.dataset.x_train.dtype)
-        return own, augment.pipeline(dataset, False, shape, text=text)
+        private = self.given.pipeline
+        options = {"text": text, "own": config.augmentation, "seed": config.seed}
+        private = private or augment.pipeline(dataset, config.augment, shape, **options)
+        augment.check_own(private, shape, federation.dataset.x_train.dtype)
+        return private, augment.pipeline(dataset, False, shape, text=text)
 
     def in_form(self, model: Classifier) -> Classifier:
-        """A model with the precision of the options, and the forms of convolutions that are used."""
+        """The model with the configured precision and the chosen forms of convolutions."""
         precision = model.precision or products(self.config.precision)
         return model.clone(precision=precision, convolutions=self.convolutions)
 
     def _execution(self, lanes: int) -> Execution:
-        """What a `Simulation` and `Groups` have in common of how they are computed."""
+        """The execution settings that `Simulation` and `Groups` share."""
         return Execution(lanes=lanes, eval_batch=self.config.eval_batch, dtype=TYPES[self.config.precision])
 
     def _settings(self) -> dict[str, Any]:
-        """What a `Simulation` and `Groups` take of the options alike."""
+        """The keyword arguments from the options that `Simulation` and `Groups` share."""
         config = self.config
         return {
             "rounds": config.rounds, "weights": config.weights, "tests_epochs": self.tests_epochs,
@@ -207,46 +207,46 @@ class Setup:
             )
 
     def _check_protocol(self, e: int) -> None:
-        """UserError where PA of the best epochs cannot be measured."""
+        """Raise UserError if PA of the best epochs cannot be measured."""
         config, traits = self.pairs[e][0], self.methods[e].traits()
         if not needs_epochs(self.protocol) or self.keeps_best:
             return
-        absent = config.availability is not None or config.lost_share
-        sometimes = absent or config.cohort not in (None, self.federations[e].num_clients)
-        if traits.personal_model == "server" and config.eval_every > 1 and sometimes:
+        may_be_absent = config.availability is not None or config.lost_share
+        partial_participation = may_be_absent or config.cohort not in (None, self.federations[e].num_clients)
+        if traits.personal_model == "server" and config.eval_every > 1 and partial_participation:
             raise UserError(
                 f"`pa_protocol={self.protocol}` of this method looks at each client in the rounds in which it takes "
                 "part: use `eval_every=1`."
             )
 
     def _about_calibration(self, e: int) -> list[str]:
-        """What to think of before the global model is calibrated; UserError where it cannot be."""
+        """Advice about calibrating the global model; UserError if it cannot be calibrated."""
         return check_calibration(self.simulation, e) if self.pairs[e][0].calibrate == "ccvr" else []
 
     def advice(self, e: int) -> list[str]:
-        """Sentences about what is without effect, and what the method thinks of these settings."""
+        """Sentences about settings without effect, and the method's own advice about the settings."""
         config, method = self.pairs[e]
-        one = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
-        norms = about_norms(config.bn, one.program.model, one.image_shape)
-        found = unused(config, method.traits()) + norms + misspelt(method, Method)
-        return found + self.simulation.advice[e] + self._calibration[e]
+        first_simulation = self.simulation if isinstance(self.simulation, Simulation) else self.simulation.groups[0]
+        norms = about_norms(config.bn, first_simulation.program.model, first_simulation.image_shape)
+        sentences = unused(config, method.traits()) + norms + misspelt(method, Method)
+        return sentences + self.simulation.advice[e] + self._calibration[e]
 
     def start(self) -> State:
-        """The state before the first round, from the weights of a file where the options name one.
+        """The state before the first round, with the weights of a file if the options name one.
 
         Raises:
-          UserError: the file does not suit the models.
+          UserError: the file does not fit the models.
         """
         path = self.config.initial_weights
         return self.simulation.start() if path is None else started_from(self.simulation, located(str(path)))
 
     def settled(self, state: State, noted: Mapping[str, Any] | None, say: Say) -> Any:
-        """The simulation with the lanes and the forms of convolutions that are used.
+        """The simulation with its final number of lanes and forms of convolutions.
 
         Args:
           state: before the first round.
-          noted: what `notes` gave when the run began, None for a new one: then as the options say, or measured.
-          say: told what a user should know.
+          noted: what `notes` returned when the run began; None for a new run, which follows the options or measures.
+          say: called with what the user should know.
         """
         self.convolutions = convolutions_of(self.config, self.simulation, state, noted, say)
         lanes = noted["lanes"] if noted else self.config.lanes
@@ -259,20 +259,20 @@ class Setup:
         return self.make(lanes) if lanes > 1 or self.convolutions else self.simulation
 
     def with_fastest_lanes(self, state: State, jobs: int) -> Any:
-        """The simulation with as many lanes as are measured to be fastest, of so many jobs."""
+        """The simulation with the number of lanes that is measured to be fastest for this number of jobs."""
         return choose_lanes(self._with_lanes, state, jobs, self.config.rounds)
 
     def notes(self, simulation: Any) -> dict[str, Any]:
-        """What was settled, for resolved.json: with it a resumed run computes the same numbers."""
+        """The lanes and forms that were settled, for resolved.json, so that a resumed run computes the same numbers."""
         lanes = max(part.simulation.program.lanes for part in parts_of(simulation))  # of the architecture with the most
         return {"lanes": lanes, "convolutions": as_json(self.convolutions) if self.convolutions else []}
 
     def prepared(self, simulation: Any, state: State) -> State:
-        """What the first round starts from."""
+        """The state that the first round starts from."""
         return state
 
     def accuracies(self, e: int, **more: Any) -> Accuracies:
-        """The callback that measures an experiment; what more `Accuracies` takes."""
+        """The callback that measures an experiment; `more` are further arguments of `Accuracies`."""
         config = self.pairs[e][0]
         rules = {"keeps_best": self.keeps_best, "select_on": config.chosen_on, "protocol": self.protocol}
         return Accuracies(config.method, every=config.eval_every, **rules, **more)
@@ -280,8 +280,8 @@ class Setup:
     def concluded(
         self, simulation: Any, rounds: int, state: State, best: Any, results: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The results [E] with what fine-tuning and calibration after so many rounds add; `best` as they ask for it."""
-        results = [one | {"pa_protocol": one["pa_protocol"] + IN_WORDS[self.protocol]} for one in results]
+        """The results [E] plus fine-tuning and calibration after `rounds` rounds; `best` is used if `keeps_best`."""
+        results = [result | {"pa_protocol": result["pa_protocol"] + IN_WORDS[self.protocol]} for result in results]
         changes = [{} for _ in results]
         if self.config.calibrate == "ccvr":
             changes = calibrated(simulation, state)
@@ -292,13 +292,13 @@ class Setup:
                 tuned = from_global(tuner, best, last, rounds, results, self.protocol)
             else:
                 tuned = from_last(tuner, state, rounds, self.protocol)
-            changes = [one | other for one, other in zip(changes, tuned, strict=True)]
+            changes = [calibration | tuning for calibration, tuning in zip(changes, tuned, strict=True)]
         return [result | change for result, change in zip(results, changes, strict=True)]
 
     def pictures(self, folder: RunFolder) -> list[Callback]:
-        """Callbacks that write what only this kind of run has."""
+        """Callbacks that write the files which only this kind of run has."""
         return []
 
     def more_results(self, run: Run) -> dict[str, Any]:
-        """What a summary holds beside accuracies and costs."""
+        """Entries of a summary besides accuracies and costs."""
         return {}

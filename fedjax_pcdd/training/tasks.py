@@ -1,7 +1,7 @@
 """Runs of participants with models of their own: over a partition, or over the domains of a task (FCCL).
 
-In a task GA is the inter-domain accuracy, the mean over the other domains, and PA the intra-domain accuracy on the own
-one, each averaged over the participants (FCCL, equations 8 and 9, the own domain read as what is meant).
+In a task, GA is the inter-domain accuracy (mean over the other domains) and PA the intra-domain accuracy (on the own
+domain), both averaged over the participants (FCCL, equations 8 and 9, read as referring to the own domain).
 Letters: K participants, D = K domains, C classes.
 """
 
@@ -45,15 +45,15 @@ SMALL_ARCHITECTURES = ("mlp", "simple_cnn", "mcmahan_cnn", "fedrl_cnn")
 def has_participants(config: RunConfig, method: Method) -> bool:
     """Whether clients have models of their own or are the domains of a task, so that each trains in every round."""
     traits = of_kind(method, "traits", method.traits(), Traits)
-    own = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
-    return config.task is not None or bool(own)
+    keeps_models = traits.exchange != "never" or traits.averages != "never" or config.models or config.pretrain_epochs
+    return config.task is not None or bool(keeps_models)
 
 
 def setup(pairs: Sequence[Pair], given: Given = NOTHING) -> Setup:
-    """The parts of experiments that share a program, of the kind that their options ask for."""
+    """The `Setup` of experiments that share a program, of the class that their options call for."""
     config, method = pairs[0]
-    several = isinstance(given.model, list | tuple) and method.traits().own_models
-    if not (several or has_participants(config, method)):
+    several_models = isinstance(given.model, list | tuple) and method.traits().own_models
+    if not (several_models or has_participants(config, method)):
         return Setup(pairs, given)
     if given.pipeline is not None or (given.model is not None and config.task is not None):
         raise UserError(f"{config.method} takes a task's models by name, and the customary pipeline: drop your own.")
@@ -61,7 +61,7 @@ def setup(pairs: Sequence[Pair], given: Given = NOTHING) -> Setup:
 
 
 class ParticipantSetup(Setup):
-    """One experiment, in which clients keep their models and may differ in architecture."""
+    """One experiment in which clients keep their models and may differ in architecture."""
 
     epochs: tuple[int, ...] | None = None  # local epochs of each participant, if they differ
 
@@ -70,7 +70,9 @@ class ParticipantSetup(Setup):
         (config, method), federation = self.pairs[0], self.federations[0]
         labels = build.public_labels(config) if method.traits().transfer_epochs else None
         self.check_options(method)
-        models = [self.in_form(build.build_model(config, each, federation.dataset)) for each in self.models()]
+        models = [
+            self.in_form(build.build_model(config, architecture, federation.dataset)) for architecture in self.models()
+        ]
         (private, pipeline), public = self.pipelines(), None
         if method.traits().needs_public:
             public = Public(build.public_images(config, federation.image_shape), pipeline, config.public_batch)
@@ -81,12 +83,12 @@ class ParticipantSetup(Setup):
         )  # fmt: skip
 
     def models(self) -> list[Any]:
-        """An architecture for each participant, by its name or as it was given."""
-        config, federation, given = self.config, self.federations[0], self.given.model
-        named, participants = config.models or config.model, federation.num_clients
-        names = [name.strip() for name in (named or build.default_model(federation.dataset)).split(",")]
-        if given is not None:
-            names = list(given) if isinstance(given, list | tuple) else [given]
+        """The architecture of each participant, as a name or the object that was given."""
+        config, federation, given_model = self.config, self.federations[0], self.given.model
+        listed, participants = config.models or config.model, federation.num_clients
+        names = [name.strip() for name in (listed or build.default_model(federation.dataset)).split(",")]
+        if given_model is not None:
+            names = list(given_model) if isinstance(given_model, list | tuple) else [given_model]
         if not names:
             raise UserError("takes at least one architecture: name one, or drop the empty list.", field="model")
         if len(names) > participants:
@@ -94,7 +96,7 @@ class ParticipantSetup(Setup):
         return [names[k % len(names)] for k in range(participants)]
 
     def check_options(self, method: Method) -> None:
-        """UserError for options that mean nothing here."""
+        """Raise UserError for options that have no meaning here."""
         config = self.config
         if config.cohort not in (None, self.federations[0].num_clients) or config.client_state != "device":
             raise UserError("all participants take part in every round: drop `cohort` and `client_state`.")
@@ -114,11 +116,11 @@ class ParticipantSetup(Setup):
             raise UserError(f"{config.method} has one common model: name it with `model`, not `models`.")
 
     def with_fastest_lanes(self, state: State, jobs: int) -> Any:
-        """All participants of an architecture at once, but one after another on a CPU."""
+        """The simulation that trains all participants of an architecture at once; on a CPU, one after another."""
         return self.make(1 if jax.default_backend() == "cpu" else jobs)
 
     def prepared(self, simulation: Any, state: State) -> State:
-        """The state after pre-training, on public images and on private ones, if there is any."""
+        """The state after pre-training, if any, on public and on private images."""
         epochs, transfer = self.config.pretrain_epochs or 0, simulation.traits.transfer_epochs
         if not (epochs or transfer):
             return state
@@ -126,12 +128,12 @@ class ParticipantSetup(Setup):
 
 
 class TaskSetup(ParticipantSetup):
-    """The domains of a task, each of which is a participant."""
+    """One experiment on a task, each of whose domains is a participant."""
 
     task: Task
 
     def completed(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
-        """The experiment with the task's options where none are given."""
+        """The experiment, with the task's settings for options that were not given."""
         ((config, method),) = pairs
         if config.model is not None:
             raise UserError("`model` is for a data set: name the participants' architectures with `models`.")
@@ -140,17 +142,17 @@ class TaskSetup(ParticipantSetup):
             method = replace(method, public_epochs=task.recipe.public_epochs)
         if not config.local_epochs:
             self.epochs = task.recipe.local_epochs
-        traits, common = method.traits(), config.public in (None, task.recipe.public)
+        traits, task_images = method.traits(), config.public in (None, task.recipe.public)
         pretrain_epochs = PRETRAIN_EPOCHS if traits.own_models else 0
         config = replace(
             config, models=config.models or self._models(traits), public=config.public or task.recipe.public,
-            public_samples=config.public_samples or (task.recipe.public_samples if common else None),
+            public_samples=config.public_samples or (task.recipe.public_samples if task_images else None),
             pretrain_epochs=pretrain_epochs if config.pretrain_epochs is None else config.pretrain_epochs,
         )  # fmt: skip
         return [(config, method)]
 
     def federate(self) -> list[Federation]:
-        """The domains, of which each participant has one."""
+        """The domains as one federation, one domain per participant."""
         return [federation_of(self.task)]
 
     def _models(self, traits: Traits) -> str:
@@ -159,11 +161,11 @@ class TaskSetup(ParticipantSetup):
         return ",".join(SMALL_ARCHITECTURES if self.task.side < 32 else ARCHITECTURES)
 
     def in_form(self, model: Classifier) -> Classifier:
-        """As of any run, its kernels starting uniform, as all of the FCCL paper's do."""
+        """As in any run, but with uniformly initialised kernels, like all those of the FCCL paper."""
         return with_uniform_kernels(super().in_form(model))
 
     def check_options(self, method: Method) -> None:
-        """UserError also for options that mean nothing in a task."""
+        """Raise UserError also for options that have no meaning in a task."""
         super().check_options(method)
         if self.config.pa_protocol is not None:
             raise UserError("in a task PA is the intra-domain accuracy after each round: drop `pa_protocol`.")
@@ -173,19 +175,19 @@ class TaskSetup(ParticipantSetup):
             raise UserError("in a task PA is that of the models as they are: use `fine_tune_epochs=0`.")
 
     def pipelines(self) -> tuple[augment.Pipeline, augment.Pipeline]:
-        """One of the images of all domains, and that of the public images."""
+        """The pipeline of all domains' images, and that of the public images."""
         return augment.DOMAIN_PIPELINE, augment.public_pipeline(self.config.public or "", self.task.side)
 
     def accuracies(self, e: int, **more: Any) -> Accuracies:
-        """Inter- and intra-domain accuracies."""
+        """The callback that measures inter- and intra-domain accuracies."""
         return DomainAccuracies(self.config.method, every=self.config.eval_every, top=self.task.recipe.top, **more)
 
     def pictures(self, folder: RunFolder) -> list[Callback]:
-        """How well the pre-trained models do, and how the participants' logits correlate."""
+        """Callbacks for the pre-trained models' accuracies and the correlation of the participants' logits."""
         return [Start(folder), Correlation(folder, [domain.name for domain in self.task.domains])]
 
     def more_results(self, run: Run) -> dict[str, Any]:
-        """Who the participants were, and how well each does on every domain."""
+        """The participants, and the accuracy of each on every domain."""
         rows = [row for row in run.history.rows if row.get("intra")]
         return {
             "dataset": self.task.name,
@@ -199,18 +201,18 @@ class TaskSetup(ParticipantSetup):
 
 
 class DomainAccuracies(Accuracies):
-    """PA is the intra-domain accuracy, GA the inter-domain one; top-1 and top-5."""
+    """Measures PA as the intra-domain accuracy and GA as the inter-domain one, and both as top-1 and top-5."""
 
     def __init__(self, name: str, *, top: int = 1, **options: Any):
-        """As `Accuracies`; `top` says which of top-1 and top-5 are PA and GA."""
+        """As `Accuracies`; `top` is 1 or 5, whichever top-k accuracy PA and GA are."""
         super().__init__(name, **options)
         self.top = top
 
     def on_start(self, run: Run) -> None:
-        """All participants take part in the first round."""
+        """Nothing to measure: all participants take part in the first round."""
 
     def trained(self, run: Run, report: RoundReport, after: np.ndarray) -> None:
-        """PA is of the models between rounds alone."""
+        """Nothing to record: PA is that of the models between rounds only."""
 
     def on_round(self, run: Run, report: RoundReport) -> None:
         """Measure the round; the local objective is the plain mean over the participants (FCCL, Figure 6b)."""
@@ -226,8 +228,8 @@ class DomainAccuracies(Accuracies):
         row |= {"pa": float(intra.mean()), "ga": float(inter.mean()), **spread(intra)}
         row["intra"], row["inter"] = plain(intra), plain(inter)
         tests = np.broadcast_to(run.federation.test_class_counts, correct[:, :, top].shape)
-        of_classes = intra_and_inter(balanced(correct[:, :, top], tests))
-        row["pa_balanced"], row["ga_balanced"] = (float(values.mean()) for values in of_classes)
+        balanced_shares = intra_and_inter(balanced(correct[:, :, top], tests))
+        row["pa_balanced"], row["ga_balanced"] = (float(values.mean()) for values in balanced_shares)
         row |= further(run, run.simulation.general(run.state)[1])
         run.history.update_clients(np.arange(len(intra)), intra)
         run.history.update_best(inter)
@@ -237,25 +239,25 @@ class Start(Callback):
     """Writes the accuracies of the pre-trained models as start.json, the round 0 of FCCL's Figure 6."""
 
     def __init__(self, folder: RunFolder):
-        """Args: folder: of the run."""
+        """Args: folder: the run's folder."""
         self.folder = folder
 
     def on_start(self, run: Run) -> None:
-        """Before the first round alone."""
+        """Write them, only before the first round."""
         if not run.round:
             self.folder.write_json("start.json", {"round": 0, **_means(domain_shares(run))})
 
 
 class Correlation(Callback):
-    """Writes how the participants' logits correlate with their mean, on the public images and on each one's private
-    ones (FCCL, Figure 5)."""
+    """Writes how the participants' logits correlate with their mean, on the public images and on each participant's
+    private images (FCCL, Figure 5)."""
 
     def __init__(self, folder: RunFolder, names: Sequence[str]):
-        """Args: names: of the participants."""
+        """Args: folder: the run's folder; names: the participants' names."""
         self.folder, self.names = folder, list(names)
 
     def on_end(self, run: Run) -> None:
-        """correlation.npz and correlation.png, if there are public images."""
+        """Write correlation.npz and correlation.png, if there are public images."""
         if run.error is None and run.simulation.public is not None:
             public = np.asarray(pictures.correlation_matrices(run.simulation.public_logits(run.state)))
             private = np.stack([self._private(run, k) for k in range(len(self.names))])
@@ -267,17 +269,17 @@ class Correlation(Callback):
             )
 
     def _private(self, run: Run, k: int) -> np.ndarray:
-        """[C, C] of participant k on its own training images."""
+        """Correlation matrix [C, C] of participant k on its own training images."""
         images = run.federation.dataset.x_train[run.federation.partition.train[k]]
-        parts = np.array_split(images, -(-len(images) // PRIVATE_BATCH))
+        batches = np.array_split(images, -(-len(images) // PRIVATE_BATCH))
         logits = [
-            np.concatenate([run.outputs(part, client=j).logits for part in parts]) for j in range(len(self.names))
+            np.concatenate([run.outputs(batch, client=j).logits for batch in batches]) for j in range(len(self.names))
         ]
         return np.asarray(pictures.correlation_matrices(np.stack(logits))[k])
 
 
 def _means(shares: np.ndarray) -> dict[str, float]:
-    """Intra- and inter-domain accuracies, top-1 and top-5, from shares [K, D, 2]."""
+    """Mean intra- and inter-domain accuracies, top-1 and top-5, from shares [K, D, 2]."""
     row = {}
     for name, top in (("top1", 0), ("top5", 1)):
         intra, inter = intra_and_inter(shares[:, :, top])
@@ -291,12 +293,12 @@ def domain_shares(run: Run) -> np.ndarray:
 
 
 def _shares(run: Run, correct: np.ndarray) -> np.ndarray:
-    """The same from the counts [K, D, 2, C]."""
+    """The same from correct predictions [K, D, 2, C]."""
     return accuracy(correct.sum(-1), np.broadcast_to(run.federation.test_sizes[None, :, None], correct.shape[:3]))
 
 
 def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Accuracy on the own domain, and the mean over the others, [K] each (FCCL, equations 8 and 9).
+    """Accuracy on each participant's own domain, and the mean over the others, [K] each (FCCL, equations 8 and 9).
 
     Args:
       shares: [K, K] accuracy of participant i's model on domain j.
@@ -304,8 +306,8 @@ def intra_and_inter(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> [x.tolist() for x in intra_and_inter(np.array([[1.0, 0.25], [0.5, 0.75]]))]
     [[1.0, 0.75], [0.25, 0.5]]
     """
-    own = np.diagonal(shares)
-    return own.copy(), (shares.sum(1) - own) / (len(shares) - 1)
+    intra = np.diagonal(shares)
+    return intra.copy(), (shares.sum(1) - intra) / (len(shares) - 1)
 
 
 def federation_of(task: Task) -> Federation:

@@ -1,8 +1,8 @@
-"""Tracked quantities beside accuracy, one line a round in track.jsonl and a picture of each in the end.
+"""Tracked quantities besides accuracy: one line per round in track.jsonl, and a picture of each at the end.
 
 A line holds, by the name of the quantity, numbers of the `global` model and means over the clients of the round
-(`local`: right after local training; for participants that exchange logits: between rounds), null where there are none.
-What is computed follows from (seed, round) and the state alone, so a resumed run writes the same lines.
+(`local`: right after local training; for participants that exchange logits, between rounds), null if there are none.
+What is computed depends only on (seed, round) and the state, so a resumed run writes the same lines.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from fedjax_pcdd.trees import select
 
 
 def names_of(text: str | None) -> tuple[str, ...]:
-    """The quantities that a text lists, each once; UserError for one that there is not.
+    """The quantities that a text lists, each once; UserError for an unknown one.
 
     >>> names_of("angles,spectrum")
     ('angles', 'spectrum')
@@ -46,7 +46,7 @@ def names_of(text: str | None) -> tuple[str, ...]:
 
 
 class Tracker:
-    """Looks at a running simulation."""
+    """Measures the tracked quantities of a running simulation."""
 
     def __init__(self, names: Sequence[str], simulation: Any, seed: int, *, local: bool = True):
         """Prepare the programs; nothing is compiled yet.
@@ -54,9 +54,9 @@ class Tracker:
         Args:
           names: keys of QUANTITIES.
           simulation: a `Simulation` of one experiment, or `Groups`.
-          seed: of the test samples that are looked at.
-          local: whether to look at the clients' models too (always, where there is no global one), which costs their
-            training once more.
+          seed: seed of the test samples that are looked at.
+          local: whether to look at the clients' models too (always, if there is no global one), for which they are
+            trained once more.
         """
         self.names, self.simulation = tuple(names), simulation
         self.parts = parts_of(simulation)
@@ -80,82 +80,84 @@ class Tracker:
         self._general = jax.jit(partial(_general, programs[0], self.names))
 
     def before(self, round: int, state: State, plan: Any) -> list[Tree] | None:
-        """What the clients' models show after the local training of a round from 0, computed from the state before."""
+        """The quantities of the clients' models after local training in a round (from 0), given the state before."""
         if not self.after:
             return None
         plans = plan[0] if isinstance(self.simulation, Groups) else [plan]
         shown = []
         for part, look, (arrays, jobs) in zip(self.parts, self._after, plans, strict=True):
-            one, held = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
-            data = _with_tests(one, one.data_of(arrays, jobs))
-            sent = one.sent(arrays, jobs, round)
-            seen = look(one.methods, one.hyper_at(round), data, one.keys, held, sent)
-            shown.append(select(jax.tree.map(np.asarray, seen), jobs.steps > 0))
+            simulation, fetched = part.simulation, part.simulation.fetch(part.of(state), (arrays, jobs))
+            data = _with_tests(simulation, simulation.data_of(arrays, jobs))
+            sent = simulation.sent(arrays, jobs, round)
+            values = look(simulation.methods, simulation.hyper_at(round), data, simulation.keys, fetched, sent)
+            shown.append(select(jax.tree.map(np.asarray, values), jobs.steps > 0))
         return shown
 
     def entry(self, state: State, jobs: Any, shown: list[Tree] | None) -> dict[str, Any]:
-        """The quantities of a round, from the state after it, its jobs, and what `before` returned."""
+        """The quantities of a round, from the state after it, its jobs, and the result of `before`."""
         if self.between:
             shown = [
-                jax.tree.map(np.asarray, look(one.methods, one.data, part.of(state), np.arange(len(part.members))))
+                jax.tree.map(
+                    np.asarray, look(simulation.methods, simulation.data, part.of(state), np.arange(len(part.members)))
+                )
                 for look, part in zip(self._between, self.parts, strict=True)
-                for one in [part.simulation]
+                for simulation in [part.simulation]
             ]
         local = [{} for _ in self.names] if shown is None else [self._local(name, shown) for name in self.names]
         overall = self._overall(state, jobs)
         entries = {}
-        for name, own in zip(self.names, local, strict=True):
-            entries[name] = {"global": overall.get(name), "local": own or None}
+        for name, means in zip(self.names, local, strict=True):
+            entries[name] = {"global": overall.get(name), "local": means or None}
             if name in ("angles", "features"):
                 entries[name]["etf"] = etf_angle(self.federation.dataset.num_classes)
         return entries
 
     def _local(self, name: str, shown: list[Tree]) -> dict[str, float | None]:
         """Means over all clients."""
-        numbers = [QUANTITIES.find(name).per_client(seen[name]) for seen in shown]
-        return {key: mean_of(np.concatenate([one[key] for one in numbers])) for key in numbers[0]}
+        numbers = [QUANTITIES.find(name).per_client(values[name]) for values in shown]
+        return {key: mean_of(np.concatenate([client_values[key] for client_values in numbers])) for key in numbers[0]}
 
     def _overall(self, state: State, jobs: Any) -> dict[str, Any]:
         if not self.method.traits().global_model:
             return {}
-        one, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
+        simulation, labels = self.parts[0].simulation, self.federation.dataset.y_test[self.probe]
         present = self.federation.class_counts[jobs.row] > 0
-        servers, data = self.parts[0].of(state).servers, _with_tests(one, one.data)
-        seen = self._general(one.methods, servers, data, present, self.probe)
+        servers, data = self.parts[0].of(state).servers, _with_tests(simulation, simulation.data)
+        values = self._general(simulation.methods, servers, data, present, self.probe)
         counts, classes = jobs.steps > 0, self.federation.dataset.num_classes
-        return {name: QUANTITIES.find(name).overall(seen[name], counts, labels, classes) for name in self.names}
+        return {name: QUANTITIES.find(name).overall(values[name], counts, labels, classes) for name in self.names}
 
 
 class Tracking(Callback):
-    """Writes what a tracker sees into the folder of a run, and draws it in the end."""
+    """Writes the quantities of a tracker into the folder of a run, and draws them at the end."""
 
     def __init__(self, names: Sequence[str], folder: RunFolder, *, every: int = 1, local: bool = True, seed: int = 0):
-        """As `Tracker`; every how many rounds to look, and at the last one in any case."""
+        """As `Tracker`; `every`: rounds between two looks; the last round is always looked at."""
         self.names, self.folder, self.every, self.local, self.seed = names, folder, every, local, seed
         self._before: list[Tree] | None = None
 
     def on_start(self, run: Run) -> None:
-        """Look at what the first round starts from."""
+        """Look at the state that the first round starts from."""
         self.tracker = Tracker(self.names, run.simulation, self.seed, local=self.local)
         self._look(run)
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """Write the round, and look at what the next one starts from."""
+        """Write the round, and look at the state that the next one starts from."""
         if self._is_due(run, run.round):
             entry = self.tracker.entry(run.state, report.jobs, self._before)
             self.folder.append({"round": run.round, **entry}, TRACK)
         self._look(run)
 
     def _look(self, run: Run) -> None:
-        following, self._before = run.round + 1, None
-        if not run.is_over and self._is_due(run, following):
+        next_round, self._before = run.round + 1, None
+        if not run.is_over and self._is_due(run, next_round):
             self._before = self.tracker.before(run.round, run.state, run.runs.plan)
 
     def _is_due(self, run: Run, round: int) -> bool:
         return round % self.every == 0 or round == run.rounds
 
     def on_end(self, run: Run) -> None:
-        """The pictures `track_<name>.png`."""
+        """Draw the pictures `track_<name>.png`."""
         if run.error is None:
             for name in self.names:
                 rows = {"": self.folder.rows(TRACK)}
@@ -163,7 +165,7 @@ class Tracking(Callback):
 
 
 def _has_samples(simulation: Any, all_clients: bool) -> bool:
-    """Whether the device has what is looked at, or gets it from the host."""
+    """Whether the device has the samples that are looked at, or gets them from the host."""
     streamed = simulation.streamed
     return streamed is None or not (all_clients or streamed.chunked or streamed.devices > 1)
 
@@ -174,7 +176,7 @@ def _with_tests(simulation: Any, data: Data) -> Data:
 
 
 def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, variables: Tree, row, logits) -> Tree:
-    """What one client's model shows."""
+    """The quantities of one client's model."""
     model, present, steps = without_collection(variables, STEPS), data.class_counts[row] > 0, variables.get(STEPS)
     view = View(program, server, model, logits, data.train, row, present, data.test, steps)
     return {name: QUANTITIES.find(name).of_client(view) for name in names}
@@ -182,7 +184,7 @@ def _look(program: Program, names: tuple[str, ...], data: Data, server: Tree, va
 
 @full_precision
 def _general(program: Program, names: tuple[str, ...], methods, servers, data: Data, present, probe) -> Tree:
-    """What the global model shows."""
+    """The quantities of the global model."""
     method, server = select((methods, servers), 0)
     variables = method.generic_variables(server)
 

@@ -1,4 +1,4 @@
-"""Whether what can be read as JSON is what a run writes: a damaged file may be valid and hold something else."""
+"""Whether parsed JSON is what a run writes: a damaged file may be valid JSON and hold something else."""
 
 import re
 from collections.abc import Mapping
@@ -9,26 +9,26 @@ _WORDS = ("method", "pa_protocol", "selected_on")
 
 
 def is_summary(value: Mapping[str, Any]) -> bool:
-    """Whether it is the result of a run, its accuracies and costs numbers or null.
+    """Whether a value is the result of a run, with accuracies and costs that are numbers or null.
 
     >>> is_summary({"method": "fedavg", "rounds": 2, "ga_best": 0.5}), is_summary({})
     (True, False)
     """
     rounds = value.get("rounds")
-    known = {"method", "ga_best"} <= value.keys() and type(rounds) is int and rounds > 0
+    has_required = {"method", "ga_best"} <= value.keys() and type(rounds) is int and rounds > 0
     words = all(isinstance(value.get(name, ""), str) for name in _WORDS)
-    numbers = all(_is_number(one) for name, one in value.items() if _NUMBERS.fullmatch(name))
-    return known and words and numbers and _is_list(value.get("pa_best_per_client"))
+    numbers = all(_is_number(entry) for name, entry in value.items() if _NUMBERS.fullmatch(name))
+    return has_required and words and numbers and _is_list(value.get("pa_best_per_client"))
 
 
 def is_line(row: Mapping[str, Any], before: int) -> bool:
-    """Whether it is a line of a round after another one, its accuracies and costs numbers or null.
+    """Whether a row is of a round later than `before`, with accuracies and costs that are numbers or null.
 
     >>> [is_line({"round": 2, "ga": ga}, before) for ga, before in ((0.5, 1), (None, 1), ("x", 1), (0.5, 2))]
     [True, True, False, False]
     """
     lists = (value for name, value in row.items() if name.startswith(("ga_", "pa_")) or name == "clients")
-    pa = row.get("pa")  # of many clients one each, whose numbers stand in `clients`
+    pa = row.get("pa")  # with many clients a list, for the client numbers in `clients`
     return (
         type(row["round"]) is int
         and row["round"] > before
