@@ -112,7 +112,7 @@ OWN: dict[str, type[Method]] = {
 METHODS: Registry[type[Method]] = Registry("method", "methods", OWN)
 """Classes of methods by name, and by the import path of a class elsewhere."""
 
-# What `X+suffix` stands for; a new one is one file and one line here.
+# The suffixes of `X+suffix`; a new one is one file and one line here.
 _SERVERS: dict[str, type[ServerStep]] = {
     "avgm": FedAvgM, "adam": FedAdam, "yogi": FedYogi, "adagrad": FedAdagrad, "exp": FedExP,
 }  # fmt: skip
@@ -134,58 +134,58 @@ def get(name: str) -> type[Method]:
     """The class of a method by its name or import path, as "moon", "moon+prototypes" or "fedkeep.py:FedKeep".
 
     Raises:
-      UserError: there is none, or what is there is no method.
+      UserError: it does not exist, or is no method.
     """
     plain, suffixes = plain_name(name), suffixes_of(name)
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
-    own = {suffix: _addition(suffix, load_object(suffix)) for suffix in suffixes if is_import_path(suffix)}
-    own |= {suffix: _addition(suffix, SERVER_OPTIMISERS[suffix]) for suffix in suffixes if suffix in SERVER_OPTIMISERS}
-    return wrapped(cls, plain, suffixes, {**known_suffixes(), **own} if suffixes else {})
+    added = {suffix: _addition(suffix, load_object(suffix)) for suffix in suffixes if is_import_path(suffix)}
+    added |= {name: _addition(name, SERVER_OPTIMISERS[name]) for name in suffixes if name in SERVER_OPTIMISERS}
+    return wrapped(cls, plain, suffixes, {**known_suffixes(), **added} if suffixes else {})
 
 
 def every() -> dict[str, type[Method]]:
-    """All methods by name; another package's that cannot be imported, or are none, are left out."""
+    """All methods by name; those of other packages that cannot be imported, or are no methods, are left out."""
     return {
         name: cls for name, cls in METHODS.importable().items() if isinstance(cls, type) and issubclass(cls, Method)
     }
 
 
 def known_suffixes() -> dict[str, Wrapper]:
-    """Whatever may stand behind a plus sign: wrappers, and server optimisers, which go in front of a method.
+    """The wrapper of each suffix that may follow a plus sign; server optimisers are among them.
 
-    Another package's that cannot be imported, or are none, are left out.
+    Those of other packages that cannot be imported, or are no server optimisers, are left out.
     """
-    steps = {}
-    for name, step in SERVER_OPTIMISERS.importable().items():
+    optimisers = {}
+    for name, optimiser in SERVER_OPTIMISERS.importable().items():
         with suppress(UserError):
-            steps[name] = _addition(name, step)
-    return {**WRAPPERS.importable(), **steps}
+            optimisers[name] = _addition(name, optimiser)
+    return {**WRAPPERS.importable(), **optimisers}
 
 
-def _addition(name: str, found: Any) -> Wrapper:
-    """What stands behind a plus sign by a name or an import path: what is added to a method."""
-    if not (isinstance(found, type) and issubclass(found, Addition)):
+def _addition(name: str, candidate: Any) -> Wrapper:
+    """The wrapper that adds this class to a method, for its name or import path behind a plus sign."""
+    if not (isinstance(candidate, type) and issubclass(candidate, Addition)):
         raise UserError(f"{name} cannot stand behind a method: derive a dataclass from fp.ServerOptimised.")
-    return Wrapper(in_front(found, short_name(name)), int(issubclass(found, ServerStep)), found.source())
+    return Wrapper(in_front(candidate, short_name(name)), int(issubclass(candidate, ServerStep)), candidate.source())
 
 
 def plain_name(name: str) -> str:
-    """The method without what is wrapped about it.
+    """The name of a method without its suffixes.
 
     >>> [plain_name(name) for name in ("moon+prototypes", "c++/keep.py:FedKeep+prototypes", "moon+lion.py:Lion")]
     ['moon', 'c++/keep.py:FedKeep', 'moon']
     """
-    first = name.partition(SEPARATOR)[0]
-    if first in METHODS or ":" in first:  # else the plus sign may be one of a folder's name
-        return first
+    prefix = name.partition(SEPARATOR)[0]
+    if prefix in METHODS or ":" in prefix:  # else the plus sign may be part of a folder's name
+        return prefix
     folder, colon, tail = name.rpartition(":")
     return folder + colon + tail.split(SEPARATOR)[0]
 
 
 def suffixes_of(name: str) -> list[str]:
-    """What is wrapped about a method, by names or import paths.
+    """The suffixes of a method, as names or import paths.
 
     >>> suffixes_of("moon+prototypes+lion.py:Lion"), suffixes_of("c++/keep.py:FedKeep")
     (['prototypes', 'lion.py:Lion'], [])

@@ -1,11 +1,12 @@
-"""APFL: a client answers with a mixture of its own model and the global one; the mixing weight may be learnt.
+"""APFL: a client predicts with a mixture of its own model and the global one; the mixing weight may be learnt.
 
 Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", 2020, algorithm 1.
-Sent: as FedAvg. A client keeps its own model v with its running statistics, and alpha.
+Sent: as in FedAvg. A client keeps its own model v with its running statistics, and alpha.
 Follows the paper: parameters are mixed, and all gradients are taken before the step. `mix=logits` is the published
-code, which mixes logits, steps w first, and moves alpha after both steps, with 0.02 alpha added to its slope. Alpha is
-fixed unless `adapt` says otherwise, as there. Running statistics are mixed as parameters are; v's are those of the
-mixture's batches. PA is that of the mixture with the w just trained. The recorded loss is that of w plus the mixture's.
+code, which mixes logits, steps w first, and moves alpha after both steps, with 0.02 alpha added to its gradient. By
+default alpha is fixed, as in that code (`adapt`). Running statistics are mixed like parameters; those of v come from
+the mixture's forward passes. PA is that of the mixture with the w just trained. The recorded loss is the sum of the
+losses of w and of the mixture.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,7 @@ from fedjax_pcdd.methods.parts import PersonalModel, joined, protocol_of, withou
 from fedjax_pcdd.methods.personal_copy import PERSONAL, PersonalCopy, copy_of, with_copy, without_copy
 from fedjax_pcdd.models.classifier import forward
 
-ALPHA = "alpha"  # a part of the parameters, which the optimiser does not move
+ALPHA = "alpha"  # a part of the parameters that the optimiser does not move
 
 
 class Client(NamedTuple):
@@ -49,23 +50,23 @@ class APFL(PersonalCopy):
     )
 
     def traits(self):
-        """PA is that of the mixtures; each model is clipped by itself."""
-        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
-        return Traits("Deng et al., 2020", apart=(PERSONAL,), **kinds)
+        """PA is that of the mixtures; each model is clipped separately."""
+        fields = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
+        return Traits("Deng et al., 2020", apart=(PERSONAL,), **fields)
 
     def configure(self, setting, hyper):
-        """A mixture that stays at one of its ends is none."""
-        alone = {0.0: "the global model alone", 1.0: "models that learn alone"}.get(float(self.alpha))
-        if alone is None or self.adapt != "never":
+        """Advice: a mixture that stays at alpha = 0 or 1 is no mixture."""
+        single = {0.0: "the global model alone", 1.0: "models that learn alone"}.get(float(self.alpha))
+        if single is None or self.adapt != "never":
             return self, []
-        return self, [f"APFL with `alpha={self.alpha:g}` answers with {alone}: choose another, or `adapt=step`."]
+        return self, [f"APFL with `alpha={self.alpha:g}` answers with {single}: choose another, or `adapt=step`."]
 
     def init_client(self, setting, server, facts, key):
         """v is the common initial model."""
         return Client(server.variables, jnp.asarray(self.alpha, jnp.result_type(float)))
 
     def download(self, server, client):
-        """The global model, v and alpha beside it."""
+        """The global model, with v and alpha beside it."""
         return joined(with_copy(server.variables, client.model), ALPHA, client.alpha)
 
     def local_update(self, evaluate, step, variables, batch, context):
@@ -79,12 +80,12 @@ class APFL(PersonalCopy):
             return self._mixed_loss({**variables, "params": {**w, PERSONAL: v, ALPHA: alpha}}, batch, context)
 
         evaluated = jax.value_and_grad(mixed, (0, 1, 2), has_aux=True)(v, w, alpha)
-        (mixed_loss, statistics), (of_v, of_w, slope) = evaluated
-        updates, optimiser = step({**gradients, PERSONAL: of_v})
+        (mixed_loss, statistics), (gradient_v, gradient_w, slope) = evaluated
+        updates, optimiser = step({**gradients, PERSONAL: gradient_v})
         if self.mix == "logits":
-            apart = optax.tree.sub(optax.apply_updates(v, updates[PERSONAL]), w)
-            weighted = optax.tree.add_scale(optax.tree.scale(alpha, of_v), 1 - alpha, of_w)
-            slope = optax.tree.vdot(apart, weighted) + 0.02 * alpha
+            difference = optax.tree.sub(optax.apply_updates(v, updates[PERSONAL]), w)
+            gradient = optax.tree.add_scale(optax.tree.scale(alpha, gradient_v), 1 - alpha, gradient_w)
+            slope = optax.tree.vdot(difference, gradient) + 0.02 * alpha
         updates = {**updates, ALPHA: self._move(alpha, slope, context)}
         return loss + mixed_loss, {**state, PERSONAL: statistics}, Step(updates, optimiser)
 
@@ -94,31 +95,31 @@ class APFL(PersonalCopy):
         if self.mix == "parameters":
             return self.loss({**copy_of(variables), "params": _mixture(v, w, alpha)}, batch, context)
         outputs, statistics = train_forward(copy_of(variables), batch, context)
-        common, _ = train_forward(without_copy(variables), batch, context)
-        outputs = outputs._replace(logits=_mixture(outputs.logits, common.logits, alpha))
+        global_outputs, _ = train_forward(without_copy(variables), batch, context)
+        outputs = outputs._replace(logits=_mixture(outputs.logits, global_outputs.logits, alpha))
         return objective(self, copy_of(variables), outputs, batch, context), statistics
 
     def _move(self, alpha, slope, context):
-        """What is added to alpha in this step."""
+        """The change of alpha in this step, which keeps it in [0, 1]."""
         rate = context.hyper.lr if self.alpha_lr is None else self.alpha_lr
-        moved = jnp.clip(alpha - rate * slope, 0, 1) - alpha
+        change = jnp.clip(alpha - rate * slope, 0, 1) - alpha
         moves = {"never": False, "round": context.step == 0, "step": True}[self.adapt]
-        return jnp.where(moves, moved, 0)
+        return jnp.where(moves, change, 0)
 
     def upload(self, variables, summary, context):
         """Keep v and alpha, send w."""
-        own = Client(copy_of(variables), variables["params"][ALPHA])
-        return own, Message(mean=without(without_copy(variables), ALPHA))
+        client = Client(copy_of(variables), variables["params"][ALPHA])
+        return client, Message(mean=without(without_copy(variables), ALPHA))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of w; a client's of the mixture."""
+        """Logits of w, or for a client's model those of the mixture."""
         if scope == "generic":
             return forward(model, variables, images, train=False)[0].logits
         v, w, alpha = copy_of(variables), without(without_copy(variables), ALPHA), variables["params"][ALPHA]
         if self.mix == "parameters":
             return forward(model, _mixture(v, w, alpha), images, train=False)[0].logits
-        of_v, of_w = (forward(model, own, images, train=False)[0].logits for own in (v, w))
-        return _mixture(of_v, of_w, alpha)
+        logits_v, logits_w = (forward(model, tree, images, train=False)[0].logits for tree in (v, w))
+        return _mixture(logits_v, logits_w, alpha)
 
 
 def _split(params):

@@ -24,24 +24,24 @@ def calibrated_head(
     present: bool = False,
     shift: jax.Array | float = 0.0,
 ) -> Tree:
-    """The head after cross-entropy on features that are drawn from the Gaussians of the sums.
+    """The head after training by cross-entropy on features drawn from the Gaussians of these moments.
 
     Args:
-      head: {"kernel": [D, C], ...}, at first.
+      head: {"kernel": [D, C], ...}, to start from.
       moments: sums of the features of each class over all clients; a class without samples is not drawn.
-      drawn: M_c, features of each class.
-      epochs: passes over them.
-      size: drawn features of a step.
-      relu: ReLU on them, where the model's come after one.
-      present: the softmax is over the classes that have samples alone.
-      shift: [D], what was taken off all features before they were summed.
+      drawn: M_c, features drawn for each class.
+      epochs: passes over the drawn features.
+      size: drawn features per step.
+      relu: whether ReLU is applied to them, for models whose features follow a ReLU.
+      present: whether the softmax is over the classes with samples only.
+      shift: [D], subtracted from all features before they were summed.
     """
     means, covariances = gaussians(moments, shift)
     valid, keys = moments.counts > 0, jax.random.split(key)
     shape = (len(means), drawn, means.shape[1])
     features = draw_features(means, covariances, jax.random.normal(keys[0], shape, means.dtype))
     features = (jax.nn.relu(features) if relu else features).reshape(-1, shape[2])
-    owned, labels = jnp.repeat(valid, drawn), jnp.repeat(jnp.arange(len(valid)), drawn)
+    used, labels = jnp.repeat(valid, drawn), jnp.repeat(jnp.arange(len(valid)), drawn)
     classes = valid if present else None
 
     def loss(head, index, mask):
@@ -49,6 +49,6 @@ def calibrated_head(
 
     def order(epoch):
         lots = jax.random.uniform(jax.random.fold_in(keys[1], epoch), labels.shape)
-        return jnp.argsort(jnp.where(owned, lots, 2))
+        return jnp.argsort(jnp.where(used, lots, 2))
 
-    return train_in_passes(head, loss, order, owned.sum(), optimiser, epochs=epochs, size=size)
+    return train_in_passes(head, loss, order, used.sum(), optimiser, epochs=epochs, size=size)

@@ -1,4 +1,4 @@
-"""CCVR's two last rounds alone, for the global model that any method has trained (`calibrate=ccvr`).
+"""CCVR's last two rounds alone, for a global model that any method has trained (`calibrate=ccvr`).
 
 Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021.
 """
@@ -16,16 +16,16 @@ from fedjax_pcdd.trees import zeros_like
 
 @struct.dataclass
 class Calibration(GaussianHead):
-    """Round 0 gives the shift, any later one calibrates; the model is the one that was given, to the last bit."""
+    """Round 0 computes the shift, any later one calibrates; the given model does not change, bit for bit."""
 
     remedies: ClassVar = ("use `method=ccvr` with `covariance=diagonal`", "use `method=ccvr` with `softmax=present`")
 
     def traits(self):
-        """Each round yields sums."""
+        """Every round makes a pass over the local data for the sums."""
         return Traits(summary=Summary())
 
     def stage(self, context):
-        """The shift, then the moments."""
+        """The shift in round 0, then the moments."""
         return jnp.where(context.round == 0, SHIFT, MOMENTS)
 
     def trainable(self, params, context):
@@ -37,5 +37,5 @@ class Calibration(GaussianHead):
         return jnp.zeros(()), {}, step(zeros_like(variables["params"]))
 
     def further_models(self, server):
-        """The calibrated one, as `ccvr`."""
+        """The calibrated model, as `ccvr`."""
         return {"ccvr": self.calibrated_model(server)}

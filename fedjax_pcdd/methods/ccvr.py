@@ -1,10 +1,11 @@
 """CCVR: FedAvg, after which the server retrains the classifier on features drawn from a Gaussian of each class.
 
 Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021.
-Sent: as FedAvg; in the last round the sums of 1, z and z z^T of each class up, C (1 + D + D^2), and in that before it
-those of 1 and z. Clients keep nothing. The last round of a run is the calibration: nothing is trained, and the clients
-that take part in it send the sums of the global model's features, so the paper's calibration by all clients asks for a
-cohort of all. GA is that of the model as trained, `ga_ccvr` of the calibrated one (before the last round the same).
+Sent: as in FedAvg; also up, in the last round, the sums of 1, z and z z^T of each class, C (1 + D + D^2), and in the
+round before it those of 1 and z. Clients keep nothing. The last round of a run is the calibration: nothing is trained,
+and the clients of its cohort send the sums of the global model's features, so the paper's calibration by all clients
+needs a cohort of all. GA is that of the trained model, `ga_ccvr` that of the calibrated one (the same before the last
+round).
 """
 
 from typing import Literal
@@ -27,23 +28,24 @@ class CCVR(GaussianHead):
     )
 
     def traits(self):
-        """A pass over the local data yields the sums, in the last round; in that before it, the shift."""
+        """A pass over the local data yields the sums in the last round, and the shift in the round before it."""
         return Traits("Luo et al., NeurIPS 2021", summary=Summary(last=2), pauses=True)
 
     def configure(self, setting, hyper):
-        """The calibration needs a round of its own, and all clients."""
-        few = (
+        """Advice: the calibration needs a round of its own, and all clients."""
+        one_round = (
             "CCVR with `rounds=1` calibrates the initial model, as its last round trains nothing: choose more `rounds`."
         )
-        part = (
+        part_of_clients = (
             f"CCVR calibrates with the {setting.cohort} of {setting.num_clients} clients that take part in the last "
             "round: train with another method and `calibrate=ccvr` for a calibration by all."
         )
         method, advice = super().configure(setting, hyper)
-        return method, [few] * (setting.rounds == 1) + [part] * (0 < setting.cohort < setting.num_clients) + advice
+        partial = 0 < setting.cohort < setting.num_clients
+        return method, [one_round] * (setting.rounds == 1) + [part_of_clients] * partial + advice
 
     def stage(self, context):
-        """The shift in the last round but one, the moments in the last one."""
+        """The shift in the last round but one, the moments in the last round."""
         return jnp.clip(context.round - context.setting.rounds + 3, NOTHING, MOMENTS)
 
     def training(self, context):
@@ -56,16 +58,16 @@ class CCVR(GaussianHead):
         return moving(params, head=training, body=training)
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """As FedAvg; running statistics stand still in the last round, too."""
-        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
-        before = {name: variables[name] for name in state}
-        return loss, where(self.training(context), state, before), taken
+        """As in FedAvg; in the last round running statistics stay fixed as well."""
+        loss, state, update = super().local_update(evaluate, step, variables, batch, context)
+        old_state = {name: variables[name] for name in state}
+        return loss, where(self.training(context), state, old_state), update
 
     def aggregate(self, server, message, weights, context):
-        """FedAvg and the mean feature; in the last round the calibration of the model as it is."""
-        after, training = super().aggregate(server, message, weights, context), self.training(context)
+        """FedAvg's mean, and the mean feature; in the last round the model stays fixed and is calibrated."""
+        result, training = super().aggregate(server, message, weights, context), self.training(context)
         variables = where(training, message.mean, server.variables)
-        return after._replace(variables=variables, head=where(training, message.mean["params"]["head"], after.head))
+        return result._replace(variables=variables, head=where(training, message.mean["params"]["head"], result.head))
 
     def generic_variables(self, server):
         """The global model as trained, or calibrated."""

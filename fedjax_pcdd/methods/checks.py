@@ -1,4 +1,4 @@
-"""Shapes of what hooks return, checked when they are traced: a mistake in a method is one sentence with its name."""
+"""Checks of what hooks return, made when they are traced: one sentence names the method and hook of a mistake."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -13,25 +13,25 @@ from fedjax_pcdd.errors import UserError
 
 
 def scalar(method: Any, hook: str, value: Any) -> Any:
-    """The value of a hook; UserError where it is no real scalar."""
+    """The value that a hook returned; UserError if it is no real scalar."""
     real = isinstance(value, int | float) or jnp.issubdtype(getattr(value, "dtype", object), jnp.number)
     if real and jnp.ndim(value) == 0 and not jnp.iscomplexobj(value):
         return value
     shape = getattr(value, "shape", None)
-    given = f"an array of shape {list(shape)}" if shape else str(getattr(value, "dtype", type(value).__name__))
-    raise UserError(f"{_name(method)}.{hook} must return a scalar, not {given}: sum or average it.")
+    actual = f"an array of shape {list(shape)}" if shape else str(getattr(value, "dtype", type(value).__name__))
+    raise UserError(f"{_name(method)}.{hook} must return a scalar, not {actual}: sum or average it.")
 
 
 def shaped(method: Any, hook: str, value: Any, *shape: int) -> Any:
-    """The array of a hook; UserError where it has another shape."""
+    """The array that a hook returned; UserError if it has another shape."""
     if getattr(value, "shape", None) != shape:
-        given = list(value.shape) if hasattr(value, "shape") else type(value).__name__
-        raise UserError(f"{_name(method)}.{hook} must return an array of shape {list(shape)}, not {given}.")
+        actual = list(value.shape) if hasattr(value, "shape") else type(value).__name__
+        raise UserError(f"{_name(method)}.{hook} must return an array of shape {list(shape)}, not {actual}.")
     return value
 
 
 def numbers(method: Any, hook: str, tree: Any) -> Any:
-    """What a hook returns; UserError where a leaf of it is neither an array nor a number."""
+    """The tree that a hook returned; UserError if one of its leaves is neither an array nor a number."""
     for leaf in jax.tree.leaves(tree):
         if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
             raise UserError(f"{_name(method)}.{hook} must return arrays, not {type(leaf).__name__}.")
@@ -39,12 +39,12 @@ def numbers(method: Any, hook: str, tree: Any) -> Any:
 
 
 def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str) -> Any:
-    """A tree that a hook returns; UserError where its structure or a shape is not that of another tree.
+    """The tree that a hook returned; UserError if its structure or a shape differs from those of another tree.
 
     Args:
-      what: the tree, as "client state".
-      wanted: what it must look like.
-      source: where that comes from, as "init_client made it".
+      what: a name for the tree, such as "client state".
+      wanted: the tree whose structure and shapes it must have.
+      source: where that one comes from, such as "init_client made it".
     """
     try:
         chex.assert_trees_all_equal_shapes(tree, wanted)
@@ -55,47 +55,47 @@ def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str
 
 
 def like(method: Any, hook: str, tree: Any, params: Any) -> Any:
-    """What a hook says of each array of the parameters, or None; UserError where its structure is another one."""
+    """A hook's tree with a leaf for each array of the parameters, or None; UserError if its structure differs."""
     if tree is not None and jax.tree.structure(tree) != jax.tree.structure(params):
         raise UserError(f"{_name(method)}.{hook} must say something of each array of the parameters, or return None.")
     return tree
 
 
 def of_kind(method: Any, hook: str, value: Any, *kinds: type) -> Any:
-    """What a hook returns; UserError unless it is of that type, or for several types a tuple of these."""
+    """The value that a hook returned; UserError unless it is of this type, or for several types a tuple of these."""
     values = (value,) if len(kinds) == 1 else value if isinstance(value, tuple) else ()
-    if len(values) != len(kinds) or not all(isinstance(one, kind) for one, kind in zip(values, kinds, strict=True)):
-        wanted = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
-        wanted = wanted if len(kinds) == 1 else f"a tuple ({wanted})"
-        raise UserError(f"{_name(method)}.{hook} must return {wanted}, not {_kind(value)}.")
+    if len(values) != len(kinds) or not all(isinstance(item, kind) for item, kind in zip(values, kinds, strict=True)):
+        expected = ", ".join("anything" if kind is object else f"a {kind.__name__}" for kind in kinds)
+        expected = expected if len(kinds) == 1 else f"a tuple ({expected})"
+        raise UserError(f"{_name(method)}.{hook} must return {expected}, not {_kind(value)}.")
     return value
 
 
 def _kind(value: Any) -> str:
     name = type(value).__name__
-    return f"({', '.join(type(one).__name__ for one in value)})" if name == "tuple" else name
+    return f"({', '.join(type(item).__name__ for item in value)})" if name == "tuple" else name
 
 
 def built(method: Any, model: Any) -> Any:
-    """The model that a method makes of the plain one; UserError where it is none."""
+    """The model that a method builds from the plain one; UserError if it is no Flax module."""
     return of_kind(method, "build", method.build(model), nn.Module)
 
 
 def of_model(method: Any, hook: str, variables: Any) -> Any:
-    """The variables that a hook returns; UserError where they are those of no model."""
+    """The variables that a hook returned; UserError if they are not those of a model."""
     if isinstance(variables, Mapping) and "params" in variables:
         return variables
-    given = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
-    raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {given}.")
+    actual = "a dictionary without them" if isinstance(variables, Mapping) else type(variables).__name__
+    raise UserError(f"{_name(method)}.{hook} must return variables of a model, with params, not {actual}.")
 
 
 def misspelt(method: Any, contract: type) -> list[str]:
-    """A sentence for each function of a method's own whose name is nearly that of a hook of the contract."""
-    hooks = [name for name, one in vars(contract).items() if callable(one) and not name.startswith("_")]
-    functions = [name for cls in type(method).__mro__ for name, one in vars(cls).items() if callable(one)]
-    own = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
-    near = {name: get_close_matches(name, hooks, 1, 0.85) for name in own}
-    return [f"{_name(method)}.{name} is no hook: did you mean `{close[0]}`?" for name, close in near.items() if close]
+    """A sentence for each of the method's own functions whose name is close to that of a hook of the contract."""
+    hooks = [name for name, value in vars(contract).items() if callable(value) and not name.startswith("_")]
+    functions = [name for cls in type(method).__mro__ for name, value in vars(cls).items() if callable(value)]
+    added = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
+    close = {name: get_close_matches(name, hooks, 1, 0.85) for name in added}
+    return [f"{_name(method)}.{name} is no hook: did you mean `{match[0]}`?" for name, match in close.items() if match]
 
 
 def _name(method: Any) -> str:
@@ -104,15 +104,15 @@ def _name(method: Any) -> str:
 
 def _difference(tree: Any, wanted: Any) -> str:
     """The first leaf that differs, in words."""
-    given, expected = (dict(_shapes(x)) for x in (tree, wanted))
+    actual, expected = (dict(_shapes(x)) for x in (tree, wanted))
     for path, shape in expected.items():
         name = path or "it"
-        if path not in given:
+        if path not in actual:
             return f"{name} is missing"
-        if given[path] != shape:
-            return f"{name} has the shape {given[path]}, not {shape}"
-    more = [path for path in given if path not in expected]
-    return f"{more[0] or 'it'} is too much" if more else "its containers are of other types"
+        if actual[path] != shape:
+            return f"{name} has the shape {actual[path]}, not {shape}"
+    surplus = [path for path in actual if path not in expected]
+    return f"{surplus[0] or 'it'} is too much" if surplus else "its containers are of other types"
 
 
 def _shapes(tree: Any) -> list[tuple[str, list[int]]]:

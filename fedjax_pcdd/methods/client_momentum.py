@@ -1,8 +1,9 @@
 """What FedCM and MoFedSAM share: local gradients are mixed with the federation's mean direction of the last round.
 
-Delta^{t+1} = (w^t - m^t) / (sum_k p_k eta tau_k), m^t the mean of the clients' models: in units of a gradient, with
-what weight decay added to the steps. Published code has no momentum; with it, steps as tau_k make Delta grow by up to
-(1 - share) / (1 - rho) a round, so tau_k is FedNova's a_k, which is the number of steps without momentum.
+Delta^{t+1} = (w^t - m^t) / (sum_k p_k eta tau_k), with m^t the mean of the clients' models: it has the units of a
+gradient and contains the weight decay of the steps. The published code has no momentum; with it, Delta would grow by a
+factor of up to (1 - share) / (1 - rho) a round if tau_k were the number of steps, so tau_k is FedNova's a_k, which
+without momentum equals the number of steps.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -20,14 +21,14 @@ from fedjax_pcdd.trees import zeros_like
 
 
 class Server(NamedTuple):
-    """Global model, and the mean direction Delta as the parameters."""
+    """Global model, and the mean direction Delta, structured as the parameters."""
 
     variables: Tree
     direction: Tree
 
 
 class Sent(NamedTuple):
-    """The model, eta * tau_k, and the own direction where those are averaged (else ())."""
+    """The model, eta * tau_k, and the client's own direction if directions are averaged (else ())."""
 
     variables: Tree
     length: jax.Array
@@ -36,7 +37,7 @@ class Sent(NamedTuple):
 
 @struct.dataclass
 class ClientMomentum(Method):
-    """The server's side of both; what share of a local gradient is the client's own is left to them."""
+    """The server's side of both methods, which themselves define the client's own share of a local gradient."""
 
     eta_g: float = hyperparameter(1.0, symbol="eta_g", help="learning rate of the server", low=0.0)
     direction: Literal["mean_steps", "per_client"] = hyperparameter(
@@ -50,18 +51,18 @@ class ClientMomentum(Method):
     warm: bool = hyperparameter(False, help="plain gradients in the first round, which has no direction", static=True)
 
     def share(self) -> Any:
-        """The part of a local gradient that is the client's own, in (0, 1]."""
+        """The share of a local gradient that is the client's own, in (0, 1]."""
         raise NotImplementedError
 
     def configure(self, setting, hyper):
-        """Nobody would look at data; a direction that momentum stretches."""
+        """UserError for a share of 0, which ignores all data; advice on a direction that momentum stretches."""
         method, advice = super().configure(setting, hyper)
         name = type(self).__name__
         if self.share() == 0:
             raise UserError(f"{name} without a share of the clients' own gradients learns nothing: set it above 0.")
         stretched = "and `step_normaliser=steps` makes its direction about {:.3g} times a gradient and diverges"
-        more = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
-        return method, [*advice, *optimiser_advice(name, hyper), *more]
+        on_momentum = momentum_advice(name, hyper.momentum, effect=stretched) if self.step_normaliser == "steps" else []
+        return method, [*advice, *optimiser_advice(name, hyper), *on_momentum]
 
     def init_server(self, setting, variables, class_counts, key):
         """Delta = 0."""
@@ -69,26 +70,27 @@ class ClientMomentum(Method):
 
     def mixed(self, gradients: Tree, context: Context) -> Tree:
         """share * g + (1 - share) * Delta."""
-        own = jnp.where(context.round == 0, 1.0, self.share()) if self.warm else self.share()
-        both = jax.tree.map(lambda g, d: (own * g + (1 - own) * d).astype(g.dtype), gradients, context.server.direction)
-        return shared_part(context.setting, both, gradients)
+        share = jnp.where(context.round == 0, 1.0, self.share()) if self.warm else self.share()
+        direction = context.server.direction
+        mixture = jax.tree.map(lambda g, d: (share * g + (1 - share) * d).astype(g.dtype), gradients, direction)
+        return shared_part(context.setting, mixture, gradients)
 
     def upload(self, variables, summary, context):
-        """w_k and eta tau_k."""
+        """w_k and eta tau_k; the client's own direction if those are averaged."""
         hyper, plain = context.hyper, self.step_normaliser == "steps"
         steps = context.step if plain else effective_steps(context.step, hyper.momentum, most=context.setting.steps)
         length = jnp.asarray(steps * hyper.lr, jnp.result_type(float))
-        own = ()
+        direction = ()
         if self.direction == "per_client":
-            own = optax.tree.scale(1 / length, optax.tree.sub(context.start["params"], variables["params"]))
-        return context.client, Message(mean=Sent(variables, length, own))
+            direction = optax.tree.scale(1 / length, optax.tree.sub(context.start["params"], variables["params"]))
+        return context.client, Message(mean=Sent(variables, length, direction))
 
     def aggregate(self, server, message, weights, context):
         """w + eta_g (m - w), and the direction of w - m; statistics are a plain mean."""
         mean, length, direction = message.mean
-        rest = 1 - self.eta_g
+        old_share = 1 - self.eta_g
         old, new = server.variables["params"], mean["params"]
         if self.direction == "mean_steps":
             direction = optax.tree.scale(1 / length, optax.tree.sub(old, new))
-        params = jax.tree.map(lambda w, m: m + rest * (w - m), old, new)
+        params = jax.tree.map(lambda w, m: m + old_share * (w - m), old, new)
         return server._replace(variables={**mean, "params": params}, direction=direction)

@@ -1,7 +1,7 @@
-"""What FedDyn and FedDC share: each client accumulates how far it moved, and the server adds the mean of that.
+"""What FedDyn, FedDC and FedSMOO share: each client accumulates its drift, and the server adds the mean drift of all clients.
 
-w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k with v_k the sum of a client's w_k - w^t so far. That
-is a server momentum, near 1 where alpha is small; without this step of the server alpha -> 0 is FedAvg.
+w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k, with the drift v_k the sum of a client's w_k - w^t so
+far. That acts as a server momentum, near 1 if alpha is small; without this server step, alpha -> 0 gives FedAvg.
 """
 
 from typing import ClassVar, Literal, NamedTuple
@@ -20,8 +20,8 @@ class Server(NamedTuple):
     """Cloud model, mean drift of all clients, and what some settings add (else ())."""
 
     variables: Tree
-    drift: Tree  # as the parameters; () where the server averages alone
-    latest: Tree  # mean of the latest models of all clients, where that is evaluated
+    drift: Tree  # structured as the parameters; () if the server only averages
+    latest: Tree  # mean of the latest models of all clients, if that is evaluated
     state: Tree
 
 
@@ -34,9 +34,9 @@ class Client(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What changes the server's fields."""
+    """Contributions to the server's fields."""
 
-    drift: Tree  # () where clients weigh as `Method.weight` says: the mean of their steps tells it
+    drift: Tree  # () if clients are weighted by `Method.weight`: it then follows from the mean of their steps
     latest: Tree
     state: Tree
 
@@ -49,9 +49,9 @@ def size_factor(context: Context) -> jax.Array:
 
 @struct.dataclass
 class Drifting(Method):
-    """The server's side of both methods; a client's objective is left to them."""
+    """The server's side of both methods, which themselves define the client's objective."""
 
-    keeps_state: ClassVar[bool] = False  # whether the field `state` of server and clients is a tree as the parameters
+    keeps_state: ClassVar[bool] = False  # whether the field `state` of server and clients is a tree like the parameters
 
     eval: Literal["selected_mean", "all_mean", "cloud"] = hyperparameter(
         "selected_mean",
@@ -72,23 +72,23 @@ class Drifting(Method):
 
     @property
     def _evaluated(self) -> str:
-        """The model that GA is read from: where another step of the server follows, the cohort's mean is not kept."""
+        """The model that GA is read from: if another server step follows, the cohort's mean is not kept."""
         return "cloud" if self.eval == "selected_mean" and isinstance(self, ServerStep) else self.eval
 
     def unread(self) -> list[str]:
         """Advice on an option that does nothing."""
         if self._averages:
-            unread = f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."
-            return [unread] * (self.eval != "selected_mean")
-        other = "GA is that of the server's model, as its other step does not keep the mean of the cohort's (`eval`)."
-        return [other] * (self._evaluated != self.eval)
+            advice = f"`eval={self.eval}` does nothing with `server_step=none`, which leaves one model."
+            return [advice] * (self.eval != "selected_mean")
+        advice = "GA is that of the server's model, as its other step does not keep the mean of the cohort's (`eval`)."
+        return [advice] * (self._evaluated != self.eval)
 
     def weight(self, facts):
-        """The mean over the cohort is unweighted, but for `server_step=none`."""
+        """The mean over the cohort is unweighted, except with `server_step=none`."""
         return super().weight(facts) if self._averages else jnp.ones((), jnp.result_type(float))
 
     def init_server(self, setting, variables, class_counts, key):
-        """No client has drifted; those that never took part count with w^0. What a method adds starts at 0."""
+        """No drift yet; clients that have never taken part count with w^0. What a method adds starts at 0."""
         state = zeros_like(variables["params"]) if self.keeps_state else ()
         if self._averages:
             return Server(variables, (), (), state)
@@ -100,19 +100,19 @@ class Drifting(Method):
         return Client(zeros_like(server.variables["params"]), server.latest, zeros_like(server.state))
 
     def pace(self) -> jax.Array | float:
-        """A drift grows by this times w_k - w^t."""
+        """The factor of w_k - w^t in the growth of a drift."""
         return 1.0
 
     def upload(self, variables, summary, context):
-        """The model as its distance from w^t, and this client's share of changes that their mean does not tell."""
+        """The model as its change from w^t, and this client's share of changes that do not follow from their mean."""
         client, share = context.client, 1 / context.setting.num_clients
         moved = optax.tree.sub(variables["params"], context.start["params"])
         grown = optax.tree.scale(self.pace(), moved)
-        told = () if context.setting.own_weights or self._averages else optax.tree.scale(share, grown)
+        drift_change = () if context.setting.own_weights or self._averages else optax.tree.scale(share, grown)
         latest = variables if client.latest else ()
-        newer = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
-        kept = client._replace(drift=optax.tree.add(client.drift, grown), latest=latest)
-        return kept, Message(mean={**variables, "params": moved}, total=Sent(told, newer, ()))
+        latest_change = optax.tree.scale(share, optax.tree.sub(latest, client.latest))
+        client = client._replace(drift=optax.tree.add(client.drift, grown), latest=latest)
+        return client, Message(mean={**variables, "params": moved}, total=Sent(drift_change, latest_change, ()))
 
     def aggregate(self, server, message, weights, context):
         """w = mean of the cohort (+ mean drift of all); running statistics are the cohort's mean."""
@@ -128,7 +128,7 @@ class Drifting(Method):
         return server._replace(variables={**message.mean, "params": params}, drift=drift, latest=latest)
 
     def _models(self, server: Server) -> dict[str, Tree]:
-        """Variables that `eval` can name; the cohort's mean is the cloud model without the drift."""
+        """Variables of the models that `eval` can name; the cohort's mean is the cloud model without the drift."""
         if self._averages:
             return {self._evaluated: server.variables}
         models = {"cloud": server.variables}
@@ -142,5 +142,5 @@ class Drifting(Method):
         return self._models(server)[self._evaluated]
 
     def further_models(self, server):
-        """The models that `eval` does not name; the clients' latest ones are not kept for this alone."""
+        """The models that `eval` does not name; the clients' latest ones are not kept just for this."""
         return {name: model for name, model in self._models(server).items() if name != self._evaluated}

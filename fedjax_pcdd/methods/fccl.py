@@ -1,10 +1,11 @@
-"""FCCL: participants of any architecture make their logits on public images correlate, and remember what they knew.
+"""FCCL: participants of any architecture correlate their logits on public images, and distil their earlier models.
 
 Huang, Ye and Du, "Learn from Others and Be Yourself in Heterogeneous Federated Learning", CVPR 2022.
 Sent: the logits of public images up, their mean down (per public epoch N C scalars each way); no parameters.
-Follows the paper where the published code differs, but that every public batch has a new Adam (`public_optimizer`),
-and that the correlation is of centred columns with the unbiased standard deviation over B (code), which the paper does
-not fix. The code puts the previous model's logits in the place of one's own in the mean: `own=previous`.
+Follows the paper where the published code differs, with two exceptions: every public batch has a new Adam optimiser
+(`public_optimizer`), and the correlation is of centred columns with the unbiased standard deviation over B (code),
+which the paper does not specify. In the code's mean, a participant's own logits are those of its previous model:
+`own=previous`.
 """
 
 from typing import Literal, NamedTuple
@@ -19,10 +20,10 @@ from fedjax_pcdd.models.classifier import forward
 
 
 class Learner(NamedTuple):
-    """A participant's models; all three are the pre-trained one before the first round."""
+    """A participant's models; before the first round all three are the pre-trained one."""
 
     variables: Tree  # theta
-    previous: Tree  # theta after the local training of the last round, before models are averaged
+    previous: Tree  # theta after local training in the last round, before models are averaged
     pretrained: Tree  # theta*
 
 
@@ -54,11 +55,11 @@ class FCCL(Exchanging):
         return super().traits()._replace(paper="Huang et al., CVPR 2022", exchange=exchange)
 
     def init_client(self, setting, server, facts, key):
-        """One model, three times."""
+        """The initial model, three times."""
         return Learner(server.variables, server.variables, server.variables)
 
     def say(self, variables, batch, context):
-        """Logits of the current model and, if it is to take its place in the mean, of the previous one in eval mode."""
+        """Logits of the current model and, with `own=previous`, those of the previous one in eval mode."""
         current = super().say(variables, batch, context)
         if self.own == "current":
             return Spoken(current, ())
@@ -76,7 +77,7 @@ class FCCL(Exchanging):
         return cross_correlation_loss(cross_correlation(logits, target, eps=self.eps), self.lambda_col)
 
     def penalty(self, variables, outputs, batch, context):
-        """lambda_loc times both divergences from constant teachers in eval mode (equations 4 and 5)."""
+        """lambda_loc times the sum of both divergences from constant teachers in eval mode (equations 4 and 5)."""
         if not self.continual:
             return 0.0
 
@@ -87,6 +88,6 @@ class FCCL(Exchanging):
         return self.lambda_loc * (distance(context.client.previous) + distance(context.client.pretrained))
 
     def upload(self, variables, summary, context):
-        """The trained model is also the next round's previous one."""
+        """Keep the trained model, also as the next round's previous one; send nothing."""
         client, message = super().upload(variables, summary, context)
         return client._replace(previous=variables), message

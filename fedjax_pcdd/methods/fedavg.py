@@ -2,7 +2,7 @@
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, algorithm 1.
 Sent: the model (parameters and running statistics) each way. Clients keep nothing.
-Follows the paper: weights n_k (option `weights=batches` for what the FedMR and FedGELA codes use).
+Follows the paper: weights n_k (`weights=batches` gives those of the FedMR and FedGELA codes).
 """
 
 from flax import struct
@@ -15,5 +15,5 @@ class FedAvg(Method):
     """All hooks are the contract's defaults."""
 
     def traits(self):
-        """As every default."""
+        """The defaults, with the paper."""
         return Traits("McMahan et al., AISTATS 2017")

@@ -1,8 +1,8 @@
 """FedAvgM: the server has a momentum of its own.
 
 Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019.
-Sent: as FedAvg, or as X in `X+avgm`. Clients keep nothing, the server its momentum (P).
-Follows the paper: the heavy ball, Nesterov's form as an option; the mean is weighted as the method's own server has it.
+Sent: as in FedAvg, or as X in `X+avgm`. Clients keep nothing, the server its momentum (P).
+Follows the paper: heavy-ball momentum, with Nesterov's form as an option; the mean is weighted as in X itself.
 """
 
 import optax
@@ -25,5 +25,5 @@ class FedAvgM(ServerOptimised):
         return "Hsu et al., 2019"
 
     def server_rule(self):
-        """The heavy ball, without dampening."""
+        """Heavy-ball momentum, without dampening."""
         return optax.trace(self.server_momentum, self.server_nesterov)

@@ -3,8 +3,8 @@
 Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
 Sent: the body each way; the random head once, before the first round. A client keeps nothing.
 Follows the paper, also in the weights p_k = n_k / n; the published code averages uniformly (`weights=uniform`). PA:
-every client fine-tunes the best global model for `fine_tune_epochs` (published code 5, FedGELA protocol 10). GA:
-the global body under the initial head; the mean of the fine-tuned models is the other reading.
+every client fine-tunes the best global model for `fine_tune_epochs` (published code 5, FedGELA protocol 10). GA: that
+of the global body under the initial head, or the mean over the fine-tuned models (`ga`).
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ class FedBABU(Method):
     )
 
     def traits(self):
-        """PA is the aim, by fine-tuning."""
+        """The paper optimises PA, by fine-tuning."""
         return Traits("Oh et al., ICLR 2022", target="personal")
 
     def trainable(self, params, context):
@@ -39,7 +39,7 @@ class FedBABU(Method):
         return (), Message(mean=without(variables, "head"))
 
     def aggregate(self, server, message, weights, context):
-        """The mean body under the initial head, the same bits in every round."""
+        """The mean body under the initial head, which stays the same bit for bit."""
         return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
 
     def fine_tuner(self, setting, epochs):

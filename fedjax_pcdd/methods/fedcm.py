@@ -2,9 +2,9 @@
 
 Xu et al., "FedCM: Federated Learning with Client-level Momentum", 2021.
 Sent: the model and the direction Delta down (2P), the model and the scalar eta tau_k up. Clients keep nothing.
-Follows the published code, which has no local momentum, but for tau_k: the steps that each client made (a_k with
-momentum), where the code takes those of the first client for all, and weights n_k. Clipping acts on the mixture, weight
-decay follows in full. Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
+Follows the published code, which has no local momentum, except for the weights, which are n_k, and for tau_k: the steps
+that each client made (a_k with momentum), where the code takes those of the first client for all. Clipping acts on the
+mixture; weight decay is added in full afterwards. Published runs clip at 10 (`grad_clip=10`), ours do not by default.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class FedCM(ClientMomentum):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Xu et al., 2021")
 
     def share(self) -> Any:

@@ -4,7 +4,7 @@ Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupl
 Sent: the model and the global state Delta down (2P), the model and its part of Delta_k up (2P). A client keeps its
 drift h_k and its last update state Delta_k (2P).
 Follows the published code: size factor nu_k = N n_k / n, unweighted mean, K_s steps equal for all clients, clipping at
-10. The original trains without momentum; with momentum K_s diverges, and each client's a_k is the divisor.
+10. The original trains without momentum; with momentum, dividing by K_s diverges, so each client's a_k is the divisor.
 """
 
 from typing import Literal
@@ -43,16 +43,16 @@ class FedDC(Drifting):
         return Traits("Gao et al., CVPR 2022", clip=10.0)
 
     def configure(self, setting, hyper):
-        """With momentum, an update over K_s steps is too large a state."""
-        counted = self.step_normaliser != "steps"
+        """Advice: with momentum, an update divided by K_s steps is too large a state."""
+        counts_momentum = self.step_normaliser != "steps"
         advice = [*self.unread(), *optimiser_advice("FedDC", hyper)]
-        return self, [*advice, *state_advice("FedDC", setting, hyper, counts_momentum=counted)]
+        return self, [*advice, *state_advice("FedDC", setting, hyper, counts_momentum=counts_momentum)]
 
     def _ratio(self, context: Context):
         return size_factor(context) if self.alpha_scaling == "inverse_size" else 1.0
 
     def _correction(self, context: Context):
-        """Delta / nu_k - Delta_k, as the parameters."""
+        """Delta / nu_k - Delta_k, structured as the parameters."""
         inverse = 1 / self._ratio(context)
         return jax.tree.map(lambda mean, own: inverse * mean - own, context.server.state, context.client.state)
 
@@ -65,16 +65,19 @@ class FedDC(Drifting):
     def _steps(self, context: Context):
         """K_s or a_k, a scalar."""
         setting, samples = context.setting, context.facts.federation_counts.sum().astype(int)
-        epoch = -(-samples // (setting.num_clients * setting.batch_size))
-        common = context.hyper.local_steps or setting.epochs * epoch
+        steps_per_epoch = -(-samples // (setting.num_clients * setting.batch_size))
+        common_steps = context.hyper.local_steps or setting.epochs * steps_per_epoch
         if self.step_normaliser == "steps":
-            return common
+            return common_steps
         momentum = jnp.asarray(context.hyper.momentum)
-        own = effective_steps(context.step, momentum, most=context.setting.steps)
-        return own if self.step_normaliser == "a_k" else jnp.where(momentum > 0, own, common)
+        own_steps = effective_steps(context.step, momentum, most=context.setting.steps)
+        return own_steps if self.step_normaliser == "a_k" else jnp.where(momentum > 0, own_steps, common_steps)
 
     def upload(self, variables, summary, context):
-        """Also Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta); sent is the last term, times nu_k."""
+        """As in `Drifting`; the new state is Delta_k - Delta / nu_k - (w_k - w^t) / (K_s eta).
+
+        What is sent of it is the last term, times nu_k.
+        """
         client, message = super().upload(variables, summary, context)
         rate = 1 / (self._steps(context) * context.hyper.lr)
         ratio, moved = self._ratio(context), message.mean["params"]
@@ -85,5 +88,5 @@ class FedDC(Drifting):
     def aggregate(self, server, message, weights, context):
         """Delta grows by the mean over all N clients of nu_k times their changes, each with a term -Delta / nu_k."""
         server = super().aggregate(server, message, weights, context)
-        others = 1 - context.count / context.setting.num_clients
-        return server._replace(state=optax.tree.add_scale(message.total.state, others, server.state))
+        silent_share = 1 - context.count / context.setting.num_clients
+        return server._replace(state=optax.tree.add_scale(message.total.state, silent_share, server.state))

@@ -1,9 +1,9 @@
 """FedDecorr: the dimensions of the features are decorrelated over each batch, so that they do not collapse.
 
 Shi et al., "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated Learning", ICLR 2023.
-Sent: as FedAvg, or as X in `X+decorr`. Clients keep nothing.
-The weight belongs to the form of the published code (off-diagonal entries of the undivided Gram matrix, over B), which
-is about B times the printed one. On a batch of one class this is FedMR's intra-class term.
+Sent: as in FedAvg, or as X in `X+decorr`. Clients keep nothing.
+The default weight is for the form of the published code (off-diagonal entries of the undivided Gram matrix, over B),
+which is about B times the printed one. On a batch of one class this is FedMR's intra-class term.
 """
 
 from typing import Literal
@@ -32,12 +32,12 @@ class FedDecorr(Addition):
         return "Shi et al., ICLR 2023"
 
     def configure(self, setting, hyper):
-        """Correlations take two samples and two dimensions."""
+        """Advice: correlations need two samples and two dimensions."""
         method, advice = super().configure(setting, hyper)
         small = "`batch_size=1`" if setting.batch_size == 1 else "one feature" if setting.feature_dim == 1 else ""
         return method, [*advice, *[f"FedDecorr with {small} has nothing to decorrelate: drop it."] * bool(small)]
 
     def penalty(self, variables, outputs, batch, context):
-        """X's, and beta * L_dec on the features of the batch, a scalar."""
+        """X's penalty + beta * L_dec on the features of the batch, a scalar."""
         decorrelation = batch_decorrelation(outputs.features, form=self.form, mask=batch.mask)
         return super().penalty(variables, outputs, batch, context) + self.beta_dec * decorrelation

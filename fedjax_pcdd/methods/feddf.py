@@ -1,12 +1,13 @@
-"""FedDF: what the clients' models say together of unlabelled images is distilled into the averaged model.
+"""FedDF: the ensemble of the clients' models is distilled into the averaged model, on unlabelled images.
 
 Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020.
 Server form (default, one architecture): sent as FedAvg; the weighted mean of the models is then trained on the server
 for `server_steps` steps of Adam with a cosine schedule. There is no validation set, hence no early stopping. The
-teachers are fixed meanwhile, so they look at public images once, in eval mode and without augmentation: here when
-they upload. The count of what is sent leaves these N C logits out, as a server with the models makes them itself.
-Participants' form (`form=participants`, FCCL's comparison): logits travel, and all take a step towards their
-mean on each public batch.
+teachers stay fixed meanwhile, so their logits on public images are computed once, in eval mode and without
+augmentation; here at upload. These N C logits are not counted as sent, since a server that has the models can compute
+them itself.
+Participants' form (`form=participants`, FCCL's comparison): logits are sent, and all participants take a step towards
+their mean on each public batch.
 """
 
 from typing import Literal
@@ -47,22 +48,22 @@ class FedDF(Exchanging):
         return self.form == "server"
 
     def traits(self):
-        """As FedAvg with public images on the server, or as participants."""
+        """As in FedAvg with public images on the server, or as for all participants."""
         paper = "Lin et al., NeurIPS 2020"
         if self._at_server:
             return Traits(paper, public=self.server_steps > 0)
         return super().traits()._replace(paper=paper)
 
     def init_client(self, setting, server, facts, key):
-        """Nothing, or a participant's model."""
+        """No state, or a participant's model."""
         return () if self._at_server else super().init_client(setting, server, facts, key)
 
     def download(self, server, client):
-        """The global model, or the own one."""
+        """The global model, or the participant's own one."""
         return Method.download(self, server, client) if self._at_server else super().download(server, client)
 
     def upload(self, variables, summary, context):
-        """The model, and what it says of all public images [N, C], as its part of the ensemble."""
+        """The model, and its part of the ensemble's target on all public images [N, C]."""
         if not self._at_server:
             return super().upload(variables, summary, context)
         if not self.server_steps:
@@ -73,8 +74,8 @@ class FedDF(Exchanging):
             logits = forward(context.model, variables, images, train=False)[0].logits
             return ensemble_target(logits[None], form=self.ensemble, temperature=self.temperature)
 
-        taught = over_all(teach, context.public.images.shape[0], 500)
-        return (), Message(mean=variables, total=Derived(taught))
+        targets = over_all(teach, context.public.images.shape[0], 500)
+        return (), Message(mean=variables, total=Derived(targets))
 
     def aggregate(self, server, message, weights, context):
         """The weighted mean of the models, if there are any, after `server_steps` steps towards the ensemble."""
@@ -83,13 +84,13 @@ class FedDF(Exchanging):
         server = Method.aggregate(self, server, message, weights, context)
         return self._distilled(server, message.total.value / context.count, context) if self.server_steps else server
 
-    def _distilled(self, server, total, context):
+    def _distilled(self, server, target, context):
         schedule = optax.cosine_decay_schedule(self.server_lr, self.server_decay_steps)
         optimiser = optax.chain(optax.clip_by_global_norm(self.server_clip), optax.adam(schedule))
-        size = min(self.server_batch, total.shape[0])
+        size = min(self.server_batch, target.shape[0])
 
         def distance(logits, index):
-            return self._distance(logits, total[index])
+            return self._distance(logits, target[index])
 
         variables = train_on_public(server.variables, distance, context, optimiser, steps=self.server_steps, size=size)
         return server._replace(variables=variables)

@@ -1,11 +1,12 @@
-"""FedDyn: each client's objective is tilted and tied, so that its stationary points become the federation's.
+"""FedDyn: a linear and a proximal term make the stationary points of each client's objective the federation's.
 
 Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, algorithm 1.
-Sent: as FedAvg. A client keeps its drift v_k (P); the paper's gradient memory is lambda_k = -alpha v_k, its server
+Sent: as in FedAvg. A client keeps its drift v_k (P); the paper's gradient memory is lambda_k = -alpha v_k, its server
 state h = -alpha * mean(v_k), so nothing is ever divided by alpha.
 Follows the paper's common alpha and plain mean; the published code's alpha_k = alpha / nu_k is an option, its clipping
 at 10 the default. alpha = 0, where the paper's server step is undefined, is FedAvg with uniform weights. The server's
-step is a momentum of 1 - eta K alpha / (1 - rho) on top of the clients': without theirs, as published, FedDyn trains.
+step acts as a momentum of 1 - eta K alpha / (1 - rho) on top of the clients'; without local momentum, as published,
+FedDyn trains.
 """
 
 from typing import Literal
@@ -37,7 +38,7 @@ class FedDyn(Drifting):
         return Traits("Acar et al., ICLR 2021", clip=10.0)
 
     def configure(self, setting, hyper):
-        """alpha = 0 has no dynamic regularisation; two momenta on top of each other may end at chance."""
+        """Advice: alpha = 0 has no dynamic regularisation; with both momenta, accuracy may end at chance level."""
         advice, rho = self.unread(), float(hyper.momentum)
         if self.alpha <= 0:
             advice += ["FedDyn with `alpha=0` is FedAvg: choose `alpha` above 0 for FedDyn itself."]
@@ -60,7 +61,7 @@ class FedDyn(Drifting):
         return jnp.where(jnp.asarray(self.alpha) > 0, 1.0, 0.0)
 
     def upload(self, variables, summary, context):
-        """As with every drift, and the statistics times n_k where they are weighted."""
+        """As in `Drifting`, and the statistics times n_k if they are weighted."""
         client, message = super().upload(variables, summary, context)
         if self.weighted_statistics:
             samples = context.facts.num_samples

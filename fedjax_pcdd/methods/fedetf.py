@@ -3,10 +3,10 @@
 Li et al., "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed
 Classifier", ICCV 2023.
 Sent: backbone, projection and the scalar beta each way; no classifier, as the ETF follows from a seed. Clients keep
-nothing. PA: after the last round each client trains on for E epochs and tunes ETF and projection in turn for itself.
+nothing. PA: after the last round each client trains for E more epochs, and then tunes ETF and projection in turn.
 Follows the published code: a class that a client lacks counts as one sample in the balanced softmax (`removed` is the
-printed formula), weight decay acts on beta too. Momentum that crosses rounds, as there, is `optimizer_state=kept`.
-With `local_steps` a client trains on for one epoch, with epochs of each client's own for the most of them.
+printed formula), and weight decay acts on beta too. For momentum that persists between rounds, as in that code, use
+`optimizer_state=kept`. The E before the tuning is 1 with `local_steps`, and the largest one if clients differ in E.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import forward
 from fedjax_pcdd.models.etf import draw_etf
 
-BETA, ETF = "beta", "etf"  # parts of the parameters, the latter while a client tunes its own
+BETA, ETF = "beta", "etf"  # parts of the parameters; the latter only while a client tunes its own
 
 
 class Server(NamedTuple):
@@ -70,7 +70,7 @@ class FedETF(Method):
         return model.clone(neck=1, neck_width=self.projection or model.num_classes, head=False)
 
     def configure(self, setting, hyper):
-        """An ETF needs as many dimensions as classes; a softmax over one class is constant."""
+        """UserError for an ETF with fewer dimensions than classes; advice on a softmax over one class."""
         classes, width = setting.num_classes, setting.feature_dim
         if width < classes:
             raise UserError(
@@ -78,16 +78,16 @@ class FedETF(Method):
             )
         if not setting.one_class_clients or self.missing == "one":
             return self, []
-        few = f"{setting.one_class_clients} clients have one class, where FedETF's loss has no gradient"
-        return self, [f"{few}: use `missing=one`."]
+        cause = f"{setting.one_class_clients} clients have one class, where FedETF's loss has no gradient"
+        return self, [f"{cause}: use `missing=one`."]
 
     def init_server(self, setting, variables, class_counts, key):
-        """beta beside the parameters, and the ETF."""
+        """The initial model with beta among its parameters, and the ETF."""
         beta = jnp.asarray(self.start_beta, jax.tree.leaves(variables["params"])[0].dtype)
         return Server(joined(variables, BETA, beta), draw_etf(key, setting.feature_dim, setting.num_classes))
 
     def loss(self, variables, batch, context):
-        """As FedAvg, of the logits beta * (m_c . h / |h|)."""
+        """As in FedAvg, with the logits beta * (m_c . h / |h|)."""
         outputs, state = train_forward(variables, batch, context)
         logits = self._cosines(variables, outputs, context.server) * variables["params"][BETA]
         return objective(self, variables, outputs._replace(logits=logits), batch, context), state
@@ -101,7 +101,7 @@ class FedETF(Method):
         return self.balanced(outputs, batch, context, self.prior_power)
 
     def balanced(self, outputs, batch, context, power):
-        """That with another exponent on the counts."""
+        """The balanced cross-entropy with this exponent on the counts, a scalar."""
         counts, missing = context.facts.class_counts, 1.0 if self.missing == "one" else None
         return balanced_cross_entropy(
             outputs.logits, batch.labels, counts, power=power, missing=missing, mask=batch.mask
@@ -112,8 +112,8 @@ class FedETF(Method):
         return self._cosines(variables, forward(model, variables, images, train=False)[0], server)
 
     def fine_tuner(self, setting, epochs):
-        """The personal tuning, whatever the epochs that the user asks for."""
+        """The personal tuning, whatever number of epochs the user asks for."""
         from fedjax_pcdd.methods.fedetf_tuning import FedETFTuning  # which is derived from this class
 
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(FedETF)}
-        return FedETFTuning(**own, epochs=setting.epochs)
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(FedETF)}
+        return FedETFTuning(**options, epochs=setting.epochs)

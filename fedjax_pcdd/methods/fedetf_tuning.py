@@ -1,6 +1,6 @@
-"""FedETF's personal tuning after the last round: a client moves the ETF and the projection in turn, for itself.
+"""FedETF's personal tuning after the last round: each client moves its ETF and its projection in turn.
 
-Li et al., ICCV 2023, as `fedetf.py`. Sent: nothing; what a client tunes is measured and dropped.
+Li et al., ICCV 2023, as `fedetf.py`. Sent: nothing; the tuned models are measured and discarded.
 """
 
 import jax
@@ -22,14 +22,14 @@ TRACE = "tuning"  # the collection of the projection's momentum
 class FedETFTuning(FedETF):
     """E epochs as in a round; then, in turns, plain cross-entropy moves the ETF alone and the projection alone.
 
-    The ETF is not renormalised. Both are SGD with learning rates of their own; the projection's has momentum 0.9, which
-    begins at 0 in each of its turns, and weight decay 5e-4. Batch norm goes on to see the client's batches.
+    The ETF is not renormalised. Both are trained by SGD, each with its own learning rate; the projection's has momentum
+    0.9, which starts at 0 in each of its turns, and weight decay 5e-4. Batch norm still sees the client's batches.
     """
 
     epochs: int = hyperparameter(1, symbol="E", help="local epochs before the tuning", low=0, static=True)
 
     def traits(self):
-        """So many epochs and the turns, whatever is asked for."""
+        """E epochs and all turns, whatever number of epochs is asked for."""
         return Traits(epochs=self.epochs + 2 * self.tuning_cycles * self.tuning_epochs)
 
     def init_server(self, setting, variables, class_counts, key):
@@ -37,12 +37,12 @@ class FedETFTuning(FedETF):
         return Server(variables, draw_etf(key, setting.feature_dim, setting.num_classes))
 
     def download(self, server, client):
-        """The ETF as parameters of the client's own, and the momentum of its projection."""
+        """The model, the ETF as parameters of the client's own, and the momentum of its projection."""
         trace = zeros_like(server.variables["params"]["neck"])
         return {**joined(server.variables, ETF, server.etf), TRACE: trace}
 
     def _turns(self, context):
-        """Whether the ETF, and whether the projection has its turn: booleans, both False in the epochs before."""
+        """Whether it is the turn of the ETF, and of the projection: booleans, both False in the first E epochs."""
         since = context.epoch - (context.epochs - 2 * self.tuning_cycles * self.tuning_epochs)
         odd = (since // self.tuning_epochs) % 2 == 1
         return (since >= 0) & ~odd, (since >= 0) & odd
@@ -53,7 +53,7 @@ class FedETFTuning(FedETF):
         return self.balanced(outputs, batch, context, jnp.where(on_etf | on_projection, 0.0, self.prior_power))
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """A step as in a round, or of what has its turn."""
+        """A step as in a round, or one of the part whose turn it is."""
         loss, state, gradients = evaluate(variables)
         on_etf, on_projection = self._turns(context)
         usual = step({**gradients, ETF: jnp.zeros_like(gradients[ETF])})
@@ -67,7 +67,7 @@ class FedETFTuning(FedETF):
         return loss, {**state, TRACE: trace}, Step(updates, usual.optimiser)
 
     def upload(self, variables, summary, context):
-        """The model without what is the client's own."""
+        """The model without the client's own ETF and momentum."""
         return (), Message(mean=without_collection(without(variables, ETF), TRACE))
 
     def personal_variables(self, server, client):

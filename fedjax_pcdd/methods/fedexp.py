@@ -1,11 +1,11 @@
-"""FedExP: the server goes beyond the clients' mean, the further the more they disagree.
+"""FedExP: the server extrapolates beyond the clients' mean, the further the more they disagree.
 
 Jhunjhunwala et al., "FedExP: Speeding Up Federated Averaging via Extrapolation", ICLR 2023.
-Sent: as FedAvg (or X in `X+exp`), and the scalar ||w_k - w^t||^2 up. Clients keep nothing.
-Follows the paper's step and, in what is evaluated, its code: the mean of the last two iterates, as every second one
-overshoots; training goes on from the iterate. epsilon shrinks with the square of the learning rate's decay, as in the
-code, which also multiplies it by the cohort's size (option); weights are n_k (`weights=uniform` is the paper's).
-Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
+Sent: as in FedAvg (or X in `X+exp`), and the scalar ||w_k - w^t||^2 up. Clients keep nothing.
+Follows the paper's step. The evaluated model is, as in its code, the mean of the last two iterates, as every second one
+overshoots; training continues from the last iterate. epsilon shrinks with the square of the learning rate's decay, as
+in the code, which also multiplies it by the cohort's size (option); weights are n_k (`weights=uniform` is the paper's).
+Published runs clip at 10 (`grad_clip=10`), ours do not by default.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -52,8 +52,8 @@ class FedExP(ServerStep):
 
     def traits(self):
         """X's, with eta_g in every round's metrics."""
-        own = super().traits()
-        return own._replace(recorded=(*own.recorded, "extrapolation"))
+        traits = super().traits()
+        return traits._replace(recorded=(*traits.recorded, "extrapolation"))
 
     def init_server(self, setting, variables, class_counts, key):
         """X's server; the evaluated model, the step's length, and the first learning rate, 0 before the first round."""
@@ -62,26 +62,26 @@ class FedExP(ServerStep):
         return extended(server, averaged=jax.tree.map(jnp.copy, server.variables), extrapolation=one, first_lr=0 * one)
 
     def upload(self, variables, summary, context):
-        """X's message, and the squared length of the update of what the server has."""
+        """X's message, and the squared length of the update of the parameters that the server has."""
         client, message = super().upload(variables, summary, context)
         shared = context.server.variables["params"]
-        ends = [{part: tree["params"][part] for part in shared} for tree in (variables, context.start)]
-        return client, message._replace(mean=Measured(message.mean, squared_distance(*ends)))
+        models = [{part: tree["params"][part] for part in shared} for tree in (variables, context.start)]
+        return client, message._replace(mean=Measured(message.mean, squared_distance(*models)))
 
     def aggregate(self, server, message, weights, context):
         """X's aggregation, then further along its step."""
-        own, moved = message.mean
-        after: Any = super().aggregate(server, message._replace(mean=own), weights, context)
-        old, mean = server.variables["params"], after.variables["params"]
-        lr, first = jnp.asarray(context.hyper.lr, server.first_lr.dtype), server.first_lr == 0
-        first_lr = jnp.where(first, lr, server.first_lr)
+        plain_mean, moved = message.mean
+        result: Any = super().aggregate(server, message._replace(mean=plain_mean), weights, context)
+        old, mean = server.variables["params"], result.variables["params"]
+        lr, is_first = jnp.asarray(context.hyper.lr, server.first_lr.dtype), server.first_lr == 0
+        first_lr = jnp.where(is_first, lr, server.first_lr)
         step = squared_distance(*(shared_part(context.setting, tree) for tree in (mean, old)))
         length = self._extrapolation(moved, step, lr / first_lr, context.count)
-        further = optax.tree.add_scale(mean, length - 1, optax.tree.sub(mean, old))
-        variables = {**after.variables, "params": further}
+        params = optax.tree.add_scale(mean, length - 1, optax.tree.sub(mean, old))
+        variables = {**result.variables, "params": params}
         halfway = jax.tree.map(lambda new, old: 0.5 * (new + old), variables, server.variables)
-        averaged = where(first, variables, halfway)
-        return after._replace(
+        averaged = where(is_first, variables, halfway)
+        return result._replace(
             variables=variables, averaged=averaged, extrapolation=length.astype(lr.dtype), first_lr=first_lr
         )
 
@@ -101,5 +101,5 @@ class FedExP(ServerStep):
 
     def further_models(self, server):
         """X's, and the model that `iterate` does not name."""
-        others = {name: model for name, model in self._iterates(server).items() if name != self.iterate}
-        return super().further_models(server) | others
+        iterates = {name: model for name, model in self._iterates(server).items() if name != self.iterate}
+        return super().further_models(server) | iterates

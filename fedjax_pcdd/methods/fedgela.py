@@ -1,11 +1,12 @@
 """FedGELA: the classifier is a fixed simplex ETF for all clients, locally rescaled by the client's class distribution.
 
 Fan et al., "Federated Learning with Bilateral Curation for Partially Class-Disjoint Data", NeurIPS 2023, section 3.
-Sent: backbone and neck each way; no classifier, as the ETF follows from a seed, unless the ablation classifier=learned
-trains one. A client keeps Phi [C]. Follows the paper but for three things taken from the published code: all classes
-in the denominator (`present` is the printed equation), two linear layers, clipping at 20.
-kappa = sqrt(E_W) = 100 suits a ResNet; models without normalisation need far less: of 1, 2, 5, 10 (20 to 50 rounds
-of an MLP on digits and a CNN on Fashion-MNIST) 1 and 2 gave the best GA.
+Sent: backbone and neck each way. The ETF follows from a seed, so no classifier is sent, unless the ablation
+`classifier=learned` trains one. A client keeps Phi [C].
+Follows the paper except for three choices of the published code: all classes in the denominator (`present` is the
+printed equation), two linear layers, clipping at 20. kappa = sqrt(E_W) = 100 suits a ResNet; models without
+normalisation need far less: of 1, 2, 5, 10 (20 to 50 rounds of an MLP on digits and a CNN on Fashion-MNIST), 1 and 2
+gave the best GA.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ class Server(NamedTuple):
     """Global backbone and neck, and the ETF's directions [D, C], which never change."""
 
     variables: Tree
-    etf: Any  # () beside a learned classifier
+    etf: Any  # () with a learned classifier
 
 
 @struct.dataclass
@@ -58,18 +59,18 @@ class FedGELA(Method):
     )
 
     def traits(self):
-        """PA is read with Phi, from the backbone that `pa_model` names."""
-        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
-        return Traits("Fan et al., NeurIPS 2023", own_loss=True, clip=20.0, **kinds)
+        """PA is measured with Phi, on the backbone that `pa_model` names."""
+        fields = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
+        return Traits("Fan et al., NeurIPS 2023", own_loss=True, clip=20.0, **fields)
 
     def build(self, model):
-        """Neck for all; no trained head beside an ETF, no bias in the learned one."""
+        """The model with a neck; without a trained head if there is an ETF, else with one that has no bias."""
         learned = self.classifier == "learned"
         batch = self.normalise == "batch" and not learned
         return model.clone(neck=self.layers, head=learned, head_bias=False, feature_norm=batch)
 
     def configure(self, setting, hyper):
-        """E_W (of an ETF) and gamma where they were left open; which options do nothing."""
+        """Defaults of E_W (of an ETF) and gamma; advice on options that do nothing."""
         gamma = self.gamma or ("class" if self.phi == "identity" else "serverscaled")
         ew = (1e4 if setting.normalised else 4.0) if self.ew is None and self.classifier == "etf" else self.ew
         advice = []
@@ -81,7 +82,7 @@ class FedGELA(Method):
         return dataclasses.replace(self, ew=ew, gamma=gamma), advice
 
     def init_server(self, setting, variables, class_counts, key):
-        """The ETF, which needs D >= C; none beside a learned classifier."""
+        """The ETF, which needs D >= C; none with a learned classifier."""
         etf = () if self.classifier == "learned" else draw_etf(key, setting.feature_dim, setting.num_classes)
         return Server(variables, etf)
 
@@ -106,9 +107,9 @@ class FedGELA(Method):
         return cross_entropy(logits, batch.labels, mask=batch.mask, classes=self._allowed(context.facts))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """m_c . h; a client's Phi_c m_c . h, over its own classes where the softmax had only those.
+        """m_c . h; for a client's model Phi_c m_c . h, over its own classes if the softmax had only those.
 
-        So is the GA of clients' models (`bn=local-layers`, domains of a task), of which this makes local ones.
+        GA uses the latter too where it is that of clients' models (`bn=local-layers`, tasks by domain).
         """
         outputs, _ = forward(model, variables, images, train=False)
         scores = self._scores(server, outputs, 1.0 if scope == "generic" else client)

@@ -1,11 +1,12 @@
-"""FedGen: the server trains a generator of features against the clients' heads; clients train on what it makes.
+"""FedGen: the server trains a generator of features against the clients' heads; clients train on its features.
 
 Zhu et al., "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021.
-Sent: as FedAvg, and the generator and the classes it knows [C] down, label counts [C] up. A client keeps nothing.
-The teachers' losses are weighted sample by sample as printed; the published code averages losses and weights apart
-(`broadcast`). Noise is uniform as in the code, which calls it Gaussian (`noise`). Labels are counted as owned; the code
-counts from 1 what a client sees while it trains (`label_counts`). Its adversarial student term has weight 0: left out.
-alpha = beta = 1 are ours: the published 10 and 10, and 10 and 1, are those of latents of 32 on MNIST and EMNIST.
+Sent: as in FedAvg, and the generator and the classes it knows [C] down, label counts [C] up. A client keeps nothing.
+The teachers' losses are weighted sample by sample, as printed; the published code averages losses and weights
+separately (`broadcast`). Noise is uniform, as in the code, which calls it Gaussian (`noise`). Label counts are of the
+samples owned; the code counts, from 1, those seen in training (`label_counts`). Its adversarial student term has weight
+0 and is left out. alpha = beta = 1 are ours: the published values, 10 and 10, and 10 and 1, are for latents of 32 on
+MNIST and EMNIST.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ from fedjax_pcdd.models.generator import adam, draw_labels, generate, initialise
 
 
 class Server(NamedTuple):
-    """Global model; generator, its optimiser, the classes it knows [C], and how often it was trained."""
+    """Global model; generator, its optimiser state, the classes it knows [C], and how often it was trained."""
 
     variables: Tree
     generator: Tree
@@ -60,11 +61,11 @@ class FedGen(LabelCounts):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Zhu et al., ICML 2021")
 
     def configure(self, setting, hyper):
-        """The published sizes for models below 256 features, and for others; B generated features a step."""
+        """Defaults: the published sizes, for models below 256 features or others, and B generated features a step."""
         large = setting.feature_dim >= 256
         hidden, noise_dim = self.hidden or (512 if large else 256), self.noise_dim or (64 if large else 32)
         batch = self.synthetic_batch or setting.batch_size
@@ -105,7 +106,7 @@ class FedGen(LabelCounts):
         return jnp.where(active, alpha * teaching + beta * divergence, 0.0)
 
     def upload(self, variables, summary, context):
-        """The model, whose head is also a teacher by itself, and the label counts [C]."""
+        """The model, with its head apart as a teacher, and the label counts [C]."""
         model, counts = self.split(variables, context)
         return context.client, Message(mean=without(model, "head"), each=(model["params"]["head"], counts))
 

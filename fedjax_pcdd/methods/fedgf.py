@@ -1,11 +1,11 @@
-"""FedGF: between the client's worst point nearby and the global model's, by how far the clients have drifted apart.
+"""FedGF: gradients are taken between the client's and the global worst nearby point, by how far clients diverged.
 
 Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024.
 Sent: the model, the perturbed model and the scalar c down (2P), the model and the scalar ||w_k - w^t|| up. Clients keep
 nothing, the server one model. A step costs two gradients.
-Follows the published code, which has no momentum. The threshold is in units of the parameters, so what to choose grows
+Follows the published code, which has no momentum. The threshold is in units of the parameters, so a suitable one grows
 with learning rate and steps; each round's metrics have the mean ||w_k - w^t|| as `divergence` and c as `share`. At
-c = 1 all steps of a round take their gradients at one point, so nothing holds what momentum makes of them.
+c = 1 all steps of a round take their gradients at the same point, so nothing limits how far momentum carries them.
 """
 
 from typing import NamedTuple
@@ -46,11 +46,11 @@ class FedGF(SharpnessAware):
     window: int = hyperparameter(30, symbol="W", help="last rounds whose diverged part is c", static=True, low=1)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with two more metrics a round."""
         return Traits("Lee and Yoon, ICML 2024", recorded=("divergence", "share"))
 
     def configure(self, setting, hyper):
-        """rho_g where it was left open; a threshold that every round is above."""
+        """The default of rho_g; advice on a threshold that every round exceeds, on rho = 0 and on momentum."""
         advice = []
         if self.threshold < 0:
             advice.append(
@@ -83,12 +83,12 @@ class FedGF(SharpnessAware):
         return shared_part(context.setting, between, near)
 
     def upload(self, variables, summary, context):
-        """The model, and how far it went."""
-        far = jnp.sqrt(squared_distance(variables["params"], context.start["params"]))
-        return context.client, Message(mean=variables, total=far)
+        """The model, and ||w_k - w^t||."""
+        distance = jnp.sqrt(squared_distance(variables["params"], context.start["params"]))
+        return context.client, Message(mean=variables, total=distance)
 
     def aggregate(self, server, message, weights, context):
-        """The mean; w~ behind it; c from the unweighted mean divergence of the last W rounds."""
+        """The mean model, its w~, and c from the unweighted mean divergence of the last W rounds."""
         new = message.mean["params"]
         back = optax.tree.sub(server.variables["params"], new)
         perturbed = optax.tree.add(new, of_length(shared_part(context.setting, back), self._global_rho()))

@@ -1,8 +1,8 @@
 """FedLC: logits are calibrated by the client's class counts, so that rare classes get a margin.
 
 Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration", ICML 2022, section 4.
-Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it (with `global` their sum over clients
-is shared).
+Sent: as in FedAvg. A client keeps nothing but its class counts, which stay with it (with `counted=global` their sum
+over clients is shared).
 The label stays in the denominator (`softmax`), as in the public implementations: the printed formula (`pairwise`) is
 unbounded below and unstable. Classes that a client lacks leave the denominator (`masked`). tau = 0 is defined as no
 calibration. GA and fine-tuning use plain logits. A client with one class has loss 0 and moves by weight decay alone.
@@ -33,17 +33,17 @@ class FedLC(Method):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with a softmax of its own."""
         return Traits("Zhang et al., ICML 2022", own_loss=True)
 
     def configure(self, setting, hyper):
-        """A masked softmax over one class is constant; the pairwise form has no lower bound."""
+        """Advice: a masked softmax over one class is constant; the pairwise form has no lower bound."""
         advice = []
         if self.form == "pairwise":
             advice += ["FedLC with `form=pairwise` is known to be unstable: `form=softmax` has a lower bound."]
         if self.tau > 0 and setting.one_class_clients and (self.missing, self.counted) == ("masked", "local"):
-            few = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
-            advice += [f"{few}: `counted=global` keeps the other classes in it."]
+            cause = f"{setting.one_class_clients} clients have one class, where FedLC's loss has no gradient"
+            advice += [f"{cause}: `counted=global` keeps the other classes in it."]
         if self.missing == "constant" and self.counted == "local" and self.tau > 0.1:
             margin = f"a missing class's margin of {100 * self.tau:g} takes it out of the softmax"
             advice += [f"`missing=constant` does nothing: {margin}, so set `tau` to 0.1 or less."]

@@ -1,13 +1,13 @@
-"""FedLESAM: clients look uphill along the old global model minus the new one, which costs no second gradient.
+"""FedLESAM: clients perturb their weights along the old global model minus the new one, without a second gradient.
 
 Fan et al., "Locally Estimated Global Perturbations are Better than Local Perturbations for Federated Sharpness-aware
-Minimization", ICML 2024. Sent: as FedAvg. A client keeps the global model that it received last (P). `X+lesam` is X
-with the same perturbation, as the paper has it of SCAFFOLD (FedLESAM-S) and FedDyn (-D): what X adds to a gradient is
-as it is at w, and what X's clients keep lies beside the model received.
+Minimization", ICML 2024. Sent: as in FedAvg. A client keeps the global model that it received last (P). `X+lesam` is X
+with the same perturbation, as in the paper for SCAFFOLD (FedLESAM-S) and FedDyn (-D): what X adds to a gradient is
+taken at w, and X's client state is kept beside the received model.
 Follows the paper; the published code takes the server's last update for all clients (`memory=server`, then 2P are sent
-down and clients keep nothing) and divides by the sum of the layers' norms (`norm=sum`). As published it also
-passes one vector where a list of tensors is meant, which is a slip and not offered.
-Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
+down and clients keep nothing) and divides by the sum of the layers' norms (`norm=sum`). As published it also passes one
+vector where a list of tensors is meant, a mistake that is not offered here.
+Published runs clip at 10 (`grad_clip=10`), ours do not by default.
 """
 
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -26,7 +26,7 @@ from fedjax_pcdd.trees import where, zeros_like
 
 
 class Client(NamedTuple):
-    """X's state (FedAvg's is ()), the parameters received last, and whether there were any."""
+    """X's state (FedAvg's is ()), the parameters received last, and whether any were received."""
 
     own: Tree
     received: Tree
@@ -54,31 +54,31 @@ class FedLESAM(Nearby):
 
     @classmethod
     def unsuitable(cls, other):
-        """Where there is no global model to look back to, or a step is not of one model."""
+        """The reason, if there is no global model to look back to, or a step is not of one model."""
         return super().unsuitable(other) or ("" if averages_models(other()) else "is no method that averages models.")
 
     def configure(self, setting, hyper):
-        """Without a perturbation the old model is kept for nothing."""
+        """Advice: without a perturbation the old model is kept for nothing."""
         method, advice = super().configure(setting, hyper)
         idle = "FedLESAM with `rho=0` perturbs nothing and keeps a model more: set it above 0."
         return method, [*advice, idle] if self.rho == 0 else advice
 
     def init_server(self, setting, variables, class_counts, key):
-        """X's, and the parameters before its last step where all clients look along that: no step yet."""
+        """X's server and, with `memory=server`, the parameters before its last step: none was taken yet."""
         server: Any = super().init_server(setting, variables, class_counts, key)
         if self.memory == "client":
             return server
         return extended(server, previous=jax.tree.map(jnp.copy, server.variables["params"]))
 
     def init_client(self, setting, server, facts, key):
-        """X's, and the parameters received last: none yet."""
-        own = super().init_client(setting, server, facts, key)
+        """X's state and, with `memory=client`, the parameters received last: none yet."""
+        state = super().init_client(setting, server, facts, key)
         if self.memory == "server":
-            return own
-        return Client(own, zeros_like(server.variables["params"]), jnp.zeros((), bool))
+            return state
+        return Client(state, zeros_like(server.variables["params"]), jnp.zeros((), bool))
 
     def perturbation(self, context: Context) -> Tree:
-        """e, as the parameters that are sent; 0 at a client's first participation and where the model stood still."""
+        """e, structured as the sent parameters; 0 at a client's first participation and if the model did not move."""
         start = _shared(context.start, context)
         if self.memory == "server":
             old = context.server.previous
@@ -99,25 +99,25 @@ class FedLESAM(Nearby):
             evaluated = evaluate(moved_to(variables, perturbed))
             if type(self).regulariser is Method.regulariser:
                 return evaluated
-            of_term = jax.grad(lambda p: scalar(self, "regulariser", self.regulariser(p, context)))
-            change = optax.tree.sub(of_term(params), of_term(perturbed))
+            gradient = jax.grad(lambda p: scalar(self, "regulariser", self.regulariser(p, context)))
+            change = optax.tree.sub(gradient(params), gradient(perturbed))
             return evaluated._replace(gradients=optax.tree.add(evaluated.gradients, change))
 
         return super().local_update(elsewhere, step, variables, batch, context)
 
     def upload(self, variables, summary, context):
-        """X's; kept is the model that was received."""
+        """X's state and message; with `memory=client`, the received parameters are kept too."""
         if self.memory == "server":
             return super().upload(variables, summary, context)
-        own, message = super().upload(variables, summary, context._replace(client=context.client.own))
-        return Client(own, _shared(context.start, context), jnp.ones((), bool)), message
+        state, message = super().upload(variables, summary, context._replace(client=context.client.own))
+        return Client(state, _shared(context.start, context), jnp.ones((), bool)), message
 
     def aggregate(self, server, message, weights, context):
-        """X's."""
-        after: Any = super().aggregate(server, message, weights, context)
-        return after if self.memory == "client" else after._replace(previous=server.variables["params"])
+        """X's aggregation; with `memory=server`, the parameters before it are kept."""
+        result: Any = super().aggregate(server, message, weights, context)
+        return result if self.memory == "client" else result._replace(previous=server.variables["params"])
 
 
 def _shared(variables: Tree, context: Context) -> Tree:
-    """The parameters that the server has, too."""
+    """Those of the parameters that the server has."""
     return {part: variables["params"][part] for part in context.server.variables["params"]}

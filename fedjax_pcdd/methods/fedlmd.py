@@ -1,10 +1,10 @@
-"""FedLMD: as FedNTD, but the received model is asked about the client's minority and vacant classes alone.
+"""FedLMD: as FedNTD, but the received model is distilled on the client's minority and vacant classes alone.
 
 Lu et al., "Federated Learning with Label-Masking Distillation", ACM MM 2023.
-Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
-A majority label has more samples than the mean over all C classes. Masks are exact, where the published code subtracts
-1000 and goes astray if the label is the only class of the minority (`empty=published`). FedLMD-Tf, `teacher_free`,
-asks no model and teaches the uniform distribution; published, it does not run.
+Sent: as in FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
+A majority class has more samples than the mean over all C classes. Masks are exact, where the published code subtracts
+1000, which fails if the label is the only minority class (`empty=published`). FedLMD-Tf, `teacher_free`, needs no
+teacher model and distils the uniform distribution; as published, it does not run.
 """
 
 from typing import Literal
@@ -31,11 +31,11 @@ class FedLMD(Taught):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Lu et al., ACM MM 2023")
 
     def configure(self, setting, hyper):
-        """Without the label, two classes leave one; FedLMD-Tf has no model to teach."""
+        """Advice: without the label, two classes leave one; FedLMD-Tf has no teacher model."""
         advice = ["FedLMD with two classes distils nothing: it is FedAvg."] if setting.num_classes == 2 else []
         if self.teacher_free and self.teacher == "train":
             advice.append("`teacher=train` has no effect with `teacher_free`, which asks no model.")

@@ -1,13 +1,14 @@
 """FedLoGe: a fixed sparse ETF trains the body, and two heads beside it, common and personal, exchange their norms.
 
 Xiao et al., "FedLoGe: Joint Local and Generic Federated Learning under Long-tailed Data", ICLR 2024.
-Sent: as FedAvg, body and auxiliary head; the sparse ETF (SSE-C) once. A client keeps its personal head.
+Sent: as in FedAvg, body and auxiliary head; the sparse ETF (SSE-C) once. A client keeps its personal head.
 The body learns from the sparse ETF alone, each head from its own loss on the features. GA: the auxiliary head with rows
-of equal norm; PA: it with the personal head's norms, plus the personal head, over the client's classes. Nothing is
-fine-tuned. `ga_ssec` and `ga_aux` are the sparse ETF's accuracy and that of the auxiliary head as it is.
-Follows the published script, its README's biases and unit rows being options; the frozen random bias of its ETF, where
-the paper's classifier is a matrix, is one, too (`ssec_bias=frozen`: uniform to 1 / sqrt(D) either way, as a layer's
-bias starts there), and the personal head begins as a copy of the auxiliary one. Published runs have no weight decay.
+of equal norm. PA: the auxiliary head with the personal head's norms, plus the personal head, over the client's classes.
+Nothing is fine-tuned. `ga_ssec` and `ga_aux` are the accuracies of the sparse ETF and of the unchanged auxiliary head.
+Follows the published script. The biases and unit rows of its README are options, and so is the frozen random bias of
+the script's ETF, where the paper's classifier is a matrix (`ssec_bias=frozen`: uniform in +-1 / sqrt(D), as a layer's
+bias is initialised there). The personal head begins as a copy of the auxiliary one. Published runs have no weight
+decay.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -52,23 +53,23 @@ class FedLoGe(PersonalHead):
     )
 
     def traits(self):
-        """PA is read from the server's body and heads; each head is clipped by itself."""
-        kinds = {"target": "both", "fine_tunes": False, "personal_model": "server"}
-        return Traits("Xiao et al., ICLR 2024", own_loss=True, apart=("head", "personal"), **kinds)
+        """PA is measured with the server's body and heads; each head is clipped separately."""
+        fields = {"target": "both", "fine_tunes": False, "personal_model": "server"}
+        return Traits("Xiao et al., ICLR 2024", own_loss=True, apart=("head", "personal"), **fields)
 
     def configure(self, setting, hyper):
-        """The ETF needs as many features as classes."""
+        """UserError if there are fewer features than classes: there is no such ETF."""
         classes, width = setting.num_classes, setting.feature_dim
         if width < classes:
             raise UserError(f"FedLoGe has no ETF of {classes} classes in {width} features: choose a wider model.")
         return self, []
 
     def init_server(self, setting, variables, class_counts, key):
-        """The sparse ETF, made on the host: a second or so for 10 classes, half a minute for 100."""
+        """The model and the sparse ETF, made on the host: about a second for 10 classes, half a minute for 100."""
         size = setting.feature_dim, setting.num_classes
         etf = draw_sparse_etf(key, *size, sparsity=self.sparsity, length=self.ssec_norm)
-        most = setting.feature_dim**-0.5 if self.ssec_bias == "frozen" else 0.0
-        bias = jax.random.uniform(jax.random.fold_in(key, 1), size[1:], etf.dtype, -most, most)
+        limit = setting.feature_dim**-0.5 if self.ssec_bias == "frozen" else 0.0
+        bias = jax.random.uniform(jax.random.fold_in(key, 1), size[1:], etf.dtype, -limit, limit)
         return Server(variables, etf, bias)
 
     def classification(self, outputs, batch, context):
@@ -84,13 +85,13 @@ class FedLoGe(PersonalHead):
         return losses[0] + losses[1]
 
     def generic_variables(self, server):
-        """The global model under the auxiliary head with rows of equal norm."""
+        """The global model with the auxiliary head, its rows scaled to equal norm."""
         head = server.variables["params"]["head"]
         kernel = self.head_norm * head["kernel"] / _norms(head["kernel"])
         return joined(server.variables, "head", {**head, "kernel": kernel})
 
     def further_models(self, server):
-        """The global model under the sparse ETF (`ssec`), and under the auxiliary head as it is (`aux`)."""
+        """The global model with the sparse ETF (`ssec`), and with the auxiliary head as it is (`aux`)."""
         head = server.variables["params"]["head"]
         fixed = {**jax.tree.map(jnp.zeros_like, head), "kernel": server.sparse_etf.astype(head["kernel"].dtype)}
         if "bias" in head:
@@ -98,18 +99,18 @@ class FedLoGe(PersonalHead):
         return {"ssec": joined(server.variables, "head", fixed), "aux": server.variables}
 
     def personal_variables(self, server, client):
-        """The global body under one head, the sum of both heads after the common one has taken the personal norms."""
+        """The global body with one head: the sum of both, the common one scaled to the personal norms first."""
         return joined(server.variables, "head", self._joint_head(server.variables["params"]["head"], client))
 
-    def _joint_head(self, common, own):
-        """The common head with the norms of the own one, plus the own one."""
+    def _joint_head(self, common, personal):
+        """The common head with the norms of the personal one, plus the personal one."""
         kernel = common["kernel"] / _norms(common["kernel"]) if self.rows == "unit" else common["kernel"]
-        other = own["kernel"] if self.biases == "script" else common["kernel"]
-        head = jax.tree.map(jnp.add, common, own)
-        return {**head, "kernel": kernel * _norms(own["kernel"]) + other}
+        added_kernel = personal["kernel"] if self.biases == "script" else common["kernel"]
+        head = jax.tree.map(jnp.add, common, personal)
+        return {**head, "kernel": kernel * _norms(personal["kernel"]) + added_kernel}
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the model's head; for PA of the joint head, while both are trained too, over the client's own classes."""
+        """Logits of the model's head; for PA, also during training, of the joint head over the client's own classes."""
         parts = variables["params"]
         if scope == "personal" and "personal" in parts:
             variables = joined(variables, "head", self._joint_head(parts["head"], parts["personal"]))

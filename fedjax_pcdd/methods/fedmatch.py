@@ -1,12 +1,12 @@
 """FedMatch between participants: weights are the sum of a supervised part and one that learns from public images.
 
 Jeong et al., "Federated Semi-Supervised Learning with Inter-Client Consistency & Disjoint Learning", ICLR 2021.
-A RECONSTRUCTION of the form that FCCL compares with: all private images have labels, public ones have none, models
-differ; the paper says no more than that key features are kept. So sigma learns from private images, psi from public
-ones, both stay with the participant, and helpers are others' logits instead of others' models. Sent: N C logits up,
-H N C down. The original's federation of one architecture, with unlabelled private images, is not offered.
-sigma + psi is the (pre-trained) initial model, psi a fifth of it. Only for the pseudo-labels are images augmented.
-Weight decay is part of the public steps too, so psi shrinks even where all its losses have weight 0.
+A RECONSTRUCTION of the form that FCCL compares with: all private images have labels, public ones have none, and models
+differ; the paper says only that key features are kept. Here sigma learns from private images and psi from public ones,
+both stay with the participant, and helpers are logits of other participants instead of their models. Sent: N C logits
+up, H N C down. The original's federation of one architecture, with unlabelled private images, is not offered.
+sigma + psi is the (pre-trained) initial model, psi a fifth of it. Images are augmented for the pseudo-labels only.
+Weight decay acts in public steps too, so psi shrinks even if all its losses have weight 0.
 """
 
 import jax
@@ -39,27 +39,27 @@ class FedMatch(Exchanging):
     l1_threshold: float = hyperparameter(5e-6, help="smaller entries of psi are 0 in the evaluation", low=0.0)
 
     def traits(self):
-        """As of all participants in an exchange."""
+        """As for all participants in an exchange."""
         return super().traits()._replace(paper="reconstructed: Jeong et al., ICLR 2021, as FCCL's baseline")
 
     def init_client(self, setting, server, facts, key):
-        """The model's parameters, split: the part of sigma as the model's, psi beside them."""
+        """The model with its parameters split: sigma in their place, and psi beside it."""
         sigma = jax.tree.map(lambda w: (1 - self.psi_factor) * w, server.variables["params"])
         psi = jax.tree.map(lambda w: self.psi_factor * w, server.variables["params"])
         return joined({**server.variables, "params": sigma}, "psi", psi)
 
     def _sum(self, variables, sigma=lambda x: x, psi=lambda x: x):
-        """The model's variables, parameters sigma + psi, each passed through a function."""
-        rest = without(variables, "psi")
-        total = jax.tree.map(lambda s, p: sigma(s) + psi(p), rest["params"], variables["params"]["psi"])
-        return {**rest, "params": total}
+        """The model's variables with parameters sigma + psi, each passed through a function first."""
+        model = without(variables, "psi")
+        total = jax.tree.map(lambda s, p: sigma(s) + psi(p), model["params"], variables["params"]["psi"])
+        return {**model, "params": total}
 
     def classification(self, outputs, batch, context):
         """lambda_s times the cross-entropy, a scalar."""
         return self.lambda_s * super().classification(outputs, batch, context)
 
     def loss(self, variables, batch, context):
-        """The supervised loss, of which psi takes no gradient."""
+        """The supervised loss, from which psi receives no gradient."""
         return super().loss(self._sum(variables, psi=jax.lax.stop_gradient), batch, context)
 
     def trainable(self, params, context):
@@ -71,7 +71,7 @@ class FedMatch(Exchanging):
         return forward(context.model, self._sum(variables), batch.plain, train=False)[0].logits
 
     def agree(self, public, spoken, counts):
-        """Logits of each participant's helpers, [K, B, H, C]: of those with the nearest softmaxes on the batch."""
+        """Logits of each participant's helpers [K, B, H, C]: those with the nearest softmax outputs on the batch."""
         outputs = jax.nn.softmax(spoken).reshape(len(spoken), -1)
         distance = jnp.square(outputs[:, None] - outputs[None]).sum(-1)
         distance = jnp.where(jnp.eye(len(spoken), dtype=bool), jnp.inf, distance)
@@ -79,15 +79,15 @@ class FedMatch(Exchanging):
         return public, jnp.moveaxis(spoken[nearest], 1, 2)
 
     def imitate(self, variables, batch, context):
-        """The unsupervised loss, of which sigma takes no gradient, and the model state after the batch."""
+        """The unsupervised loss, from which sigma receives no gradient, and the model state after the batch."""
         model, total = context.model, self._sum(variables, sigma=jax.lax.stop_gradient)
         helpers = jnp.moveaxis(batch.target, 1, 0)
         plain = forward(model, total, batch.plain, train=False)[0].logits
         outputs, state = forward(model, total, batch.images, train=True, key=context.keys.dropout)
-        kept = confident(plain, self.confidence)
+        selected = confident(plain, self.confidence)
         labels = pseudo_labels(plain, helpers)
-        value = self.lambda_i * helper_consistency(plain, helpers, kept)
-        value += self.lambda_a * cross_entropy(outputs.logits, labels, mask=kept.astype(outputs.logits.dtype))
+        value = self.lambda_i * helper_consistency(plain, helpers, selected)
+        value += self.lambda_a * cross_entropy(outputs.logits, labels, mask=selected.astype(outputs.logits.dtype))
         sigma, psi = without(variables, "psi")["params"], variables["params"]["psi"]
         # No gradient at 0, unlike that of `abs`.
         size = sum(jnp.where(leaf == 0, 0, jnp.abs(leaf)).sum() for leaf in jax.tree.leaves(psi))
@@ -95,14 +95,14 @@ class FedMatch(Exchanging):
         return value + self.lambda_l2 * squared_distance(sigma, psi) + self.lambda_l1 * size, state
 
     def personal_variables(self, server, client):
-        """The model sigma + psi, small entries of psi left out."""
+        """The model sigma + psi, with small entries of psi set to 0."""
         threshold = self.l1_threshold
         return self._sum(client, psi=lambda p: jnp.where(jnp.abs(p) > threshold, p, 0))
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of sigma + psi, whether they are added already or not."""
-        apart = "psi" in variables["params"]
-        total = self.personal_variables(server, variables) if apart else variables
+        """Logits of sigma + psi, whether they are added already or not."""
+        split = "psi" in variables["params"]
+        total = self.personal_variables(server, variables) if split else variables
         return forward(model, total, images, train=False)[0].logits
 
 

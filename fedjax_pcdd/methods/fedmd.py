@@ -2,12 +2,13 @@
 
 Li and Wang, "FedMD: Heterogenous Federated Learning via Model Distillation", NeurIPS workshop 2019.
 Sent: the logits of public images up, their mean down; no parameters. The FCCL paper speaks of the squared error, but
-both published codes take the absolute one, as we do by default. `consensus=per_batch` makes the mean anew for every
-public batch, as FCCL's comparison does; `per_round` once a round from the models as they are, as the original.
-The original begins with transfer learning: each participant learns to name the public images, which are labelled, and
-then its own, up to 25 epochs each in batches of 32. That is `transfer_epochs` with `pretrain_epochs` (all of them, as
-nobody stops early) and `pretrain_batch_size`. There the models' last layer has the public classes beside the private
-ones; here public classes have a last layer of their own, which is dropped, and the private one starts afresh.
+both published codes take the absolute one, as we do by default. `consensus=per_batch` computes the mean for every
+public batch, as in FCCL's comparison; `per_round` once a round, from the models as they are then, as in the original.
+The original begins with transfer learning: each participant learns to classify the public images, which are labelled,
+and then its own, up to 25 epochs each in batches of 32. That is `transfer_epochs` with `pretrain_epochs` (all of them,
+without early stopping) and `pretrain_batch_size`. There, the models' last layer has the public classes beside the
+private ones; here, the public classes have a last layer of their own, which is dropped, and the private one is freshly
+initialised.
 """
 
 from typing import Literal
@@ -34,13 +35,13 @@ class FedMD(Exchanging):
     )
 
     def traits(self):
-        """The mean is made for each batch, or once a round."""
+        """The mean is computed for each batch, or once a round."""
         targets = "batch" if self.consensus == "per_batch" else "round"
-        own = super().traits()._replace(paper="Li and Wang, NeurIPS workshop 2019", targets=targets)
-        return own._replace(transfer_epochs=self.transfer_epochs)
+        traits = super().traits()._replace(paper="Li and Wang, NeurIPS workshop 2019", targets=targets)
+        return traits._replace(transfer_epochs=self.transfer_epochs)
 
     def say(self, variables, batch, context):
-        """Logits [B, C], in training mode where they are made batch by batch."""
+        """Logits [B, C], in training mode if the mean is computed batch by batch."""
         train = self.consensus == "per_batch"
         return forward(context.model, variables, batch.images, train=train, key=context.keys.dropout)[0].logits
 

@@ -1,10 +1,11 @@
 """FedMR: cross-entropy plus decorrelation inside each class and a margin between classes (manifold reshaping).
 
 Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold Reshaping", TMLR 2023, section 3.3.
-Sent: as FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up.
-The intra loss follows the published code (the tabulated mu1 only fit it), the inter loss the printed formula, since the
-code has none; the other readings are options. Prototypes: mean feature of all local samples under the final local
-weights, in eval mode, not augmented. FedVLS's paper calls FedMR what is `terms=intra`, `mu1=0.001`, `weight_decay=0`.
+Sent: as in FedAvg, and the prototypes [C, D] down, per-class feature sums [C, D] and counts [C] up.
+The intra-class loss follows the published code (the tabulated mu1 fits only that form), the inter-class loss the
+printed formula, since the code has none; the other readings are options. Prototypes: mean feature of all local samples
+under the final local weights, in eval mode, without augmentation. What FedVLS's paper calls FedMR is `terms=intra`,
+`mu1=0.001`, `weight_decay=0`.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ class FedMR(Prototypical):
     )
 
     def traits(self):
-        """Prototypes come from a pass over the local data, in training mode where batch statistics are to be used."""
+        """Prototypes come from a pass over the local data, in training mode if it uses batch statistics."""
         summary = Summary(self.prototype_inputs == "augmented", self.prototype_mode == "train")
         no_pass = self.terms == "intra" or self.prototypes == "onehot"
         return super().traits()._replace(paper="Fan et al., TMLR 2023", summary=None if no_pass else summary)
@@ -77,7 +78,7 @@ class FedMR(Prototypical):
         """The tabulated mu1 belongs to D >= 512 with batch norm; small models need less.
 
         Raises:
-          UserError: unit vectors for more classes than there are features.
+          UserError: unit vectors for more classes than features.
         """
         if self.prototypes == "onehot" and setting.feature_dim < setting.num_classes:
             raise UserError(
@@ -88,7 +89,7 @@ class FedMR(Prototypical):
         return dataclasses.replace(self, mu1=mu1), []
 
     def init_server(self, setting, variables, class_counts, key):
-        """No mean is valid yet, unit vectors are; round(submitters * K) clients are chosen to submit theirs."""
+        """Means are not valid yet, unit vectors are; round(submitters * K) clients are chosen to submit prototypes."""
         clients = setting.num_clients
         submits = jax.random.permutation(key, clients) < round(self.submitters * clients)
         server = Server(*super().init_server(setting, variables, class_counts, key), submits)
@@ -115,7 +116,7 @@ class FedMR(Prototypical):
         return inter_class(outputs.features, batch.labels, server.prototypes, server.valid, rivals, mask=mask)
 
     def upload(self, variables, summary, context):
-        """The model, and the class sums of clients that submit."""
+        """The model, and the class sums if this client submits them."""
         submits = context.server.submits[context.facts.client]
         total = jax.tree.map(lambda x: jnp.where(submits, x, 0), summary)
         return context.client, Message(mean=variables, total=total)

@@ -1,12 +1,12 @@
 """FedNova: clients that made more steps do not pull the mean towards themselves (normalised averaging).
 
 Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020.
-Sent: as FedAvg, and the scalar a_k up. Clients keep nothing.
+Sent: as in FedAvg, and the scalar a_k up. Clients keep nothing.
 Follows the formula of the benchmark code, which is also the paper's: a_k counts momentum. It is the sum of the
-coefficients, which is the paper's l1 norm while none is negative. Running statistics are averaged as in FedAvg; the
-benchmark code normalises them like parameters (option). Weight decay is part of the gradient and not corrected for.
-a_k is that of SGD: with Adam it is the count of steps. A client holds w^t beside w for d_k, 2P, where FedMR's Figure 4
-counts P.
+gradients' coefficients, which equals the paper's l1 norm as long as none is negative. Running statistics are averaged
+as in FedAvg; the benchmark code normalises them like parameters (option). Weight decay is part of the gradient and not
+corrected for. a_k is that of SGD; with Adam it is the number of steps. For d_k a client holds w^t beside w, 2P, where
+FedMR's Figure 4 counts P.
 """
 
 from typing import Literal, NamedTuple
@@ -21,7 +21,7 @@ from fedjax_pcdd.trees import squared_distance
 
 
 class Sent(NamedTuple):
-    """d_k = (w^t - w_k) / a_k, what is averaged plainly, and the client's share of the server's step."""
+    """d_k = (w^t - w_k) / a_k, what is averaged plainly, and the client's part of the server's step length."""
 
     direction: Tree
     plain: Tree
@@ -44,14 +44,14 @@ class FedNova(Method):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Wang et al., NeurIPS 2020")
 
     def configure(self, setting, hyper):
-        """A proximal term whose steps go past its centre, of which a_k may be 0."""
+        """Advice on a proximal term whose steps overshoot its centre, so that a_k may be 0."""
         pull = float(hyper.lr * self.mu)
-        beyond = f"`mu={self.mu:g}` times `lr` is {pull:.3g}, so steps go past the global model: lower `mu`."
-        return self, [beyond] if pull >= 1 else []
+        overshoot = f"`mu={self.mu:g}` times `lr` is {pull:.3g}, so steps go past the global model: lower `mu`."
+        return self, [overshoot] if pull >= 1 else []
 
     def regulariser(self, params, context):
         """(mu / 2) * ||w - w^t||^2, a scalar."""

@@ -1,8 +1,8 @@
 """FedNTD: the received model is distilled on all classes but the label, so that local training forgets less.
 
 Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022.
-Sent: as FedAvg. A client keeps nothing; it holds the received weights while it trains.
-Weight and temperature are those of the published configurations (1 and 1; its loss alone defaults to temperature 3).
+Sent: as in FedAvg. A client keeps nothing; it holds the received weights while it trains.
+Weight and temperature are those of the published configurations (1 and 1; the loss itself defaults to temperature 3).
 """
 
 from flax import struct
@@ -20,11 +20,11 @@ class FedNTD(Taught):
     tau: float = hyperparameter(1.0, symbol="tau", help="temperature of the distillation", above=0.0)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Lee et al., NeurIPS 2022")
 
     def configure(self, setting, hyper):
-        """Without the label, two classes leave one."""
+        """Advice: without the label, two classes leave one."""
         advice = ["FedNTD with two classes distils nothing: it is FedAvg."] if setting.num_classes == 2 else []
         return self, advice
 

@@ -1,8 +1,8 @@
-"""FedAdagrad, FedAdam, FedYogi: the server's model minus the clients' mean is a gradient to an adaptive optimiser.
+"""FedAdagrad, FedAdam, FedYogi: an adaptive optimiser takes the server's model minus the clients' mean as a gradient.
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, algorithm 2.
-Sent: as FedAvg, or as X in `X+adagrad`, `X+adam`, `X+yogi`. Clients keep nothing, the server both moments (2P).
-Follows the paper: v starts at tau^2 and nothing is corrected for bias; what optax and Keras compute are forms.
+Sent: as in FedAvg, or as X in `X+adagrad`, `X+adam`, `X+yogi`. Clients keep nothing, the server both moments (2P).
+Follows the paper: v starts at tau^2, without bias correction; the rules of optax and Keras are options (`server_form`).
 """
 
 import dataclasses
@@ -36,20 +36,20 @@ class Adaptive(ServerOptimised):
         return "Reddi et al., ICLR 2021"
 
     def configure(self, setting, hyper):
-        """v_0 where it was left open; steps that no model survives."""
+        """The default of v_0; advice on steps that are too large for any model."""
         method, advice = super().configure(setting, hyper)
         if self.server_v0 is not None and self.server_form != "paper":
             raise UserError(f"`server_v0` is of `server_form=paper`: drop it, or `server_form={self.server_form}`.")
         if self.server_lr >= 1:
-            moved = (
+            problem = (
                 f"`server_lr={self.server_lr:g}` lets an adaptive server move every parameter by about as much a round"
             )
-            advice = [*advice, f"{moved}: lower it, to 0.1 or less."]
+            advice = [*advice, f"{problem}: lower it, to 0.1 or less."]
         v0 = self.server_tau**2 if self.server_v0 is None else self.server_v0
         return (dataclasses.replace(method, server_v0=v0) if self.server_form == "paper" else method), advice
 
     def _by_moments(self, rule: Rule, start: Any = (), beta2: Any = None) -> optax.GradientTransformation:
-        """Form paper, or Keras's, whose moments start so."""
+        """The rule in form paper, or in form keras with moments that start at `start`."""
         if self.server_form == "keras":
             return scale_by_moments(rule, self.server_beta1, self.server_tau, start, beta2)
         v0 = self.server_tau**2 if self.server_v0 is None else self.server_v0
@@ -63,7 +63,7 @@ class FedAdagrad(Adaptive):
     server_beta1: float = hyperparameter(0.0, symbol="beta_1", help="decay of the server's first moment", low=0.0)
 
     def configure(self, setting, hyper):
-        """Keras's correction needs a second moment that decays."""
+        """UserError for what Adagrad cannot have; Keras's correction needs a second moment that decays."""
         if self.server_form == "keras":
             raise UserError("`server_form=keras` has no Adagrad: choose `server_form=paper` or `server_form=optax`.")
         if self.server_form == "optax" and self.server_beta1 > 0:
@@ -96,7 +96,7 @@ class FedYogi(FedAdam):
     """v <- v - (1 - beta2) g^2 sign(v - g^2)."""
 
     def server_rule(self):
-        """The printed rule, optax's, or Keras's; the latter two start moments above 0, which moves frozen parts."""
+        """The printed rule, optax's, or Keras's; the latter two start moments above 0, so frozen parts move too."""
         betas, tau = (self.server_beta1, self.server_beta2), self.server_tau
         if self.server_form == "optax":
             return optax.scale_by_yogi(*betas, eps=tau)

@@ -2,11 +2,11 @@
 
 Arivazhagan et al., "Federated Learning with Personalization Layers", 2019.
 Sent: the base layers each way, with their running statistics. A client keeps its last layers, at first the common ones;
-with `start=random` the entries of each array of these in a random order of its own, another draw of the same law.
+with `start=random` the entries of each array are shuffled for each client: another draw of the same distribution.
 Differs from FedRep in that it has no phases. Follows the paper with weights n_k and one personal layer, the classifier
 (`layers=head,backbone/fc2` has two); momentum and weight decay act on all layers. GA is the mean over clients of their
-best models on the global test set. PA is read during training; `fine_tune_layers` measures it once more after the own
-layers alone were trained on, under base layers that stand still.
+best models on the global test set. PA is measured during training; `fine_tune_layers` measures it once more after
+further training of the own layers alone, with fixed base layers.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class FedPer(SplitModel):
     )
 
     def traits(self):
-        """As of any model with parts of the client's own."""
+        """As for any model with parts of the client's own."""
         return super().traits()._replace(paper="Arivazhagan et al., 2019", fine_tunes=self.fine_tune_layers)
 
     def own(self, part):
@@ -41,36 +41,36 @@ class FedPer(SplitModel):
         return self.last(part)
 
     def init_client(self, setting, server, facts, key):
-        """The common initial layers, or with their entries shuffled; UserError for a layer that there is not."""
-        own = super().init_client(setting, server, facts, key)
+        """The common initial layers, or with their entries shuffled; UserError for a layer that does not exist."""
+        client = super().init_client(setting, server, facts, key)
         if self.start == "common":
-            return own
-        leaves, structure = jax.tree.flatten(own["params"])
+            return client
+        leaves, structure = jax.tree.flatten(client["params"])
         keys = jax.random.split(key, len(leaves))
         shuffled = [jax.random.permutation(k, x.ravel()).reshape(x.shape) for k, x in zip(keys, leaves, strict=True)]
-        return {**own, "params": structure.unflatten(shuffled)}
+        return {**client, "params": structure.unflatten(shuffled)}
 
     def fine_tuner(self, setting, epochs):
-        """The own layers alone."""
+        """Training of the own layers alone."""
         return OwnLayers(**{field.name: getattr(self, field.name) for field in dataclasses.fields(FedPer)})
 
 
 @struct.dataclass
 class OwnLayers(FedPer):
-    """FedPer whose base layers stand still."""
+    """FedPer with fixed base layers."""
 
     def trainable(self, params, context):
         """The client's own layers."""
         return jax.tree_util.tree_map_with_path(lambda path, _: self._is_own(path), params)
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """As FedAvg; running statistics of base layers stand still, too."""
-        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
-        before = {name: variables[name] for name in state}
-        kept = jax.tree_util.tree_map_with_path(
-            lambda path, new, old: new if self._is_own(path[1:]) else old, state, before
+        """As in FedAvg; running statistics of base layers stay fixed as well."""
+        loss, state, update = super().local_update(evaluate, step, variables, batch, context)
+        old_state = {name: variables[name] for name in state}
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, new, old: new if self._is_own(path[1:]) else old, state, old_state
         )
-        return loss, kept, taken
+        return loss, state, update
 
     def _is_own(self, path):
         return self.own("/".join(key.key for key in path))

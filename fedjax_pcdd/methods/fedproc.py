@@ -1,11 +1,12 @@
-"""FedProc: features are drawn to the global prototype of their class and away from those of the others.
+"""FedProc: features are pulled towards the global prototype of their class and pushed away from the other ones.
 
 Mu et al., "FedProc: Prototypical Contrastive Federated Learning on Non-IID Data", FGCS 143, 2023.
-Sent: as FedAvg, and the prototypes [C, D] and which exist [C] down, per-class feature sums [C, D] and counts [C] up.
+Sent: as in FedAvg, and the prototypes [C, D] and which exist [C] down, per-class feature sums [C, D] and counts [C] up.
 Clients keep nothing.
-No official code is public. By default one weight mu for all rounds and the common model, as in the comparison of the
-FedMR paper (Tables 9 and 10); options: the paper's schedule (`convex`) and its projection head. The temperature of the
-paper is not confirmed; a public re-implementation has tau = 1, equal weights and the features of the last epoch.
+No official code is public. By default there is one weight mu for all rounds and the model common to all methods, as in
+the comparison of the FedMR paper (Tables 9 and 10); options: the paper's schedule (`convex`) and its projection head.
+The temperature of the paper is not confirmed; a public re-implementation has tau = 1, equal weights and the features of
+the last epoch.
 """
 
 from typing import Literal
@@ -34,11 +35,11 @@ class FedProc(Selective):
     )
 
     def traits(self):
-        """As of all that send prototypes."""
+        """As for all methods that send prototypes."""
         return super().traits()._replace(paper="Mu et al., FGCS 2023")
 
     def build(self, model):
-        """With a projection head where one is asked for."""
+        """The model, with a projection head if `projection` is set."""
         return model if self.projection is None else model.clone(neck=2, neck_width=self.projection)
 
     def _alpha(self, context):

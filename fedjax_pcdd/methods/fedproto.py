@@ -3,9 +3,9 @@
 Tan et al., "FedProto: Federated Prototype Learning across Heterogeneous Clients", AAAI 2022.
 Sent: the prototypes [C, D] and which exist [C] down, the local ones and their counts [C] up. A client keeps its model.
 Prototypes are averaged with equal weights, as in the published code (option: n_kc, the weights of the printed formula),
-but taken under the final weights in eval mode (option: the last epoch's features, as the code has it). The published
-evaluation by prototypes adds up two countings; ours counts once. Clients may have models of several architectures
-(`models`) with as many features (`features`), and begin with the same one of each.
+but computed under the final weights in eval mode (option: from the last epoch's features, as in the code). The
+published evaluation by prototypes adds up two counts; ours counts once. Clients may have models of several
+architectures (`models`) with the same number of features (`features`); models of one architecture start alike.
 """
 
 from typing import Literal
@@ -32,7 +32,7 @@ class FedProto(NearPrototypes, Selective):
     )
 
     def traits(self):
-        """As of all that keep their models near prototypes."""
+        """As for all methods that keep models near prototypes."""
         traits = self.kept(super().traits(), classifies=self.predict == "classifier")
         return traits._replace(paper="Tan et al., AAAI 2022")
 

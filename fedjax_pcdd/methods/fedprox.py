@@ -1,7 +1,7 @@
 """FedProx: a proximal term keeps local weights near the received ones.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, eq. 2.
-Sent: as FedAvg. A client keeps nothing between rounds (it holds the received weights while it trains).
+Sent: as in FedAvg. A client keeps nothing between rounds (it holds the received weights while it trains).
 Follows the paper; running statistics are not part of the penalty.
 """
 
@@ -18,7 +18,7 @@ class FedProx(Method):
     mu: float = hyperparameter(0.01, symbol="mu", help="weight of the proximal term", low=0.0)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Li et al., MLSys 2020")
 
     def regulariser(self, params, context):

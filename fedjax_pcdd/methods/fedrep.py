@@ -1,10 +1,10 @@
-"""FedRep: a shared body under a head of each client's own; first the head is trained, then the body.
+"""FedRep: a shared body, and a head of each client's own; in a round first the head is trained, then the body.
 
 Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021, algorithm 1.
 Sent: the body each way. A client keeps its head, at first the common initial one.
-Follows the paper. What is frozen in a phase stands still (no decay, no momentum), whereas the published code's head may
-drift on; E counts both phases, as that code does (E - 1 for the head, 1 for the body), and its fine-tuning of all heads
-after the last round is an option. GA is the mean over clients of their best models on the global test set.
+Follows the paper. What is frozen in a phase does not move (no decay, no momentum), whereas the published code's head
+may keep drifting; E counts both phases, as in that code (E - 1 for the head, 1 for the body), and its fine-tuning of
+all heads after the last round is an option. GA is the mean over clients of their best models on the global test set.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ class FedRep(Method):
     )
 
     def traits(self):
-        """E_h + E_theta epochs; PA of the shared body of the round under the own head."""
-        kinds = {"target": "personal", "global_model": False, "personal_model": "server"}
+        """E_h + E_theta epochs; PA is that of the round's shared body with the own head."""
+        fields = {"target": "personal", "global_model": False, "personal_model": "server"}
         head, body = self.head_epochs, self.body_epochs
         epochs = {"epochs": None if head is None else head + body, "least_epochs": body + (head is None)}
-        return Traits("Collins et al., ICML 2021", fine_tunes=self.fine_tune_heads, **kinds, **epochs)
+        return Traits("Collins et al., ICML 2021", fine_tunes=self.fine_tune_heads, **fields, **epochs)
 
     def configure(self, setting, hyper):
-        """There must be something to train."""
+        """UserError if there are no epochs to train."""
         if self.head_epochs == self.body_epochs == 0:
             raise UserError("FedRep has no epochs to train: make `head_epochs` or `body_epochs` at least 1.")
         return self, []
@@ -54,13 +54,13 @@ class FedRep(Method):
         return server.variables["params"]["head"]
 
     def download(self, server, client):
-        """The shared body under the own head."""
+        """The shared body with the own head."""
         return joined(server.variables, "head", client)
 
     def trainable(self, params, context):
         """The head in the first E_h epochs, then the body in the last E_theta."""
-        first = context.epoch < context.epochs - self.body_epochs
-        return moving(params, head=first, body=~first)
+        on_head = context.epoch < context.epochs - self.body_epochs
+        return moving(params, head=on_head, body=~on_head)
 
     def upload(self, variables, summary, context):
         """Keep the head, send the body."""
@@ -71,10 +71,10 @@ class FedRep(Method):
         return server._replace(variables=joined(message.mean, "head", server.variables["params"]["head"]))
 
     def personal_variables(self, server, client):
-        """The shared body of this round under the own head."""
+        """The shared body of this round with the own head."""
         return joined(server.variables, "head", client)
 
     def fine_tuner(self, setting, epochs):
         """Heads alone, for max(epochs, E_h) epochs."""
-        own = max(1, setting.epochs - self.body_epochs) if self.head_epochs is None else self.head_epochs
-        return dataclasses.replace(self, head_epochs=max(epochs, own), body_epochs=0)
+        head_epochs = max(1, setting.epochs - self.body_epochs) if self.head_epochs is None else self.head_epochs
+        return dataclasses.replace(self, head_epochs=max(epochs, head_epochs), body_epochs=0)

@@ -1,9 +1,9 @@
 """FedRL: while a client trains, it reviews one layer after another against the received model.
 
-"Review learning" (no code is published). A batch adds the distance between the local and the
-received model's output of one layer; the next batch takes the next layer, and each local training begins anew.
-Sent: as FedAvg. A client keeps nothing between rounds (it holds the received model while it trains).
-Follows the paper's algorithm where its text differs (the layer advances with batches, `cycle`); cross-entropy and
+"Review learning" (no code is published). Each batch adds the distance between the outputs of one layer of the local
+and of the received model; the next batch takes the next layer, and each local training starts at the first one again.
+Sent: as in FedAvg. A client keeps nothing between rounds (it holds the received model while it trains).
+Follows the paper's algorithm where its text differs (the layer advances with each batch, `cycle`); cross-entropy and
 review are batch means. The paper trains without shuffling and with momentum 1e-4: `shuffle=false`, `momentum=1e-4`.
 """
 
@@ -43,7 +43,7 @@ class FedRL(Method):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("FedRL (review learning)")
 
     def loss(self, variables, batch, context):
@@ -55,6 +55,6 @@ class FedRL(Method):
         reviews = [partial(review_distance, *pair, distance=self.distance, mask=batch.mask) for pair in pairs]
         if len(reviews) == 1:
             warnings.warn(UNSEEN, stacklevel=2)
-        turn = context.step if self.cycle == "batch" else context.round
-        review = jax.lax.switch(turn % len(reviews), reviews)
+        index = context.step if self.cycle == "batch" else context.round
+        review = jax.lax.switch(index % len(reviews), reviews)
         return objective(self, variables, outputs, batch, context) + 0.5 * self.mu * review, state

@@ -1,10 +1,11 @@
-"""FedRoD: a generic head trained with the balanced softmax, and a personal head for what it leaves over.
+"""FedRoD: a generic head trained with the balanced softmax, and a personal head that corrects its logits.
 
 Chen and Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", ICLR 2022.
-Sent: as FedAvg, body and generic head. A client keeps its personal head, linear with a bias.
+Sent: as in FedAvg, body and generic head. A client keeps its personal head, linear with a bias.
 Follows the paper (the official repository holds no code): logits of both heads are summed, and gradients of the
-personal loss stop at the features and at the generic logits. A benchmark's personal head that predicts alone and trains
-the body too is an option, as is a library's start from the generic head. Clipping, if any, sees both heads together.
+personal loss stop at the features and at the generic logits. Options: a personal head that predicts alone and trains
+the body too, as in one benchmark, and one that starts as the generic head, as in one library. Clipping, if any, acts on
+both heads together.
 """
 
 from typing import Literal
@@ -39,8 +40,8 @@ class FedRoD(PersonalHead):
 
     def traits(self):
         """PA is that of both heads, on the body that `pa_model` names."""
-        kinds = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
-        return Traits("Chen and Chao, ICLR 2022", own_loss=True, **kinds)
+        fields = {"target": "both", "fine_tunes": False, "protocol": protocol_of(self.pa_model)}
+        return Traits("Chen and Chao, ICLR 2022", own_loss=True, **fields)
 
     def init_client(self, setting, server, facts, key):
         """The personal head: kernel [D, C] and bias [C]."""
@@ -53,7 +54,7 @@ class FedRoD(PersonalHead):
         return balanced_cross_entropy(outputs.logits, batch.labels, counts, power=self.prior_power, mask=batch.mask)
 
     def penalty(self, variables, outputs, batch, context):
-        """L_p, a scalar; it trains the personal head alone unless that predicts alone."""
+        """L_p, a scalar; it trains only the personal head, unless that head predicts alone."""
         if self.personal_logits == "sum":
             outputs = jax.lax.stop_gradient(outputs)
         return cross_entropy(self._personal(variables, outputs), batch.labels, mask=batch.mask)
@@ -63,9 +64,9 @@ class FedRoD(PersonalHead):
         return logits + outputs.logits if self.personal_logits == "sum" else logits
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the generic head; a client's of both heads, or of the personal one; without the prior.
+        """Logits of the generic head; for a client's model of both heads, or of the personal one; without the prior.
 
-        The GA of clients' models, as with `bn=local-layers`, is that of a client's heads, too.
+        GA uses the latter too where it is that of clients' models, as with `bn=local-layers`.
         """
         outputs, _ = forward(model, variables, images, train=False)
         return outputs.logits if scope == "generic" else self._personal(variables, outputs)

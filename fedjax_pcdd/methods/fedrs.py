@@ -1,10 +1,10 @@
 """FedRS: the restricted softmax scales down the classifier's rows of classes that a client lacks.
 
 Li and Zhan, "FedRS: Federated Learning with Restricted Softmax for Label Distribution Non-IID Data", KDD 2021.
-Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it.
-Follows the paper (`hard`: missing classes alone are scaled); `soft`, scales by the ratio of counts, is the published
-code's. The head has no bias, unless asked for; then the bias is not scaled. The published code also clips gradients
-(`grad_clip`). GA and fine-tuning use plain logits.
+Sent: as in FedAvg. A client keeps nothing but its class counts, which stay with it.
+Follows the paper (`hard`: only missing classes are scaled); `soft`, scales by the ratio of counts, is the published
+code's. By default the head has no bias; with `bias=true` it has one that is not scaled. The published code also clips
+gradients (`grad_clip`). GA and fine-tuning use plain logits.
 """
 
 from typing import Literal
@@ -29,15 +29,15 @@ class FedRS(Method):
     bias: bool = hyperparameter(False, help="head with a bias, which is not scaled", static=True)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with a softmax of its own."""
         return Traits("Li and Zhan, KDD 2021", own_loss=True)
 
     def build(self, model):
-        """The head's bias is as asked for."""
+        """The model with or without a bias in its head."""
         return model.clone(head_bias=self.bias)
 
     def loss(self, variables, batch, context):
-        """As FedAvg, with the columns of the head's kernel [D, C] scaled by s [C], so that the bias stays as it is."""
+        """As in FedAvg, with the columns of the head's kernel [D, C] scaled by s [C]; the bias is not scaled."""
         scales = restricted_scales(context.facts.class_counts, self.alpha, form=self.form)
         head = variables["params"]["head"]
         kernel = head["kernel"] * scales.astype(head["kernel"].dtype)

@@ -1,11 +1,11 @@
 """FedSAM: every local step descends with the gradient at the worst point nearby, so clients settle in flat regions.
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022, algorithm 1; the same idea in
-Caldarola et al., ECCV 2022. Sent: as FedAvg. Clients keep nothing. A step costs two gradients. `X+sam` is X with the
-same perturbation, of the gradient of X's whole objective; X's correction of a gradient acts on the second one.
-Follows the paper but for the weights: n_k (`weights=uniform` is the paper's). Published codes update running
-statistics in both passes (option), differ in the constant beside the norm, and clip at 10 (`grad_clip=10`), which
-ours does not unless told to.
+Caldarola et al., ECCV 2022. Sent: as in FedAvg. Clients keep nothing. A step costs two gradients. `X+sam` is X with the
+same perturbation, along the gradient of X's whole objective; X's corrections of gradients act on the second one.
+Follows the paper except for the weights: n_k (`weights=uniform` is the paper's). Published codes update running
+statistics in both passes (option), differ in the constant added to the norm, and clip at 10 (`grad_clip=10`), which
+ours does not by default.
 """
 
 import optax
@@ -27,7 +27,7 @@ class FedSAM(SharpnessAware):
         return "Qu et al., ICML 2022"
 
     def configure(self, setting, hyper):
-        """Without a perturbation the second pass is for nothing."""
+        """Advice: without a perturbation the second pass is for nothing."""
         method, advice = super().configure(setting, hyper)
         same = "FedSAM with `rho=0` perturbs nothing at twice the cost: set `rho` above 0."
         return method, [*advice, same] if self.rho == 0 else advice

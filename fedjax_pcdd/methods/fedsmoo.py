@@ -3,9 +3,9 @@
 Sun et al., "Dynamic Regularized Sharpness Aware Minimization in Federated Learning: Approaching Global Consistency and
 Smooth Landscape", ICML 2023. Sent: the model and the perturbation s down (2P), the model and the dual mu_k
 up (2P). A client keeps its drift h_k and its dual mu_k (2P). A step costs two gradients.
-Follows the authors' code, whose signs of the dual are used, but for clipping: the whole corrected gradient is clipped,
-where the code leaves lambda w to the weight decay (`quadratic=decay`). The evaluated model is the server's; FedDyn's
-mean of the cohort is recorded beside it. Published runs clip at 10 (`grad_clip=10`), ours do not unless told to.
+Follows the authors' code, including the signs of the dual, except for clipping: the whole corrected gradient is
+clipped, where the code leaves lambda w to the weight decay (`quadratic=decay`). The evaluated model is the server's;
+FedDyn's mean of the cohort is recorded beside it. Published runs clip at 10 (`grad_clip=10`), ours do not by default.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from fedjax_pcdd.methods.parts import without_collection
 from fedjax_pcdd.methods.sharpness import moved_to, of_length
 from fedjax_pcdd.trees import zeros_like
 
-DUAL = "dual"  # mu_k among the variables, where local steps change it
+DUAL = "dual"  # the collection of the variables in which local steps change mu_k
 
 
 @struct.dataclass
@@ -43,11 +43,11 @@ class FedSMOO(Drifting):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Sun et al., ICML 2023")
 
     def configure(self, setting, hyper):
-        """What is left of it without one of its parts."""
+        """Advice on what is left without one of its parts."""
         method, advice = super().configure(setting, hyper)
         if self.rho == 0:
             advice = [*advice, "FedSMOO with `rho=0` is FedDyn at twice the cost: set `rho` above 0."]
@@ -63,26 +63,26 @@ class FedSMOO(Drifting):
 
     def local_update(self, evaluate, step, variables, batch, context):
         """Perturbation and dual from the gradient at w, then the corrected gradient at w + e."""
-        params, common = variables["params"], context.server.state
+        params, consensus = variables["params"], context.server.state
         loss, state, gradients = evaluate(variables)
-        uphill = jax.tree.map(lambda g, mu, s: g - mu - s, gradients, variables[DUAL], common)
+        uphill = jax.tree.map(lambda g, mu, s: g - mu - s, gradients, variables[DUAL], consensus)
         e = of_length(uphill, self.rho)
-        dual = shared_part(context.setting, jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, common))
+        dual = shared_part(context.setting, jax.tree.map(lambda mu, e, s: mu + e - s, variables[DUAL], e, consensus))
         second = evaluate(moved_to(variables, optax.tree.add(params, e))).gradients
         decays = self.quadratic == "decay"
-        near = zeros_like(params) if decays else params
-        tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, near, context.start["params"])
-        tie, last = (shared_part(context.setting, tree) for tree in (tie, params))
-        unclipped = {"unclipped": optax.tree.scale(self.lam, last)} if decays else {}
+        clipped = zeros_like(params) if decays else params
+        tie = jax.tree.map(lambda h, w, start: h + w - start, context.client.drift, clipped, context.start["params"])
+        tie, decayed = (shared_part(context.setting, tree) for tree in (tie, params))
+        unclipped = {"unclipped": optax.tree.scale(self.lam, decayed)} if decays else {}
         return loss, {**state, DUAL: dual}, step(optax.tree.add_scale(second, self.lam, tie), **unclipped)
 
     def upload(self, variables, summary, context):
-        """As with every drift, and the dual."""
+        """As in `Drifting`, and the dual."""
         dual = variables[DUAL]
         client, message = super().upload(without_collection(variables, DUAL), summary, context)
         return client._replace(state=dual), message._replace(total=message.total._replace(state=dual))
 
     def aggregate(self, server, message, weights, context):
-        """As with every drift, and s = rho u / ||u||, u the mean dual of the cohort."""
+        """As in `Drifting`, and s = rho u / ||u||, with u the mean dual of the cohort."""
         mean = optax.tree.scale(1 / jnp.maximum(context.count, 1), message.total.state)
         return super().aggregate(server, message, weights, context)._replace(state=of_length(mean, self.rho))

@@ -4,10 +4,10 @@ Zhang et al., "FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced
 Heterogeneity in Federated Learning", AAAI 2024.
 Sent: the prototypes [C, D] down, the local ones and which exist [C] up. A client keeps its model.
 Follows the published code: the margin is the largest distance of a class centre to its nearest neighbour (the paper's
-largest of all: `margin=farthest`), prediction is by the nearest prototype of any class, defaults are the script's.
-The server's network has one prototype for every class, also where nobody owns it: it is only pushed away. Clients
-may have models of several architectures (`models`) with as many features (`features`), and begin with the same one
-of each; until prototypes exist, they answer with their classifiers.
+is the largest distance of all: `margin=farthest`), prediction is by the nearest prototype of any class, defaults are
+the script's. The server's network has a prototype for every class; that of a class that no client owns is only pushed
+away. Clients may have models of several architectures (`models`) with the same number of features (`features`); models
+of one architecture start alike. Until prototypes exist, clients predict with their classifiers.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -27,7 +27,7 @@ from fedjax_pcdd.models.generator import generate_prototypes, initialise_prototy
 
 
 class Server(NamedTuple):
-    """The initial model; the network of prototypes, what it gives [C, D], and which are in use [C]: none or all."""
+    """The initial model; the network of prototypes, its output [C, D], and which are in use [C]: none or all."""
 
     variables: Any
     generator: Any
@@ -58,12 +58,12 @@ class FedTGP(NearPrototypes):
     )  # fmt: skip
 
     def traits(self):
-        """As of all that keep their models near prototypes, which come from a pass over the local data."""
+        """As for all methods that keep models near prototypes, which here come from a pass over the local data."""
         traits = Traits("Zhang et al., AAAI 2024", summary=Summary())
         return self.kept(traits, classifies=self.predict == "classifier")
 
     def configure(self, setting, hyper):
-        """Without its term, or a server that trains, prototypes teach nothing."""
+        """Advice: prototypes have no effect without the distance to them, or without training on the server."""
         if float(self.lam) == 0:
             return self, ["FedTGP with `lam=0` trains models that never see a prototype: choose `lam` above 0."]
         if self.server_epochs == 0:
@@ -89,9 +89,9 @@ class FedTGP(NearPrototypes):
         """Train the network on the uploaded prototypes."""
         prototypes, owned = message.each
         owned = owned & (weights > 0)[:, None]
-        number, count = jnp.sum(owned, axis=0), jnp.sum(owned)
-        centres = jnp.sum(jnp.where(owned[..., None], prototypes, 0), axis=0) / jnp.maximum(number, 1)[:, None]
-        margin = adaptive_margin(centres, number > 0, self.margin_limit, self.margin)
+        owners, count = jnp.sum(owned, axis=0), jnp.sum(owned)
+        centres = jnp.sum(jnp.where(owned[..., None], prototypes, 0), axis=0) / jnp.maximum(owners, 1)[:, None]
+        margin = adaptive_margin(centres, owners > 0, self.margin_limit, self.margin)
         uploaded, labels = prototypes.reshape(owned.size, -1), jnp.tile(jnp.arange(owned.shape[1]), len(owned))
 
         def loss(params, index, mask):
@@ -100,20 +100,20 @@ class FedTGP(NearPrototypes):
 
         def order(epoch):
             keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(context.key, epoch), context.clients)
-            lots = jax.vmap(lambda key: jax.random.uniform(key, owned.shape[1:]))(keys)  # whatever the clients' order
+            lots = jax.vmap(lambda key: jax.random.uniform(key, owned.shape[1:]))(keys)  # for any order of clients
             return jnp.argsort(jnp.where(owned, lots, 2).ravel())
 
         lr = context.hyper.lr if self.prototype_lr is None else self.prototype_lr
-        how = {"epochs": self.server_epochs, "size": self.server_batch}
-        generator = train_in_passes(server.generator, loss, order, count, optax.sgd(lr), **how)
+        options = {"epochs": self.server_epochs, "size": self.server_batch}
+        generator = train_in_passes(server.generator, loss, order, count, optax.sgd(lr), **options)
         valid = server.valid | (count > 0)
         return server._replace(generator=generator, prototypes=generate_prototypes(generator), valid=valid)
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Minus the distances to the prototypes, or logits where these do not exist or are asked for."""
+        """Minus the distances to the prototypes; the logits if there are none yet, or if these are asked for."""
         outputs, _ = forward(model, variables, images, train=False)
         if self.predict == "classifier":
             return outputs.logits
-        own = self.predict == "own" and scope == "personal"
-        scores = self.nearest(outputs.features, server, facts if own else None)
+        own_classes = self.predict == "own" and scope == "personal"
+        scores = self.nearest(outputs.features, server, facts if own_classes else None)
         return jnp.where(jnp.any(server.valid), scores, outputs.logits)

@@ -1,11 +1,11 @@
-"""FedUV: predictions vary over the batch and features spread over their space as they would with data of all classes.
+"""FedUV: predictions are made to vary over the batch, and features to spread out, as with data of all classes.
 
 Son et al., "FedUV: Uniformity and Variance for Heterogeneous Federated Learning", CVPR 2024.
-Sent: as FedAvg. Clients keep nothing.
+Sent: as in FedAvg. Clients keep nothing.
 Follows the published code: features are not normalised, although the paper calls the space a hypersphere, and gradients
 go through the median that scales their distances; both are options. The weights are those for 10 classes; with
-`lam_scaling=classes` that of the variance is C / 4, as the paper perhaps has it. The authors' networks end in two
-further layers, where the common model has none.
+`lam_scaling=classes` that of the variance is C / 4, as the paper may mean it. The authors' networks end in two further
+layers, which the common model does not have.
 """
 
 from typing import Literal
@@ -32,11 +32,11 @@ class FedUV(Method):
     normalise: bool = hyperparameter(False, help="features of unit length in the uniformity", static=True)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Son et al., CVPR 2024")
 
     def configure(self, setting, hyper):
-        """Variance and distances take two samples."""
+        """Advice: variance and distances need two samples."""
         advice = ["FedUV with `batch_size=1` has no batch to vary: it is FedAvg."] if setting.batch_size == 1 else []
         return self, advice
 

@@ -1,9 +1,9 @@
 """FedVLS: cross-entropy calibrated by class shares, lower logits off the label, and distillation of vacant classes.
 
 Guo et al., "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025 (at first FedED, "empty classes").
-Sent: as FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
-Follows the published code where the paper differs: the printed suppression has no lower bound (form `paper`), the
-printed divergence is upside down. A client that has all classes, or lacks a single one, has nothing to distil. GA and
+Sent: as in FedAvg. A client keeps nothing but its class counts, which stay with it; it holds the received weights.
+Follows the published code where the paper differs: the printed suppression has no lower bound (`form=paper`), and the
+printed divergence is inverted. A client that has all classes, or lacks a single one, has nothing to distil. GA and
 fine-tuning use plain logits.
 """
 
@@ -18,7 +18,7 @@ from fedjax_pcdd.losses.vacant_classes import calibrated_cross_entropy, logit_su
 from fedjax_pcdd.methods.method import Traits, hyperparameter
 from fedjax_pcdd.methods.taught import Taught
 
-UNSTABLE = 0.1  # weight above which the printed suppression is known to run away
+UNSTABLE = 0.1  # weight above which the printed suppression is known to diverge
 
 
 @struct.dataclass
@@ -37,11 +37,11 @@ class FedVLS(Taught):
     calibrated: bool = hyperparameter(True, help="false is the plain cross-entropy in place of L_cal", static=True)
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with a softmax of its own."""
         return Traits("Guo et al., AAAI 2025", own_loss=True)
 
     def configure(self, setting, hyper):
-        """omega where it was left open; what has no lower bound, and where nothing is left to train on."""
+        """The default of omega; advice on a loss without lower bound, and on clients with nothing to learn from."""
         omega = (0.005 if self.form == "code" else 1.0) if self.omega is None else self.omega
         advice = []
         if self.form == "paper" and omega > UNSTABLE:
@@ -51,19 +51,19 @@ class FedVLS(Taught):
             remedy = "set `lam` above 0" if self.lam == 0 else "two classes leave it nothing: use `calibrated=false`"
             advice.append(f"{few}: {remedy}.")
         if self.lam > 0 and setting.fewest_classes >= setting.num_classes - 1:
-            nothing = "FedVLS distils where a client lacks two classes or more, and here each lacks one at most"
-            advice.append(f"{nothing}: choose a `partition` that takes more away.")
+            cause = "FedVLS distils where a client lacks two classes or more, and here each lacks one at most"
+            advice.append(f"{cause}: choose a `partition` that takes more away.")
         return dataclasses.replace(self, omega=omega), advice
 
     def classification(self, outputs, batch, context):
         """L_cal + omega * L_sup, a scalar."""
         counts = context.facts.class_counts
-        known = {"form": self.form, "mask": batch.mask}
+        options = {"form": self.form, "mask": batch.mask}
         omega: Any = self.omega
-        suppressed = omega * logit_suppression(outputs.logits, batch.labels, counts, **known)
+        suppression = omega * logit_suppression(outputs.logits, batch.labels, counts, **options)
         if not self.calibrated:
-            return cross_entropy(outputs.logits, batch.labels, mask=batch.mask) + suppressed
-        return calibrated_cross_entropy(outputs.logits, batch.labels, counts, **known) + suppressed
+            return cross_entropy(outputs.logits, batch.labels, mask=batch.mask) + suppression
+        return calibrated_cross_entropy(outputs.logits, batch.labels, counts, **options) + suppression
 
     def penalty(self, variables, outputs, batch, context):
         """lambda * L_dis, a scalar: KL(teacher || student) inside the classes that the client lacks."""

@@ -1,11 +1,11 @@
 """FML: a private model of any architecture and a shared meme teach each other on every private batch.
 
 Shen et al., "Federated Mutual Learning", 2020.
-Sent: the meme, both ways (its normalisation statistics too). The meme is averaged with equal weights, as officially (so
-are its statistics); `meme_weights=samples` takes n_k. Both forward passes come first, then one step of each, with one
-optimiser that is new each round (officially the private model's goes on); clipping, if any, sees both together. FCCL
-does not say which meme it compared with: ResNet10 is ours. Published as it is, the official script never averages: its
-calls are commented out.
+Sent: the meme, both ways, with its normalisation statistics. Meme and statistics are averaged with equal weights, as in
+the official code; `meme_weights=samples` takes n_k. Both forward passes come first, then one step of each model, with
+one optimiser that is new each round (in the official code the private model's persists); clipping, if any, acts on both
+together. FCCL does not say which meme it compared with: ResNet10 is ours. As published, the official script never
+averages: its calls are commented out.
 """
 
 from typing import Literal
@@ -33,8 +33,8 @@ class FML(Participant):
 
     def traits(self):
         """One meme for all architectures; the published code keeps the private model's optimiser alone."""
-        kinds = {"personal_model": "local" if self.answer == "private" else "server", "resumed": ("private",)}
-        return super().traits()._replace(paper="Shen et al., 2020", common_server=True, own_loss=True, **kinds)
+        fields = {"personal_model": "local" if self.answer == "private" else "server", "resumed": ("private",)}
+        return super().traits()._replace(paper="Shen et al., 2020", common_server=True, own_loss=True, **fields)
 
     def build(self, model):
         """The participant's model and a meme."""
@@ -57,16 +57,16 @@ class FML(Participant):
         return part(server.variables, "private")
 
     def download(self, server, client):
-        """The own model and the shared meme."""
+        """The private model and the shared meme."""
         return join(private=client, meme=server.variables)
 
     def loss(self, variables, batch, context):
         """L_private + L_meme; each teacher is constant, so the gradients do not mix."""
         state, logits = {}, {}
         for name in ("private", "meme"):
-            model, own = getattr(context.model, name), part(variables, name)
+            model, tree = getattr(context.model, name), part(variables, name)
             key = context.keys.dropout
-            outputs, state[name] = forward(model, own, batch.images, train=True, mask=batch.mask, key=key)
+            outputs, state[name] = forward(model, tree, batch.images, train=True, mask=batch.mask, key=key)
             logits[name] = outputs.logits
         losses = mutual_losses(
             logits["private"], logits["meme"], batch.labels, alpha=self.alpha, beta=self.beta_meme, mask=batch.mask
@@ -89,7 +89,7 @@ class FML(Participant):
         return {"meme": server.variables}
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the meme; a client's of the model that answers."""
+        """Logits of the meme; for a client, of the model that `answer` names."""
         name = "meme" if scope == "generic" else self.answer
-        own = variables if scope == "generic" else part(variables, name)
-        return forward(getattr(model, name), own, images, train=False)[0].logits
+        tree = variables if scope == "generic" else part(variables, name)
+        return forward(getattr(model, name), tree, images, train=False)[0].logits

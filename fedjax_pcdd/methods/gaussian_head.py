@@ -1,7 +1,7 @@
-"""What CCVR and `calibrate=ccvr` share: a Gaussian of each class by which the server calibrates the classifier.
+"""What CCVR and `calibrate=ccvr` share: a Gaussian of each class, from which the server calibrates the classifier.
 
-Clients pass over their data twice. Float32 sums of z z^T lose the digits of a covariance where features are far from 0,
-so what is summed is z - a; the first pass tells a, the mean feature, the same for all, and the second one the moments.
+Clients pass over their data twice. Float32 sums of z z^T lose the digits of a covariance if features are far from 0, so
+what is summed is z - a: the first pass yields a, the mean feature over all clients, and the second one the moments.
 A class with one sample takes part with its mean. M_c, epochs, learning rate and batch size are ours, as the paper's are
 not known to us.
 """
@@ -20,12 +20,12 @@ from fedjax_pcdd.methods.method import Message, Method, Setting, hyperparameter
 from fedjax_pcdd.methods.parts import joined
 from fedjax_pcdd.models.classifier import forward
 
-LARGEST = 2**28  # scalars of the clients' sums that a server takes in, 1 GiB
+LARGEST = 2**28  # scalars in a client's sums that a server accepts, 1 GiB
 NOTHING, SHIFT, MOMENTS = range(3)  # what the pass of a round is for
 
 
 class Server(NamedTuple):
-    """Global model, its calibrated head, and what is taken off all features before they are summed [D]."""
+    """Global model, its calibrated head, and the shift [D] that is subtracted from features before they are summed."""
 
     variables: Any
     head: Any
@@ -56,20 +56,20 @@ class GaussianHead(Method):
         raise NotImplementedError
 
     def configure(self, setting, hyper):
-        """The covariances must fit, and may be singular."""
+        """UserError for covariances that are too large; advice on singular ones."""
         scalars = setting.num_classes * setting.feature_dim**2
         if self.covariance == "full" and scalars > LARGEST:
             raise UserError(f"CCVR would send {scalars:.2g} numbers a client: {self.remedies[0]}.")
         return self, self._gaussian_advice(setting)
 
     def _gaussian_advice(self, setting: Setting) -> list[str]:
-        """A sentence for classes that have no Gaussian, or a covariance of less than full rank."""
+        """A sentence on classes that have no Gaussian, or a covariance of less than full rank."""
         rarest, width = setting.rarest_class, setting.feature_dim
         if rarest == 0 and self.softmax == "all":
             return [f"CCVR draws no features of classes without samples, so their logits fall: {self.remedies[1]}."]
         if 0 < rarest <= width and self.covariance == "full":
-            few = f"CCVR has {rarest} samples of a class for {width} features, so its covariance is singular"
-            return [f"{few} and features are drawn in the samples' span alone: for more {self.remedies[0]}."]
+            cause = f"CCVR has {rarest} samples of a class for {width} features, so its covariance is singular"
+            return [f"{cause} and features are drawn in the samples' span alone: for more {self.remedies[0]}."]
         return []
 
     def init_server(self, setting, variables, class_counts, key):
@@ -77,21 +77,21 @@ class GaussianHead(Method):
         return Server(variables, variables["params"]["head"], jnp.zeros(setting.feature_dim))
 
     def summarise(self, variables, batch, context):
-        """The sums of 1, x and x x^T of each class, x = z - a; no x x^T for the shift, zeros for nothing."""
+        """The sums of 1, x and x x^T of each class, x = z - a; no x x^T in stage SHIFT, zeros in stage NOTHING."""
         diagonal, setting = self.covariance == "diagonal", context.setting
         none = no_moments(setting.num_classes, setting.feature_dim, diagonal=diagonal)
 
         def sums(diagonal):
-            # Not under running statistics of the client's own, which the calibrated model will not have.
+            # Not with the client's own running statistics, which the calibrated model will not have.
             model = {**context.server.variables, "params": variables["params"]}
             features = forward(context.model, model, batch.images, train=False, mask=batch.mask)[0].features
-            how = {"diagonal": diagonal, "mask": batch.mask, "shift": context.server.shift}
-            return class_moments(features, batch.labels, setting.num_classes, **how)
+            options = {"diagonal": diagonal, "mask": batch.mask, "shift": context.server.shift}
+            return class_moments(features, batch.labels, setting.num_classes, **options)
 
-        def first():
+        def first_moments():
             return sums(diagonal=True)._replace(squares=none.squares)
 
-        passes = [lambda: none, first, lambda: sums(diagonal)]
+        passes = [lambda: none, first_moments, lambda: sums(diagonal)]
         typed = [lambda run=run: jax.tree.map(lambda x, like: x.astype(like.dtype), run(), none) for run in passes]
         return jax.lax.switch(self.stage(context), typed)
 
@@ -100,7 +100,7 @@ class GaussianHead(Method):
         return context.client, Message(mean=variables, total=summary)
 
     def aggregate(self, server, message, weights, context):
-        """The mean feature, or the head calibrated by the moments; the model stays as it is."""
+        """Set the shift to the mean feature, or calibrate the head by the moments; the model stays as it is."""
         moments = message.total
 
         def shifted():
@@ -113,11 +113,11 @@ class GaussianHead(Method):
         return jax.lax.cond(self.stage(context) == MOMENTS, calibrated, shifted)
 
     def calibrated(self, head, moments, key, shift=0.0):
-        """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the sums."""
+        """The head, {"kernel": [D, C], ...}, retrained on features that are drawn from the Gaussians of the moments."""
         optimiser = optax.sgd(self.calibration_lr, self.calibration_momentum)
-        how = {"drawn": self.drawn, "epochs": self.calibration_epochs, "size": self.calibration_batch, "shift": shift}
+        sizes = {"drawn": self.drawn, "epochs": self.calibration_epochs, "size": self.calibration_batch, "shift": shift}
         present = self.softmax == "present"
-        return calibrated_head(head, moments, key, optimiser=optimiser, relu=self.relu, present=present, **how)
+        return calibrated_head(head, moments, key, optimiser=optimiser, relu=self.relu, present=present, **sizes)
 
     def calibrated_model(self, server: Server) -> Any:
         """The global model with the calibrated head."""

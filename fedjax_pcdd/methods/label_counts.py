@@ -1,4 +1,4 @@
-"""Class counts that a client sends: the samples it owns, or what it has seen of each class while it trained."""
+"""Class counts that a client sends: of the samples that it owns, or of those that it has seen in training."""
 
 from typing import Literal
 
@@ -13,25 +13,25 @@ from fedjax_pcdd.methods.parts import SEEN, without_collection
 
 @struct.dataclass
 class LabelCounts(Method):
-    """A method whose clients send class counts [C]; its server has `variables`, and something [C] called `known`."""
+    """A method whose clients send class counts [C]; its server has `variables`, and a field `known` [C]."""
 
     label_counts: Literal["owned", "seen"] = hyperparameter(
         "owned", help="class counts: of the samples owned, or of those seen in training and 1 more", static=True
     )
 
     def download(self, server, client):
-        """The global model, and where they count the labels seen [C], of which there is one each."""
+        """The global model and, if the labels seen are counted, their counts [C], which start at 1."""
         if self.label_counts == "owned":
             return server.variables
         return {**server.variables, SEEN: {"labels": jnp.ones(server.known.shape)}}
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """FedAvg's step, and the labels seen so far [C], where they count."""
-        loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
+        """FedAvg's step, and the counts [C] of the labels seen so far, if these are counted."""
+        loss, state, update = super().local_update(evaluate, step, variables, batch, context)
         if self.label_counts == "seen":
             members = membership(batch.labels, context.setting.num_classes, batch.mask).of_samples
             state = {**state, SEEN: {"labels": variables[SEEN]["labels"] + jnp.sum(members, axis=0)}}
-        return loss, state, taken
+        return loss, state, update
 
     def split(self, variables: Tree, context: Context) -> tuple[Tree, jax.Array]:
         """The model, and the class counts [C] that are sent."""
@@ -39,6 +39,6 @@ class LabelCounts(Method):
         return without_collection(variables, SEEN), counts
 
     def samples(self, counts: jax.Array, present: jax.Array) -> jax.Array:
-        """Samples of each class [C] behind the counts [S, C] of the clients that are present [S] bool."""
-        more = 0 if self.label_counts == "owned" else jnp.sum(present)
-        return jnp.sum(jnp.where(present[:, None], counts, 0), axis=0) - more
+        """Samples of each class [C] in the counts [S, C] of the clients that are present [S] bool."""
+        initial = 0 if self.label_counts == "owned" else jnp.sum(present)
+        return jnp.sum(jnp.where(present[:, None], counts, 0), axis=0) - initial

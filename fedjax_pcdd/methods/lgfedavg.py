@@ -1,12 +1,12 @@
-"""LG-FedAvg: every client has a representation of its own under the last layers, which are averaged.
+"""LG-FedAvg: every client keeps a representation of its own; only the last layers are averaged.
 
 Liang et al., "Think Locally, Act Globally: Federated Learning with Local and Global Representations", 2020.
 Sent: the last layers each way; one by default, where the published CNN shares two (`layers=head,backbone/fc2`). A
 client keeps the others and their running statistics, at first the common ones.
 Weights are n_k, as in the paper; the published code averages uniformly (`weights=uniform`) and begins with a model
-trained by FedAvg, where ours begins with the common initial one. Whoever is not selected has the new last layers, too.
-GA is the mean over clients of their best models on the global test set; the published ensemble of all models, for users
-who are not known, is an option that is recorded beside it (`ga_ensemble`).
+trained by FedAvg, where ours begins with the common initial one. Clients that are not selected get the new last layers,
+too. GA is the mean over clients of their best models on the global test set; the published ensemble of all models, for
+unknown users, is an option and recorded beside it (`ga_ensemble`).
 """
 
 from flax import struct
@@ -19,7 +19,7 @@ class LGFedAvg(SplitModel):
     """Cross-entropy; all but `layers` are personal."""
 
     def traits(self):
-        """As of any model with parts of the client's own."""
+        """As for any model with parts of the client's own."""
         return super().traits()._replace(paper="Liang et al., 2020")
 
     def own(self, part):

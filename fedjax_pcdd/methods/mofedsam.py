@@ -2,8 +2,8 @@
 
 Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022.
 Sent: as FedCM, the model and the direction down (2P), the model and a scalar up. Clients keep nothing. A step costs two
-gradients. Follows a published code of later authors for the defaults; the server averages (eta_g = 1),
-and nothing is clipped unless told to (theirs at 10).
+gradients. The defaults follow a published code of later authors; the server averages (eta_g = 1), and by default
+nothing is clipped (theirs is, at 10).
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ class MoFedSAM(SharpnessAware, ClientMomentum):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Qu et al., ICML 2022")
 
     def configure(self, setting, hyper):
-        """As FedCM; without a perturbation it is that, at twice the cost."""
+        """As in FedCM; advice: without a perturbation it is FedCM at twice the cost."""
         method, advice = super().configure(setting, hyper)
         same = "MoFedSAM with `rho=0` is FedCM at twice the cost: set `rho` above 0, or use `method=fedcm`."
         return method, [*advice, same] if self.rho == 0 else advice

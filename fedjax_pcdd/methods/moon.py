@@ -1,9 +1,9 @@
-"""MOON: representations are drawn to the global model's and away from those of the client's own previous model.
+"""MOON: representations are pulled towards the global model's and pushed away from the client's previous model's.
 
 Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021, section 3.3.
-Sent: as FedAvg. A client keeps its model after its last participation (option: after the last several).
+Sent: as in FedAvg. A client keeps its model after its last participation (option: after the last several).
 The received and the previous model see the same augmented batch in eval mode, each with its own running statistics.
-Representation: what the classifier reads, so that all methods train the same model (FedMR); option: the paper's
+Representation: the classifier's input, so that all methods train the same model (as in FedMR); option: the paper's
 projection head. A client without a previous model has no contrast, as in the first round of the published code.
 """
 
@@ -48,15 +48,15 @@ class MOON(Method):
     )
 
     def traits(self):
-        """As FedAvg."""
+        """FedAvg's traits, with the paper."""
         return Traits("Li et al., CVPR 2021")
 
     def build(self, model):
-        """With the paper's projection head where one is asked for."""
+        """The model, with the paper's projection head if `projection` is set."""
         return model if self.projection is None else model.clone(neck=2, neck_width=self.projection)
 
     def init_client(self, setting, server, facts, key):
-        """P copies of the initial model, of which none was trained."""
+        """P copies of the initial model, none of them trained."""
         models = jax.tree.map(lambda x: jnp.repeat(x[None], self.previous, axis=0), server.variables)
         return Client(models, jnp.zeros((), jnp.int32))
 

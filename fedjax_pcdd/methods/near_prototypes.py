@@ -1,6 +1,6 @@
 """What FedProto and FedTGP share: models that never leave their clients, with features near the server's prototypes.
 
-The server has `variables`, the initial model, `prototypes` [C, D] and which of them are `valid` [C].
+The server's state has `variables` (the initial model), `prototypes` [C, D], and `valid` [C]: which of them exist.
 """
 
 from typing import Any
@@ -24,14 +24,14 @@ class NearPrototypes(Method):
     )  # fmt: skip
 
     def kept(self, traits: Traits, *, classifies: bool) -> Traits:
-        """No model is shared; prediction by prototypes, not classifiers, needs those that the round has just made."""
+        """The traits, without a shared model; prediction by prototypes needs those that the round has just made."""
         personal = "local" if classifies else "server"
         shared = {"own_models": True, "common_start": True, "common_server": True, "common_features": True}
-        kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
-        return traits._replace(**kinds, **shared)
+        fields = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": personal}
+        return traits._replace(**fields, **shared)
 
     def build(self, model):
-        """With as many features as asked for."""
+        """The model, with as many features as asked for."""
         return model if self.features is None else model.clone(neck=model.neck or 1, neck_width=self.features)
 
     def init_client(self, setting, server, facts, key):
@@ -43,7 +43,7 @@ class NearPrototypes(Method):
         return client
 
     def penalty(self, variables, outputs, batch, context):
-        """lambda times the mean squared distance to the prototypes, a scalar; those that are not valid do not count."""
+        """lambda times the mean squared distance to the prototypes, a scalar; invalid ones do not count."""
         prototypes, valid = context.server.prototypes, context.server.valid
         distance = squared_distance_to_own(outputs.features, batch.labels, prototypes, valid, mask=batch.mask)
         return self.lam * distance
@@ -53,6 +53,6 @@ class NearPrototypes(Method):
         return client
 
     def nearest(self, features: jax.Array, server: Any, facts: Facts | None) -> jax.Array:
-        """Minus the distances [B, C] to the prototypes that are valid, and of the client's own classes if given."""
+        """Minus the distances [B, C] to the valid prototypes; with `facts`, to those of the client's own classes."""
         allowed = server.valid if facts is None else server.valid & (facts.class_counts > 0)
         return nearest_prototype_scores(features, server.prototypes, jnp.asarray(allowed))

@@ -2,12 +2,12 @@
 
 Li et al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021.
 An option for any method that averages one model. The engine keeps the layers (`Setting.own_layers`); what changes for
-the method is what it is known to have. Sent: as the method, without these layers. There is no global model: GA is the
-mean over the clients' models, PA that of the averaged part with the client's own layers; `ga_server_average` is that of
-the averaged part with the mean of all clients' layers, weighted as their models. Extra terms of a method see the shared
+the method is its traits. Sent: as in the method, without these layers. There is no global model: GA is the mean over
+the clients' models, PA that of the averaged part with the client's own layers; `ga_server_average` is that of the
+averaged part with the mean of all clients' layers, weighted as their models. Extra terms of a method see the shared
 parameters alone (ours): `Context.start` has own layers as they are now, and what a server or a client keeps of former
-rounds leaves them out by `shared_part`. So with FedCM they follow the client's own gradient, with FedSMOO FedSAM's.
-Weights are the method's (the published code's are equal: `weights=uniform`).
+rounds leaves them out by `shared_part`. So with FedCM own layers follow the client's own gradient, and with FedSMOO
+that of FedSAM. Weights are the method's (the published code's are equal: `weights=uniform`).
 """
 
 import functools
@@ -27,10 +27,11 @@ ABOUT_GA = (
 
 
 def shared_part(setting: Setting, tree: Tree, own: Tree = None) -> Tree:
-    """A tree as the parameters, with the leaves of `own`, 0 for None, in place of layers that stay with their clients.
+    """The tree, with the leaves of `own` in place of the layers that stay with their clients.
 
     Args:
-      own: as the tree.
+      tree: structured as the parameters.
+      own: structured as the tree; None for zeros.
     """
     if not setting.own_layers:
         return tree
@@ -42,10 +43,10 @@ def shared_part(setting: Setting, tree: Tree, own: Tree = None) -> Tree:
 
 
 def with_own_layers(method: Method) -> Method:
-    """The method of a run in which clients keep their normalisation layers; UserError where it has other models."""
+    """The method of a run in which clients keep their normalisation layers; UserError if it has other models."""
     traits = method.traits()
-    alone = averages_models(method) and traits.personal_model != "server" and not traits.apart and not traits.pauses
-    if not alone:
+    one_model = averages_models(method) and traits.personal_model != "server" and not traits.apart and not traits.pauses
+    if not one_model:
         raise UserError(
             f"`bn=local-layers` is for methods whose only model is the average of all, which {type(method).__name__}'s "
             "is not: use `bn=local`."
@@ -62,17 +63,17 @@ def _derived(cls: type[Method]) -> type[Method]:
     @struct.dataclass
     class OwnLayers(cls):
         def configure(self, setting, hyper):
-            """As the method by itself, which asks for a global model where it changes one."""
+            """As for the plain method, whose own checks may need a global model."""
             plain, advice = cls(**vars(self)).configure(setting, hyper)
-            own = plain.traits()
-            if own.target == "both" and not own.fine_tunes:
+            traits = plain.traits()
+            if traits.target == "both" and not traits.fine_tunes:
                 advice = [*advice, ABOUT_GA]
             return _own(plain), advice
 
         def traits(self):
-            """Without a global model, and with personal ones that are read between rounds."""
-            kinds = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}
-            return super().traits()._replace(**kinds)
+            """Without a global model, and with personal models that are tested between rounds."""
+            fields = {"target": "personal", "global_model": False, "fine_tunes": False, "personal_model": "server"}
+            return super().traits()._replace(**fields)
 
     OwnLayers.__name__ = OwnLayers.__qualname__ = f"{cls.__name__}WithOwnLayers"
     return OwnLayers

@@ -1,13 +1,13 @@
 """Methods whose clients keep models of their own, perhaps of different architectures, and agree on public images.
 
-Such clients are called participants. Nothing but what `say` returns (logits on a batch of public images) crosses
-architectures. A round: exchange (before or after local training), local training, and in a federation of one
-architecture perhaps an average of the models. In an exchange, over every batch of public images:
+Such clients are called participants. Only what `say` returns (logits on a batch of public images) crosses
+architectures. A round: exchange (before or after local training), local training and, in a federation of one
+architecture, optionally an average of the models. In an exchange, for every batch of public images:
 
     say (each participant) -> agree (server) -> imitate (each participant) -> optimiser
 
-These three hooks, `public_loss` and `init_public` are all that an `Exchanging` method has beside the contract. A
-participant's state is its model's variables, or something with a field `variables`.
+These three hooks, `public_loss` and `init_public` are all that an `Exchanging` method adds to the contract. A
+participant's state is its model's variables, or an object with a field `variables`.
 
 Letters as in `method.py`; N public images, K participants, all of which take part in every round.
 """
@@ -24,11 +24,11 @@ from fedjax_pcdd.models.classifier import forward
 
 
 class PublicBatch(NamedTuple):
-    """One batch of public images, prepared, and what this participant is to make of them."""
+    """One batch of public images, prepared, and this participant's target for them."""
 
     images: jax.Array  # [B, H, W, channels], augmented if public images are
     plain: jax.Array  # [B, H, W, channels], never augmented
-    target: Tree  # leaves [B, ...]; () while participants speak
+    target: Tree  # leaves [B, ...]; () in `say`
 
 
 def model_of(client: Tree) -> Tree:
@@ -43,10 +43,10 @@ def with_model(client: Tree, variables: Tree) -> Tree:
 
 @struct.dataclass
 class Participant(Method):
-    """Local training of a model that stays with its client; by itself nothing is sent."""
+    """Local training of a model that stays with its client; by itself it sends nothing."""
 
     def traits(self):
-        """Own models, of which PA is that just trained."""
+        """Own models; PA is that of the model just trained."""
         return Traits(target="personal", global_model=False, fine_tunes=False, own_models=True)
 
     def init_client(self, setting, server, facts, key):
@@ -62,17 +62,17 @@ class Participant(Method):
         return with_model(context.client, variables), Message()
 
     def aggregate(self, server, message, weights, context):
-        """Nothing arrives, nothing changes."""
+        """The server as it is, since nothing arrives."""
         return server
 
     def personal_variables(self, server, client):
-        """The participant's own model, and what it downloads with it."""
+        """The participant's own model, and whatever it downloads with it."""
         return self.download(server, client)
 
 
 @struct.dataclass
 class Exchanging(Participant):
-    """A participant that speaks through logits on public images; by default FedMD's exchange with FCCL's schedule."""
+    """A participant that sends logits on public images; by default FedMD's exchange with FCCL's schedule."""
 
     public_epochs: int | None = hyperparameter(
         None, help="passes over the public images in a round; by default the task's, else 1", static=True, low=1
@@ -93,30 +93,30 @@ class Exchanging(Participant):
     )
 
     def traits(self):
-        """An exchange before local training; where models are averaged after it, PA is that of the mean."""
+        """An exchange before local training; if models are averaged after training, PA is that of the mean."""
         personal = "server" if self.average == "trained" else "local"
-        alike = self.common_start and self.average != "never"
-        own = super().traits()._replace(exchange="before", averages=self.average, personal_model=personal)
-        return own._replace(common_start=alike)
+        common_start = self.common_start and self.average != "never"
+        traits = super().traits()._replace(exchange="before", averages=self.average, personal_model=personal)
+        return traits._replace(common_start=common_start)
 
     def configure(self, setting, hyper):
-        """One pass, where neither task nor user says otherwise."""
+        """One public epoch, unless the task or the user sets another number."""
         return self if self.public_epochs else self.replace(public_epochs=1), []  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_public(self, setting: Setting, images: int) -> Tree:
-        """What the server keeps between exchanges; `images` is N."""
+        """The server's state between exchanges; `images` is N."""
         return ()
 
     def say(self, variables: Tree, batch: PublicBatch, context: Context) -> Tree:
-        """What a participant tells of public images, leaves [B, ...]: the logits, of the model in training mode."""
+        """What a participant sends about public images, leaves [B, ...]: the model's logits, in training mode."""
         return forward(context.model, variables, batch.images, train=True, key=context.keys.dropout)[0].logits
 
     def agree(self, public: Tree, spoken: Tree, counts: jax.Array) -> tuple[Tree, Tree]:
-        """What each participant is to imitate, constant: the mean of what they say.
+        """What each participant has to imitate, as a constant: the mean of what all have sent.
 
         Args:
-          public: what the server keeps.
-          spoken: leaves [K, B, ...]; [K, N, ...] where `Traits.targets` are made once a round.
+          public: the server's state between exchanges.
+          spoken: results of `say`, leaves [K, B, ...]; [K, N, ...] if `Traits.targets` are made once a round.
           counts: [K, C] private samples.
 
         Returns:
@@ -129,13 +129,13 @@ class Exchanging(Participant):
         raise NotImplementedError
 
     def imitate(self, variables: Tree, batch: PublicBatch, context: Context) -> tuple[jax.Array, Tree]:
-        """Public objective and the model state after this batch."""
+        """The public objective, a scalar, and the model state after this batch."""
         outputs, state = forward(context.model, variables, batch.images, train=True, key=context.keys.dropout)
         return self.public_loss(outputs.logits, batch.target, context), state
 
 
 def over_all(function: Callable[[jax.Array], Tree], total: int, batch: int) -> Tree:
-    """function(index [B]), leaves [B, ...], for the indices 0 ... total - 1 in batches: leaves [total, ...]."""
+    """Results of function(index [B]), leaves [B, ...], for the indices 0 ... total - 1 in batches: [total, ...]."""
     batch = min(batch, total)
     index = jnp.minimum(jnp.arange(-(-total // batch) * batch), total - 1).reshape(-1, batch)
     results = jax.lax.map(function, index)

@@ -1,6 +1,6 @@
-"""Parts of a model's variables: head and body (all but the head), and what stands beside them.
+"""Parts of a model's variables: head, body (all but the head), and parts that a method adds.
 
-A part is a top-level entry of variables["params"], as "head"; the model ignores entries that it does not know.
+A part is a top-level entry of variables["params"], such as "head"; the model ignores entries that it does not know.
 """
 
 from typing import Any, Literal
@@ -12,11 +12,11 @@ from fedjax_pcdd.methods.method import Message, Method, Traits, Tree, hyperparam
 
 Part = Literal["all", "head", "body"]
 PersonalModel = Literal["local", "server"]
-SEEN = "seen"  # a collection of the variables in which a client sums up what it sees while it trains
+SEEN = "seen"  # a collection of the variables in which a client sums what it sees while it trains
 
 
 def protocol_of(pa_model: PersonalModel | None) -> Literal["last", "received"] | None:
-    """The protocol of PA that reads it from the model just trained, or from the aggregated one."""
+    """The protocol that measures PA on the model just trained (local), or on the aggregated one (server)."""
     return {None: None, "local": "last", "server": "received"}[pa_model]
 
 
@@ -31,19 +31,19 @@ def without_collection(variables: Tree, collection: str) -> Tree:
 
 
 def joined(variables: Tree, part: str, value: Tree) -> Tree:
-    """The variables with `value` as one part of their parameters, in the place of what was there."""
+    """The variables with `value` as one part of their parameters; it replaces a part of the same name."""
     return {**variables, "params": {**variables["params"], part: value}}
 
 
 def moving(params: Tree, *, head: Any, body: Any) -> Tree:
-    """What `Method.trainable` returns where head and body each move or stand still; flags may be traced."""
+    """What `Method.trainable` returns if head and body each move or stay fixed; the flags may be traced."""
     flags = {part: head if part == "head" else body for part in params}
     return {part: jax.tree.map(lambda _, part=part: flags[part], tree) for part, tree in params.items()}
 
 
 @struct.dataclass
 class PersonalHead(Method):
-    """FedAvg, whose clients train and keep a head of their own, the part "personal", beside the global model."""
+    """FedAvg whose clients also train and keep a head of their own, the part "personal", beside the global model."""
 
     def init_client(self, setting, server, facts, key):
         """The personal head: kernel [D, C] and bias [C], those of the global one."""
@@ -70,7 +70,7 @@ class FineTune(Method):
     keep: bool = hyperparameter(False, help="each client keeps its model, to be tested on all classes", static=True)
 
     def traits(self):
-        """The clients' own models are what is tested, where they are kept."""
+        """If the clients keep their models, these are tested in place of a global one."""
         return Traits(global_model=not self.keep)
 
     def init_client(self, setting, server, facts, key):
@@ -82,7 +82,7 @@ class FineTune(Method):
         return None if self.part == "all" else moving(params, head=self.part == "head", body=self.part == "body")
 
     def upload(self, variables, summary, context):
-        """As FedAvg; the model stays with the client, if it is to be kept."""
+        """As in FedAvg; the model stays with the client, if it is to be kept."""
         return variables if self.keep else (), Message(mean=variables)
 
     def personal_variables(self, server, client):

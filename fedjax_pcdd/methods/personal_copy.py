@@ -1,7 +1,7 @@
-"""A second model of the client's own, of the same architecture, beside the global one while both are trained.
+"""A second model, the client's own, of the same architecture, which is trained beside the global one.
 
-Its parameters are the part "personal" of the parameters, so that `Traits.apart` clips it by itself; its running
-statistics are the collection "personal". To the global model neither exists.
+Its parameters are the part "personal" of the parameters, so that `Traits.apart` clips them separately; its running
+statistics are the collection "personal". The global model ignores both.
 """
 
 from flax import struct
@@ -14,7 +14,7 @@ PERSONAL = "personal"
 
 
 def with_copy(variables: Tree, own: Tree) -> Tree:
-    """The variables of the global model with those of the client's own beside them."""
+    """The variables of the global model, with those of the client's own model beside them."""
     statistics = {name: tree for name, tree in own.items() if name != "params"}
     return {**joined(variables, PERSONAL, own["params"]), PERSONAL: statistics}
 
@@ -31,7 +31,7 @@ def without_copy(variables: Tree) -> Tree:
 
 @struct.dataclass
 class PersonalCopy(Method):
-    """FedAvg, whose clients train and keep a model of their own beside the global one."""
+    """FedAvg whose clients also train and keep a model of their own beside the global one."""
 
     def init_client(self, setting, server, facts, key):
         """The client's own model, at first the common initial one."""
@@ -50,6 +50,6 @@ class PersonalCopy(Method):
         return self.download(server, client)
 
     def logits(self, model, variables, images, server, client=(), facts=None, *, scope="generic"):
-        """Of the global model; a client's of its own."""
-        own = variables if scope == "generic" else copy_of(variables)
-        return forward(model, own, images, train=False)[0].logits
+        """Logits of the global model, or of the client's own one."""
+        tree = variables if scope == "generic" else copy_of(variables)
+        return forward(model, tree, images, train=False)[0].logits

@@ -1,8 +1,8 @@
-"""What methods share whose clients send class prototypes: FedMR, and with more choices FedProc and FedProto.
+"""What methods with class prototypes from their clients share: FedMR, and with more choices FedProc and FedProto.
 
 A local prototype is the mean feature of a class under the final local weights, in eval mode, from images that are not
-augmented; or, as published code of some has it, of the features seen in the last local epoch, in train mode, while the
-weights move. What travels are sums and counts, which the server adds up.
+augmented; or, as in the published code of some methods, of the features seen in the last local epoch, in training mode,
+while the weights move. What is sent are sums and counts, which the server adds up.
 """
 
 from typing import Literal, NamedTuple
@@ -80,7 +80,7 @@ class Prototypical(Method):
 
 @struct.dataclass
 class Selective(Prototypical):
-    """The choice of where local prototypes come from, and of how the owners of a class are weighted."""
+    """Prototypes with a choice of where the local ones come from, and of how the owners of a class are weighted."""
 
     prototype_features: Literal["final", "last_epoch"] = hyperparameter(
         "final", help="local prototypes under the final weights, or from the features of the last epoch", static=True
@@ -90,11 +90,11 @@ class Selective(Prototypical):
     )
 
     def traits(self):
-        """No pass where the prototypes were collected during training."""
+        """No pass if the prototypes are collected during training."""
         return Traits(summary=Summary() if self.prototype_features == "final" else None)
 
     def begin(self, variables: Tree, server: Server) -> Tree:
-        """The variables to start from, with empty sums where they are collected during training."""
+        """The variables to start from, with empty sums if prototypes are collected during training."""
         if self.prototype_features == "final":
             return variables
         return {**variables, SEEN: zeros_like({"sums": server.prototypes, "counts": server.prototypes[:, 0]})}
@@ -104,13 +104,13 @@ class Selective(Prototypical):
         return self.begin(server.variables, server)
 
     def loss(self, variables, batch, context):
-        """FedAvg's, with class sums [C, D] and counts [C] of the features seen in the last local epoch."""
+        """FedAvg's loss, and class sums [C, D] and counts [C] of the features seen in the last local epoch."""
         outputs, state = train_forward(variables, batch, context)
         value = objective(self, variables, outputs, batch, context)
         if self.prototype_features == "last_epoch":
-            last = context.epoch == context.epochs - 1
+            is_last_epoch = context.epoch == context.epochs - 1
             sums = sums_of(jax.lax.stop_gradient(outputs.features), batch, context.setting.num_classes)
-            state = {**state, SEEN: add_scaled(variables[SEEN], sums, last)}
+            state = {**state, SEEN: add_scaled(variables[SEEN], sums, is_last_epoch)}
         return value, state
 
     def split(self, variables: Tree, summary: Tree) -> tuple[Tree, Tree]:

@@ -1,8 +1,8 @@
 """RCFL: participants train, score public images, and distil from scores that the server gathers over the rounds.
 
 Resource-constrained federated learning with heterogeneous labels and models, a baseline of FCCL (CVPR 2022).
-A RECONSTRUCTION: no code was published; this follows the algorithm's statement as it is known, for label sets that
-coincide and unlabelled public images (owners of a label weigh equally). Sent: N C scores each way; no parameters.
+A RECONSTRUCTION: no code was published; this follows the algorithm's statement as it is known, for equal label sets and
+unlabelled public images (owners of a label have equal weights). Sent: N C scores each way; no parameters.
 By default the scores keep their scale, S = mean_i (S + alpha_i F_i) / (1 + alpha_i), alpha_i = n_i / N; the literal
 S_c = mean over the owners of c of S_c + alpha_i F_ic grows from round to round: `scores=literal`.
 """
@@ -28,7 +28,7 @@ class RCFL(Exchanging):
     )
 
     def traits(self):
-        """The scores of all public images are made once a round, after local training."""
+        """The scores of all public images are computed once a round, after local training."""
         paper = "baseline of FCCL, reconstructed"
         return super().traits()._replace(paper=paper, exchange="after", personal_model="server", targets="round")
 

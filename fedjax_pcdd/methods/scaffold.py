@@ -1,12 +1,13 @@
-"""SCAFFOLD: control variates take the client's own direction out of its gradients and put the federation's in.
+"""SCAFFOLD: control variates replace the client's own direction in its gradients by the federation's.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, algorithm 1.
 Sent: the model and the control c down (2P), the model and the change of c_k plus c up (2P). A client keeps c_k (P).
-Follows the paper but for the weights: n_k as the benchmark code (`weights=uniform` is the paper's). That code
-corrects after the optimiser (option) and running statistics too (a mistake: variances may become negative). The
-algorithm has neither momentum nor decay; decay is in a control by option II, as in the update, and not by option I,
-whose gradient is that of the training mode, in batches of B. With momentum, tau_k as divisor of option II diverges.
-The norm of gradient + c - c_k is clipped at 10, as FedDC's authors do in their code for all methods.
+Follows the paper except for the weights: n_k, as in the benchmark code (`weights=uniform` is the paper's). That code
+applies the correction after the optimiser (option) and to running statistics too (a mistake: variances may become
+negative). The algorithm has neither momentum nor weight decay. Controls of option II contain the decay, as the update
+does; those of option I do not: they are gradients in training mode, over batches of B. With momentum, tau_k as the
+divisor of option II diverges. The norm of gradient + c - c_k is clipped at 10, as in the code of FedDC's authors for
+all methods.
 """
 
 from typing import Literal, NamedTuple
@@ -23,7 +24,7 @@ from fedjax_pcdd.trees import zeros_like
 
 
 class Server(NamedTuple):
-    """Global model, and the mean of all clients' controls as the parameters."""
+    """Global model, and the mean of all clients' controls, structured as the parameters."""
 
     variables: Tree
     control: Tree
@@ -48,18 +49,18 @@ class Scaffold(Method):
     )
 
     def traits(self):
-        """Option I reads the gradient of training off a pass over the local data, not augmented."""
+        """Option I takes the training gradient from a pass over the local data, without augmentation."""
         summary = Summary(train=True) if self.control == "I" else None
         return Traits("Karimireddy et al., ICML 2020", summary=summary, clip=10.0)
 
     def configure(self, setting, hyper):
-        """a_k counts momentum in the correction too, where a step after it has none; else the two must both."""
+        """UserError for a_k with `correction=post_step`: a_k counts momentum, and that correction has none."""
         if self.control == "II" and self.correction == "post_step" and self.step_normaliser == "a_k":
             raise UserError("`step_normaliser=a_k` needs `correction=gradient`: choose it, or drop `step_normaliser`.")
         return self, self._advice(setting, hyper)
 
     def _advice(self, setting, hyper):
-        """A control must be the gradient, and the correction weigh as much as the gradients of the steps."""
+        """Controls must estimate gradients, and the correction must weigh as much as the gradients of the steps."""
         if self.control == "II" and hyper.optimizer != "sgd":
             return optimiser_advice("SCAFFOLD", hyper, " or `control=I`")
         if self.correction == "post_step":
@@ -70,7 +71,7 @@ class Scaffold(Method):
 
     @property
     def _counts_momentum(self) -> bool:
-        """Whether K_s is a_k, which is tau_k without momentum."""
+        """Whether K_s is a_k, which equals tau_k without momentum."""
         return self.step_normaliser != "steps" and self.correction == "gradient"
 
     def init_server(self, setting, variables, class_counts, key):
@@ -90,9 +91,9 @@ class Scaffold(Method):
         correction = self._correction(context)
         if self.correction == "gradient":
             return loss, state, step(optax.tree.add(gradients, correction))
-        taken = step(gradients)
-        updates = optax.tree.add_scale(taken.updates, -context.hyper.lr, correction)
-        return loss, state, taken._replace(updates=updates)
+        plain = step(gradients)
+        updates = optax.tree.add_scale(plain.updates, -context.hyper.lr, correction)
+        return loss, state, plain._replace(updates=updates)
 
     def summarise(self, variables, batch, context):
         """Sum over the batch of the loss's gradients at w^t, as the parameters."""
@@ -110,9 +111,9 @@ class Scaffold(Method):
             control = jax.tree.map(lambda x: x / context.facts.num_samples, gradient)
             sent = optax.tree.add(control, correction)
         else:
-            counted = self._counts_momentum
+            counts_momentum = self._counts_momentum
             most, momentum = context.setting.steps, context.hyper.momentum
-            steps = effective_steps(context.step, momentum, most=most) if counted else context.step
+            steps = effective_steps(context.step, momentum, most=most) if counts_momentum else context.step
             moved = optax.tree.sub(context.start["params"], variables["params"])
             sent = optax.tree.scale(1 / (steps * context.hyper.lr), moved)
             control = optax.tree.sub(sent, correction)
@@ -120,8 +121,8 @@ class Scaffold(Method):
 
     def aggregate(self, server, message, weights, context):
         """w + eta_g * sum_k p_k (w_k - w), and c + (1 / N) * sum of the changes; statistics are a plain mean."""
-        rest = 1 - self.eta_g
-        params = jax.tree.map(lambda w, m: m + rest * (w - m), server.variables["params"], message.mean["params"])
-        others = 1 - context.count / context.setting.num_clients  # each of the count sent c once
-        control = optax.tree.add_scale(message.total, others, server.control)
+        old_share = 1 - self.eta_g
+        params = jax.tree.map(lambda w, m: m + old_share * (w - m), server.variables["params"], message.mean["params"])
+        silent_share = 1 - context.count / context.setting.num_clients  # each client that trained has sent c once
+        control = optax.tree.add_scale(message.total, silent_share, server.control)
         return server._replace(variables={**message.mean, "params": params}, control=control)

@@ -1,4 +1,4 @@
-"""Adaptive steps of a server as gradient transformations: the printed rules, which optax has not, and optax's own.
+"""Adaptive server steps as gradient transformations: the printed rules, which optax lacks, and optax's own.
 
 Letters: g the pseudo-gradient, m and v its moments, tau the constant beside the root. Forms of one rule:
 
@@ -18,13 +18,13 @@ from fedjax_pcdd.methods.method import Tree
 
 Form = Literal["paper", "optax", "keras"]
 Number = Any  # a float, or a traced scalar
-Rule = Callable[[jax.Array, jax.Array], jax.Array]  # the next v of v and g^2
+Rule = Callable[[jax.Array, jax.Array], jax.Array]  # (v, g^2) -> the next v
 
-YOGI_START = 1e-6  # of both moments in optax and Keras
+YOGI_START = 1e-6  # first value of both moments in optax and Keras
 
 
 class Moments(NamedTuple):
-    """Rounds so far, and the moments as the parameters."""
+    """Number of rounds so far, and the moments, structured as the parameters."""
 
     count: jax.Array
     mu: Tree
@@ -49,12 +49,12 @@ def yogi(beta2: Number) -> Rule:
 def scale_by_moments(
     rule: Rule, beta1: Number, tau: Number, start: tuple[Number, Number], beta2: Number | None = None
 ) -> optax.GradientTransformation:
-    """m / (sqrt(v) + tau) of moments that are not corrected.
+    """m / (sqrt(v) + tau), without bias correction of the moments themselves.
 
     Args:
-      rule: how v moves.
+      rule: computes the next v.
       start: m_0 and v_0 of every coordinate.
-      beta2: the step is scaled by Keras's correction with it; None for no correction.
+      beta2: of Keras's correction, which scales the step; None for no correction.
     """
 
     def init(params):

@@ -1,6 +1,6 @@
-"""A server whose model minus the clients' mean is a gradient to an optimiser: what FedAvgM and FedAdam's kin share.
+"""What FedAvgM and FedAdam's family share: an optimiser takes the server's model minus the clients' mean as a gradient.
 
-The mean is that of the method X about which the server stands (`X+avgm`, `X+adam`, ...), so weighted as X has it.
+The mean is that of the method X to which this server is added (`X+avgm`, `X+adam`, ...), so it is weighted as in X.
 Running statistics and other state of the server are X's and never go through the optimiser.
 """
 
@@ -29,11 +29,11 @@ class ServerOptimised(ServerStep):
         return super().traits()._replace(rates=("server_lr",))
 
     def server_rule(self) -> optax.GradientTransformation:
-        """What the optimiser makes of the pseudo-gradient, before the learning rate."""
+        """The optimiser's transformation of the pseudo-gradient, before the learning rate."""
         return optax.identity()
 
     def configure(self, setting, hyper):
-        """Moments without end; a server that stands still; a method whose server has a step of its own."""
+        """UserError for moments that do not decay; advice on a server that does not move, and on two server steps."""
         method, advice = super().configure(setting, hyper)
         for name in ("server_momentum", "server_beta1", "server_beta2"):
             if getattr(self, name, 0.0) >= 1:
@@ -50,15 +50,15 @@ class ServerOptimised(ServerStep):
         return method, advice
 
     def init_server(self, setting, variables, class_counts, key):
-        """X's server, and moments as before the first gradient."""
+        """X's server, and the moments before the first gradient."""
         server: Any = super().init_server(setting, variables, class_counts, key)
         return extended(server, moments=self.server_rule().init(server.variables["params"]))
 
     def aggregate(self, server, message, weights, context):
         """m + (g - eta * rule(g)), g = w - m the pseudo-gradient; bitwise m where rule(g) is g and eta is 1."""
-        after: Any = super().aggregate(server, message, weights, context)
-        mean = after.variables["params"]
+        result: Any = super().aggregate(server, message, weights, context)
+        mean = result.variables["params"]
         gradient = optax.tree.sub(server.variables["params"], mean)
         direction, moments = self.server_rule().update(gradient, server.moments)
         params = jax.tree.map(lambda m, g, d: m + (g - self.server_lr * d).astype(m.dtype), mean, gradient, direction)
-        return after._replace(variables={**after.variables, "params": params}, moments=moments)
+        return result._replace(variables={**result.variables, "params": params}, moments=moments)

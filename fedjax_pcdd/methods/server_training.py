@@ -1,5 +1,5 @@
-"""Training on the server: of a model on public images, towards what a loss says of its logits; of a few parameters on
-what clients have sent.
+"""Training on the server: of a model on public images, by a loss of its logits; of a few parameters on what clients
+have sent.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,20 @@ def train_on_public(
 
     Args:
       variables: of the model; running statistics move too.
-      loss: scalar of (logits [B, C], which public images they are of [B]).
+      loss: maps (logits [B, C], indices of their public images [B]) to a scalar.
       context: the model, the public images, and the key of all draws.
-      optimiser: of the parameters, new.
+      optimiser: of the parameters; it starts anew.
       steps: number of steps.
       size: B, images of a step, drawn without replacement.
     """
     public = context.public
-    assert public is not None  # the engine has seen to it
-    number = public.images.shape[0]
+    assert public is not None  # checked by the engine
+    num_images = public.images.shape[0]
 
     def step(t, carry):
         variables, state = carry
         keys = Keys.of(jax.random.fold_in(context.key, t))
-        index = jax.random.choice(keys.method, number, (size,), replace=False)
+        index = jax.random.choice(keys.method, num_images, (size,), replace=False)
         images = public.prepare(index, keys.augment)
 
         def objective(params):
@@ -69,11 +69,11 @@ def train_in_passes(
     """The parameters after some passes over N samples in batches, of which the last one of a pass may be smaller.
 
     Args:
-      params: at first.
-      loss: scalar of (params, which samples a batch has [B], which of these count [B]).
-      order: the samples [N] of an epoch; those that count are the first ones.
-      count: how many count; may be traced. Without any the parameters stay as they are.
-      optimiser: of the parameters, new.
+      params: to start from.
+      loss: maps (params, indices of a batch's samples [B], which of these count [B]) to a scalar.
+      order: maps an epoch to the order of its samples [N]; those that count come first.
+      count: how many count; may be traced. If there are none, the parameters stay as they are.
+      optimiser: of the parameters; it starts anew.
       epochs: passes.
       size: B.
     """
@@ -83,9 +83,9 @@ def train_in_passes(
 
         def step(j, carry):
             params, state = carry
-            at = j * size + jnp.arange(size)
-            index = samples[jnp.minimum(at, len(samples) - 1)]
-            updates, state = optimiser.update(jax.grad(loss)(params, index, at < count), state, params)
+            positions = j * size + jnp.arange(size)
+            index = samples[jnp.minimum(positions, len(samples) - 1)]
+            updates, state = optimiser.update(jax.grad(loss)(params, index, positions < count), state, params)
             return optax.apply_updates(params, updates), state
 
         return _first_steps((count + size - 1) // size, -(-len(samples) // size), step, carry)
@@ -94,9 +94,9 @@ def train_in_passes(
 
 
 def _first_steps(number: jax.Array | int, most: int, step: Callable[[jax.Array, Tree], Tree], carry: Tree) -> Tree:
-    """The carry after the first so many of `most` steps, the others of which a CPU leaves out.
+    """The carry after the first `number` of `most` steps; a CPU skips the others.
 
-    Elsewhere the host would have to ask before each step whether there is another, so the others change nothing.
+    Elsewhere the host would have to check before each step whether there is another, so the others run without effect.
     """
     if jax.default_backend() == "cpu":
         return jax.lax.fori_loop(0, number, step, carry)

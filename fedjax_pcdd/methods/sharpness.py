@@ -1,7 +1,7 @@
-"""What methods that look for flat minima share: a local step with the gradient at a nearby point, where loss is higher.
+"""What methods that look for flat minima share: a local step with the gradient at a nearby point of higher loss.
 
-The first gradient, at w, is raw: neither clipped nor decayed; it says where to look. The second one, there, on the same
-batch with the same augmentation and dropout, is clipped, decayed, and taken at w.
+The first gradient, at w, is raw (neither clipped nor decayed): it determines that point. The second one, at that point,
+on the same batch with the same augmentation and dropout, is clipped and decayed, and the step is taken from w.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ from flax import struct
 from fedjax_pcdd.methods.method import Context, Evaluated, Tree, hyperparameter
 from fedjax_pcdd.methods.wrappers import Addition
 
-TINY = 1e-12  # added to a norm that divides: a gradient of 0 perturbs nothing
+TINY = 1e-12  # added to a norm in a denominator, so that a gradient of 0 perturbs nothing
 
 
 def of_length(direction: Tree, length: jax.Array | float) -> Tree:
@@ -23,7 +23,7 @@ def of_length(direction: Tree, length: jax.Array | float) -> Tree:
 
 
 def ascent(gradients: Tree, params: Tree, rho: jax.Array | float, *, adaptive: bool = False) -> Tree:
-    """The perturbation e = rho g / ||g||, or rho w^2 g / || |w| g ||: as long as weights are large."""
+    """The perturbation e = rho g / ||g||, or if adaptive rho w^2 g / || |w| g ||, which is larger for large weights."""
     if not adaptive:
         return of_length(gradients, rho)
     scaled = jax.tree.map(lambda w, g: jnp.abs(w) * g, params, gradients)
@@ -37,21 +37,21 @@ def moved_to(variables: Tree, params: Tree) -> Tree:
 
 @struct.dataclass
 class Nearby(Addition):
-    """FedAvg, or a method that it is in front of, with gradients from elsewhere than where the step is taken."""
+    """FedAvg, or the method that it is in front of, with gradients from another point than the step is taken from."""
 
     @classmethod
     def unsuitable(cls, other):
-        """Where a step is not of one model on its own objective."""
+        """The reason, if a step is not of one model on its own objective."""
         if issubclass(other, Nearby):
             return "perturbs the weights already, so drop the suffix."
         traits = other().traits()
-        many = traits.apart or traits.exchange != "never"
-        return "trains two models at a time, or on what others sent, so drop the suffix." if many else ""
+        refused = traits.apart or traits.exchange != "never"
+        return "trains two models at a time, or on what others sent, so drop the suffix." if refused else ""
 
 
 @struct.dataclass
 class SharpnessAware(Nearby):
-    """Two gradients a step; where the second one is taken, and what becomes of it, is left to the methods."""
+    """Two gradients a step; where the second one is taken, and how it is used, is left to the methods."""
 
     rho: float = hyperparameter(0.05, symbol="rho", help="length of the perturbation of the weights", low=0.0)
     statistics: Literal["first", "both"] = hyperparameter(
@@ -63,7 +63,7 @@ class SharpnessAware(Nearby):
         return optax.tree.add(params, ascent(gradients, params, self.rho))
 
     def descent(self, gradients: Tree, context: Context) -> Tree:
-        """What is handed to the optimiser, from the second gradient."""
+        """The gradient for the optimiser, from the second gradient."""
         return gradients
 
     def local_update(self, evaluate, step, variables, batch, context):
@@ -75,7 +75,7 @@ class SharpnessAware(Nearby):
             uphill = gradients if moving is None else jax.tree.map(lambda m, g: jnp.where(m, g, 0), moving, gradients)
             perturbed = moved_to(variables, self.point(variables["params"], uphill, context))
             second = evaluate(perturbed if self.statistics == "first" else perturbed | state)
-            last = state if self.statistics == "first" else second.state
-            return Evaluated(loss, last, self.descent(second.gradients, context))
+            new_state = state if self.statistics == "first" else second.state
+            return Evaluated(loss, new_state, self.descent(second.gradients, context))
 
         return super().local_update(elsewhere, step, variables, batch, context)

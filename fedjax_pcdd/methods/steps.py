@@ -1,4 +1,4 @@
-"""How much a client's gradients weigh in its local update: the count of steps that momentum stretches."""
+"""How much a client's gradients weigh in its local update: the effective number of steps, which momentum increases."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def effective_steps(
 ) -> jax.Array:
     """FedNova's a_k: how much gradients weigh in (w^t - w_k) / eta.
 
-    It is the sum of the coefficients, which is their l1 norm while none is negative (pull below about 1).
+    It is the sum of the coefficients, which equals their l1 norm as long as none is negative (pull below about 1).
     One step is m <- rho m + 1 - pull a, a <- a + m, from zeros. It gives tau without momentum,
     (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with it, and a <- (1 - pull) a + 1 for a proximal term alone.
 
@@ -23,7 +23,7 @@ def effective_steps(
       steps: tau_k, local steps that the client made; may be traced.
       momentum: rho in [0, 1).
       pull: eta * mu of a proximal term (mu / 2) ||w - w^t||^2.
-      most: that any client makes, which bounds the work; 0 where that is not known.
+      most: largest number of steps of any client, which bounds the work; 0 if not known.
 
     Returns:
       Scalar; 0 for no steps.
@@ -38,7 +38,7 @@ def effective_steps(
         product = jnp.matmul(power, state, precision="highest")
         return jnp.matmul(power, power, precision="highest"), jnp.where((steps >> bit) & 1, product, state)
 
-    # Powers of two of the linear map: 31 products at most, where a loop over the steps would have thousands.
+    # Repeated squaring of the linear map: at most 31 rounds, where a loop over the steps would have thousands.
     start = jnp.array([0, 0, 1], dtype)
     return jax.lax.fori_loop(0, most.bit_length() or 31, double, (step, start))[1][0]
 
@@ -49,10 +49,10 @@ def momentum_advice(
     remedy: str = "`step_normaliser=a_k`",
     effect: str = "amplifies its correction of the gradient about {:.3g} times and may diverge",
 ) -> list[str]:
-    """What to tell a user whose method corrects gradients that momentum amplifies 1 / (1 - rho) times.
+    """Advice for a method that corrects gradients: momentum amplifies the correction 1 / (1 - rho) times.
 
     Returns:
-      One sentence; none below a momentum of 0.1, which amplifies nothing to speak of (FedRL has 1e-4).
+      One sentence; none below a momentum of 0.1, which amplifies hardly anything (FedRL has 1e-4).
     """
     rho = float(momentum)
     if rho < 0.1:
@@ -62,10 +62,10 @@ def momentum_advice(
 
 
 def optimiser_advice(name: str, hyper: Local, remedy: str = "") -> list[str]:
-    """What to tell a user whose method takes a client's update over its steps, by the learning rate, for a gradient.
+    """Advice for a method that takes a client's update, divided by its steps and the learning rate, for a gradient.
 
     Returns:
-      One sentence where the local optimiser is not SGD, whose updates are no gradients times a rate.
+      One sentence if the local optimiser is not SGD: other updates are not gradients times a rate.
     """
     if hyper.optimizer == "sgd":
         return []
@@ -76,16 +76,16 @@ def optimiser_advice(name: str, hyper: Local, remedy: str = "") -> list[str]:
 
 
 def state_advice(name: str, setting: Setting, hyper: Local, *, counts_momentum: bool) -> list[str]:
-    """What to tell a user whose method keeps on each client its update over K steps, as an estimate of its gradient.
+    """Advice for a method that keeps on each client its update divided by K steps, as an estimate of its gradient.
 
-    The deviation of these states from their mean grows by 1 - A / K a round, A = a_k for tau steps, whatever the data:
-    it shrinks to 0 with K = A, and with K = tau from the fourth step on it grows at a momentum of 0.9.
+    The deviation of these states from their mean is multiplied by 1 - A / K a round, with A = a_k for tau steps,
+    whatever the data: it shrinks to 0 for K = A, and for K = tau it grows at a momentum of 0.9 from the fourth step on.
 
     Args:
-      counts_momentum: K is a_k, not the number of steps.
+      counts_momentum: whether K is a_k, not the number of steps.
 
     Returns:
-      One sentence where that diverges, or may for want of clipping; none below a momentum of 0.1.
+      One sentence if that diverges, or may diverge without clipping; none below a momentum of 0.1.
     """
     rho = float(hyper.momentum)
     if rho < 0.1:

@@ -1,6 +1,6 @@
-"""What FedVLS, FedNTD and FedLMD share: the received model teaches on every batch, as a constant.
+"""What FedVLS, FedNTD and FedLMD share: the received model is a constant teacher on every batch.
 
-It costs one further forward pass a step, neither gradient nor traffic, and only holds what the client received.
+It costs one more forward pass a step, no gradient and no traffic; the client only holds what it received.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A number that is chosen anew in each step: that which leaves the least loss on the client's validation samples."""
+"""A number that is chosen anew in each step: the one that gives the least loss on the client's validation samples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from fedjax_pcdd.models.classifier import forward
 
 
 def numbers_in(option: str, text: str) -> list[float]:
-    """The numbers of an option; UserError where it is no list of numbers from 0 up.
+    """The numbers in an option; UserError if it is no list of numbers from 0 up.
 
     >>> numbers_in("lambda_candidates", "0.1,1,2")
     [0.1, 1.0, 2.0]
@@ -27,21 +27,21 @@ def numbers_in(option: str, text: str) -> list[float]:
 
 
 def least(candidates: Sequence[float], left: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The candidate, a scalar, for which `left` is least; the first among equals, none for which it is NaN."""
+    """The candidate, a scalar, with the least loss `left(candidate)`: the first among equals; NaN counts as inf."""
     numbers = jnp.asarray(candidates)
     losses = jax.lax.map(left, numbers)
     return numbers[jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))]
 
 
 def validation_loss(method: Method, variables: Tree, context: Context) -> jax.Array:
-    """A method's supervised loss in evaluation mode, summed over the client's validation samples; 0 without any.
+    """A method's supervised loss in eval mode, summed over the client's validation samples; 0 without any.
 
-    The method has `Traits.validation`.
+    The method must set `Traits.validation`.
     """
 
     def of_batch(batch):
         outputs, _ = forward(context.model, variables, batch.images, train=False, mask=batch.mask)
         return method.classification(outputs, batch, context) * batch.mask.sum()
 
-    assert context.validation is not None  # the engine has seen to it
+    assert context.validation is not None  # checked by the engine
     return context.validation(of_batch)

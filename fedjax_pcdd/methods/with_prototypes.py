@@ -1,8 +1,8 @@
 """Any averaging method "with prototypes" (FedMR, Table 8): its own objective plus FedProc's contrast.
 
-The FedMR paper does not define these rows. It calls FedProc the prototype version of FedAvg, so that of X is here the
-objective of X + mu * L_gpc, with prototypes sent and merged as in FedProc beside whatever X sends. It is named
-`method=X+prototypes`, as `fedprox+prototypes`.
+The FedMR paper does not define these rows. It calls FedProc the prototype version of FedAvg, so here that of X has the
+objective of X + mu * L_gpc, with prototypes sent and merged as in FedProc, beside whatever X sends. Its name is
+`method=X+prototypes`, for example `fedprox+prototypes`.
 """
 
 from typing import Any, NamedTuple
@@ -39,17 +39,17 @@ class Prototypes(Addition):
 
     @classmethod
     def unsuitable(cls, other):
-        """Where there are prototypes already, or no model is averaged."""
-        known = "has prototypes already." if issubclass(other, Prototypical) else ""
-        return known or super().unsuitable(other)
+        """The reason, if there are prototypes already, or no model is averaged."""
+        reason = "has prototypes already." if issubclass(other, Prototypical) else ""
+        return reason or super().unsuitable(other)
 
     def traits(self):
-        """A pass over the local data yields the prototypes, beside what X reads off it."""
-        own = super().traits()
-        return own._replace(summary=(own.summary or Summary())._replace(last=0))
+        """A pass over the local data yields the prototypes, beside what X takes from it."""
+        traits = super().traits()
+        return traits._replace(summary=(traits.summary or Summary())._replace(last=0))
 
     def configure(self, setting, hyper):
-        """As X, in a form that averages models."""
+        """As X; UserError if it does not average models in this form."""
         if not averages_models(self):
             raise UserError("a contrast to prototypes asks for a method that averages models: drop the suffix.")
         return super().configure(setting, hyper)
@@ -79,7 +79,7 @@ class Prototypes(Addition):
 
     def aggregate(self, server, message, weights, context):
         """X's aggregation, and the merged prototypes."""
-        own, classes = message.total
+        plain_total, classes = message.total
         merged = merge_prototypes(classes["sums"], classes["counts"], server.prototypes, server.valid)
-        after: Any = super().aggregate(server, message._replace(total=own), weights, context)
-        return after._replace(prototypes=merged[0], valid=merged[1])
+        result: Any = super().aggregate(server, message._replace(total=plain_total), weights, context)
+        return result._replace(prototypes=merged[0], valid=merged[1])

@@ -1,9 +1,10 @@
-"""Wrappers: a method plus something that goes with any of its kind, written `X+suffix`, as "fedprox+prototypes".
+"""Wrappers: a method plus something that fits any method of its kind, written `X+suffix`, as "fedprox+prototypes".
 
 A wrapper is a function from a method's class to a class derived from it, whose hooks call `super()`; so wrappers
-compose, and `X+b+a` is `X+a+b`. It refuses an X that it cannot go with. Those here put an `Addition` in front of X.
-What it adds to the server's state are fields that `extended` appends, so that the hooks of X see theirs as before. A
-client's state may be any tree, so there X's lies as the field `own` beside what is added (`Addition.keeps`).
+compose, and `X+b+a` is `X+a+b`. It refuses an X that it does not fit. The wrappers here put an `Addition` in front of
+X, that is, before it in the order of base classes. An addition extends the server's state by fields that `extended`
+appends, so that the hooks of X still find theirs. A client's state may be any tree, so X's state becomes the field
+`own` of a new one, beside what is added (`Addition.keeps`).
 """
 
 import functools
@@ -24,8 +25,8 @@ class Wrapper(NamedTuple):
     """What a suffix stands for.
 
     Attributes:
-      wrap: of a class and its name, the class that is derived from it.
-      order: wrappers are applied from the lowest to the highest, the objective's (0) before the server's (1).
+      wrap: maps a class and its name to the class that is derived from it.
+      order: wrappers are applied in ascending order, those of the objective (0) before those of the server (1).
       paper: of what it adds, for listings.
     """
 
@@ -35,7 +36,7 @@ class Wrapper(NamedTuple):
 
 
 def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping[str, Wrapper]) -> type[Method]:
-    """The class with these wrappers about it; UserError for a suffix that is unknown or given twice."""
+    """The class with these wrappers applied; UserError for a suffix that is unknown or repeated."""
     for suffix in suffixes:
         if "," in suffix:
             raise UserError(f"there is no method '{SEPARATOR.join([name, *suffixes])}': several are for a sweep.")
@@ -49,48 +50,48 @@ def wrapped(cls: type[Method], name: str, suffixes: list[str], wrappers: Mapping
 
 
 def averages_models(method: Method) -> bool:
-    """Whether the method's server holds one global model that it makes from the clients' models."""
+    """Whether the method's server keeps one global model that it makes from the clients' models."""
     traits = method.traits()
     return traits.global_model and not traits.own_models and traits.exchange == "never"
 
 
 @struct.dataclass
 class Addition(Method):
-    """FedAvg with something more, whose class also goes in front of another method's: then it is that one with it.
+    """FedAvg with an addition; in front of another method's class X it becomes X with the addition.
 
-    Where it keeps something with the clients, `keeps` is the type of their state, a NamedTuple. Its field `own` is X's
-    state, and X's hooks see that alone.
+    If it keeps something on the clients, `keeps` is the type of their state, a NamedTuple. Its field `own` is X's
+    state, and X's hooks see nothing else of it.
     """
 
     keeps: ClassVar[Any] = None
 
     @classmethod
     def source(cls) -> str:
-        """The paper of what is added."""
+        """The paper of the addition."""
         return ""
 
     @classmethod
     def unsuitable(cls, other: type[Method]) -> str:
-        """Why it cannot go in front of a method, in words that follow the method's name; "" where it can."""
+        """Why it cannot be put in front of a method, in words that follow the method's name; "" if it can."""
         return "" if averages_models(other()) else "is no method that averages models."
 
     def traits(self):
-        """X's; of what is added where it stands alone."""
-        own = super().traits()
-        return own if own.paper else own._replace(paper=self.source())
+        """X's traits; if the addition is used alone, with its own paper."""
+        traits = super().traits()
+        return traits if traits.paper else traits._replace(paper=self.source())
 
 
 @functools.cache
 def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], str], type[Method]]:
-    """The wrapper that puts an addition in front of a method; UserError where it cannot."""
+    """The `Wrapper.wrap` that puts an addition in front of a method; it raises UserError for one that does not fit."""
 
     @functools.cache
     def wrap(cls: type[Method], name: str) -> type[Method]:
-        missing = f"`method={name}+{suffix}` does not exist: {name}"
+        refusal = f"`method={name}+{suffix}` does not exist: {name}"
         if reason := addition.unsuitable(cls):
-            raise UserError(f"{missing} {reason}")
-        if both := _own_names(cls) & (_own_names(addition) - _own_names(Addition)):
-            raise UserError(f"{missing} has `{min(both)}` of its own, so drop the suffix.")
+            raise UserError(f"{refusal} {reason}")
+        if clashes := _own_names(cls) & (_own_names(addition) - _own_names(Addition)):
+            raise UserError(f"{refusal} has `{min(clashes)}` of its own, so drop the suffix.")
 
         source = getattr(cls, "source", addition.source)
         behind: Any = cls if addition.keeps is None else _seeing_own(cls, addition.keeps)
@@ -102,7 +103,7 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
 
             @classmethod
             def source(cls):
-                """Of what is behind."""
+                """X's source, or the addition's if X has none."""
                 return source()
 
         Added.__name__ = Added.__qualname__ = f"{cls.__name__}With{addition.__name__}"
@@ -112,20 +113,20 @@ def in_front(addition: type[Addition], suffix: str) -> Callable[[type[Method], s
 
 
 def _seeing_own(cls: type[Method], kind: Any) -> Any:
-    """The method, whose hooks see the field `own` alone of a client's state of this kind, in a context or by itself.
+    """The method X; of a client's state of this kind, alone or in a context, its hooks see the field `own` only.
 
-    A hook may call another one with what it was given itself, so a state of another kind is left as it is.
+    A hook may pass its arguments on to another hook, so a state of another kind is left as it is.
     """
 
-    def own(value):
+    def own_state(value):
         if isinstance(value, Context):
-            return value._replace(client=own(value.client))
+            return value._replace(client=own_state(value.client))
         return value.own if isinstance(value, kind) else value
 
-    def seeing(hook):
+    def seeing_own_state(hook):
         @functools.wraps(hook)
-        def called(self, *args, **known):
-            return hook(self, *map(own, args), **{name: own(value) for name, value in known.items()})
+        def called(self, *args, **kwargs):
+            return hook(self, *map(own_state, args), **{name: own_state(value) for name, value in kwargs.items()})
 
         return called
 
@@ -133,21 +134,21 @@ def _seeing_own(cls: type[Method], kind: Any) -> Any:
         __doc__, __module__ = cls.__doc__, cls.__module__
 
     Behind.__name__ = Behind.__qualname__ = cls.__name__
-    plain = {name: hook for name, hook in vars(Method).items() if inspect.isfunction(hook)}
-    told = [n for n, hook in plain.items() if {"client", "context"} & inspect.signature(hook).parameters.keys()]
-    for name in told:
-        if (hook := getattr(cls, name)) is not plain[name]:
-            setattr(Behind, name, seeing(hook))
+    defaults = {name: hook for name, hook in vars(Method).items() if inspect.isfunction(hook)}
+    names = [n for n, hook in defaults.items() if {"client", "context"} & inspect.signature(hook).parameters.keys()]
+    for name in names:
+        if (hook := getattr(cls, name)) is not defaults[name]:
+            setattr(Behind, name, seeing_own_state(hook))
     return struct.dataclass(Behind)
 
 
 def _own_names(cls: type[Method]) -> set[str]:
-    """Options and functions that a method has and FedAvg has not: two with one name would take each other's part."""
+    """Options and functions that a method has beyond FedAvg's: of two with one name, one would replace the other."""
     return {name for name in set(dir(cls)) - set(dir(Method)) if not name.startswith("__")}
 
 
 def extended(server: Any, **fields: Tree) -> Any:
-    """A server's state with further fields."""
+    """A server's state with further fields at its end."""
     return _extended_type(type(server), tuple(fields))(*server, *fields.values())
 
 
