@@ -43,12 +43,12 @@ TIMEOUT = 1800.0  # seconds of one compilation
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; those of a case have the names of its fields."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("view", choices=("loops", "round", "model", "all", "forms"), metavar="loops|round|model|all")
-    made.add_argument("--target", choices=TARGETS, default="h100")
-    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    case = made.add_argument_group("what is looked at")
+    """The command line's options; those of a case have the names of its fields."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("view", choices=("loops", "round", "model", "all", "forms"), metavar="loops|round|model|all")
+    options.add_argument("--target", choices=TARGETS, default="h100")
+    options.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    case = options.add_argument_group("what is looked at")
     case.add_argument(
         "--program", choices=(*ENGINE, *PARTS), help="of the engine, or part of a model; a round, all parts"
     )
@@ -62,21 +62,21 @@ def parser() -> argparse.ArgumentParser:
     case.add_argument("--batch", type=int, default=50, help="of a model, or of an exchange's participants")
     case.add_argument("--side", type=int, default=32, help="of their images")
     case.add_argument("--precision", choices=PRECISIONS, default="float32", help="of a model")
-    whole = made.add_argument_group("all")
+    whole = options.add_argument_group("all")
     whole.add_argument("--quick", action="store_true", help="what breaks most often, in a quarter of an hour")
     whole.add_argument("--check", action="store_true", help="write nothing, fail where something became worse")
     whole.add_argument("--only", default="", help="cases whose lines, `section: name`, contain this")
     whole.add_argument("--workers", type=int, default=2, help="compilations at once")
     whole.add_argument("--out", type=Path, help="path of the results without its ending")
-    made.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds; what takes longer does not compile")
-    made.add_argument("--layer", help=argparse.SUPPRESS)
-    made.add_argument("--form", help=argparse.SUPPRESS)
-    made.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
-    return made
+    options.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds; what takes longer does not compile")
+    options.add_argument("--layer", help=argparse.SUPPRESS)
+    options.add_argument("--form", help=argparse.SUPPRESS)
+    options.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    return options
 
 
 def measure(case: Case, target: str, timeout: float = TIMEOUT) -> dict[str, Any]:
-    """The record of a case, from a process of its own; "ok" is false where that failed, "reason" says how."""
+    """The record of a case, measured in its own process; if that fails, "ok" is false and "reason" says why."""
     command = [sys.executable, "-m", "benchmarks.accelerator", *case.options(), f"--target={target}", "--in-process"]
     begun = time.monotonic()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
@@ -113,7 +113,7 @@ def reason_of(code: int, errors: str) -> str:
 
 
 def compute(case: Case, target: str) -> Iterator[dict[str, Any]]:
-    """The record of a case, in this process, in parts: what does not compile has a digest, too."""
+    """The record of a case, computed in this process, in parts: a program that does not compile has a digest, too."""
     from benchmarks import programs
 
     imagine(target)
@@ -129,7 +129,7 @@ def compute(case: Case, target: str) -> Iterator[dict[str, Any]]:
 
 
 def run_in_process(case: Case, target: str) -> int:
-    """Print the record of a case as some lines, or the sentence that says what is wrong with it."""
+    """Print the record of a case as several lines, or a sentence that says what is wrong with the case."""
     from fedjax_pcdd.errors import UserError
 
     try:
@@ -159,8 +159,8 @@ def _kernels(compiled: Any, target: str, turns: dict[str, int]) -> dict[str, Any
 
 def case_of(args: argparse.Namespace, program: str) -> Case:
     """The case that a command line describes."""
-    given: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(Case)} | {"program": program}
-    return Case(**given)
+    values: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(Case)} | {"program": program}
+    return Case(**values)
 
 
 def look(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def look(args: argparse.Namespace) -> dict[str, Any]:
     records = {part: measure(case_of(args, part), args.target, timeout=args.timeout) for part in parts}
     main = records.get("gradient") or records[parts[0]]
     reasons = [f"{part}: {r['reason']}" for part, r in records.items() if not r["ok"]]
-    together = {"ok": not reasons, "temp_mb": main.get("temp_mb"), "parts": records}
-    return together | ({"reason": "; ".join(reasons)} if reasons else {})
+    record = {"ok": not reasons, "temp_mb": main.get("temp_mb"), "parts": records}
+    return record | ({"reason": "; ".join(reasons)} if reasons else {})
 
 
 def show(view: str, record: dict[str, Any]) -> None:
@@ -185,26 +185,26 @@ def show(view: str, record: dict[str, Any]) -> None:
     for body in record.get("bodies", ()):
         name = body["name"] if body["name"] == "entry" else f"loop {body['name']}"
         print(f"  {'  ' * body['depth']}{name}: {body['kernels']} kernels, {body['runs']} times")
-    for part, own in record.get("parts", {}).items():
-        print(f"  {part}: " + ", ".join(f"{key} {value}" for key, value in own.items()))
+    for part, part_record in record.get("parts", {}).items():
+        print(f"  {part}: " + ", ".join(f"{key} {value}" for key, value in part_record.items()))
 
 
 def go_through(args: argparse.Namespace) -> int:
-    """Go through everything; 1 where something does not compile, or with --check where it became worse."""
+    """Run the whole survey; returns 1 if something does not compile or, with --check, became worse."""
     import jax
 
     from benchmarks import survey
 
     jax.config.update("jax_platforms", "cpu")
     committed = survey.read(args.out or survey.RESULTS).get(args.target, {})
-    kept = survey.Survey(args.out or survey.RESULTS, writes=not args.check)
+    records = survey.Survey(args.out or survey.RESULTS, writes=not args.check)
     complaints = []
     timed = partial(measure, timeout=args.timeout)
-    done = survey.run(kept, args.target, timed, Digests, quick=args.quick, only=args.only, workers=args.workers)
-    for section, name, record in done:
+    measured = survey.run(records, args.target, timed, Digests, quick=args.quick, only=args.only, workers=args.workers)
+    for section, name, record in measured:
         print(f"{section}: {name}: " + ", ".join(f"{k} {v}" for k, v in record.items() if k != "program"), flush=True)
-        known = committed.get(section, {}).get(name) if args.check else {"ok": True}
-        complaints += filter(None, [survey.worse(section, name, record, known)])
+        previous = committed.get(section, {}).get(name) if args.check else {"ok": True}
+        complaints += filter(None, [survey.worse(section, name, record, previous)])
     print("\n".join(complaints) if complaints else "nothing became worse." if args.check else "all compile.")
     return 1 if complaints else 0
 

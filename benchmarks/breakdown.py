@@ -26,24 +26,24 @@ PRODUCTS = ("dot", "convolution", "custom-call")
 
 
 def instructions(text: str) -> dict[str, tuple[str, str]]:
-    """Layer and kind of every operation of a compiled program that does work itself, by its name.
+    """Layer and kind of every operation of a compiled program that computes something itself, by its name.
 
     >>> instructions('  %dot.6 = f32[8,2] dot(%a), metadata={op_name="jit(f)/transpose(jvp(CNN))/backbone/fc1/dot"}')
     {'dot.6': ('fc1, backward', 'products')}
     """
-    found = {}
+    operations = {}
     for line in text.splitlines():
         match = INSTRUCTION.match(line)
         if not match or match[2] in CONTAINERS:
             continue
-        name, kind, rest = match.groups()
-        place = PLACE.search(rest)
-        last = LAST.search(rest)
-        other = f"outside the model: {last[1] if last else kind}"
-        layer = f"{place[2]}, {'backward' if place[1] else 'forward'}" if place else other
-        product = kind in PRODUCTS or "__ynn_fusion" in rest or "__onednn" in rest
-        found[name] = (layer, "products" if product else "elementwise")
-    return found
+        name, kind, tail = match.groups()
+        location = PLACE.search(tail)
+        last_name = LAST.search(tail)
+        outside = f"outside the model: {last_name[1] if last_name else kind}"
+        layer = f"{location[2]}, {'backward' if location[1] else 'forward'}" if location else outside
+        product = kind in PRODUCTS or "__ynn_fusion" in tail or "__onednn" in tail
+        operations[name] = (layer, "products" if product else "elementwise")
+    return operations
 
 
 def profiled(simulated: Simulation) -> dict[str, float]:
@@ -69,23 +69,23 @@ def compiled_text(simulated: Simulation) -> str:
 def measure(name: str, method: str) -> dict[str, Any]:
     """Milliseconds of a round of one workload by layer and kind."""
     simulated = simulate(method, WORKLOADS[name], federation(WORKLOADS[name]))
-    known = instructions(compiled_text(simulated))
+    operations = instructions(compiled_text(simulated))
     by_layer, by_kind = (defaultdict[str, float](float) for _ in range(2))
     for operation, spent in profiled(simulated).items():
-        if operation in known:
-            layer, kind = known[operation]
+        if operation in operations:
+            layer, kind = operations[operation]
             by_layer[layer] += spent / 1e6
             by_kind[kind] += spent / 1e6
     return {"layers": dict(sorted(by_layer.items(), key=lambda item: -item[1])), "kinds": dict(by_kind)}
 
 
 def markdown(machine: dict, method: str, results: dict[str, dict[str, Any]]) -> str:
-    """A table for each workload, the layers that take most first."""
-    where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    text = [f"Milliseconds of a round of {method} by layer. {where}, jax {jax.__version__}, {machine['date']}."]
-    for name, found in results.items():
-        total = sum(found["layers"].values())
-        kinds = ", ".join(f"{kind} {spent / total:.0%}" for kind, spent in sorted(found["kinds"].items()))
+    """A table for each workload, with the slowest layers first."""
+    machine_text = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
+    text = [f"Milliseconds of a round of {method} by layer. {machine_text}, jax {jax.__version__}, {machine['date']}."]
+    for name, times in results.items():
+        total = sum(times["layers"].values())
+        kinds = ", ".join(f"{kind} {spent / total:.0%}" for kind, spent in sorted(times["kinds"].items()))
         text += [
             "",
             f"## {name.upper()}",
@@ -95,7 +95,7 @@ def markdown(machine: dict, method: str, results: dict[str, dict[str, Any]]) -> 
             "| layer | ms | share |",
             "|---|---:|---:|",
         ]
-        rows = list(found["layers"].items())[:12]
+        rows = list(times["layers"].items())[:12]
         text += [f"| {layer} | {spent:.1f} | {spent / total:.0%} |" for layer, spent in rows]
     return "\n".join([*text, ""])
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.accelerator` can look at, one program a case; imports nothing beyond the standard library."""
+"""The cases of `benchmarks.accelerator`, each a program; imports nothing beyond the standard library."""
 
 from dataclasses import asdict, dataclass
 
@@ -16,16 +16,16 @@ class Case:
     """One program; a view reads a few of the fields, which are options of the command line.
 
     Attributes:
-      view: of `VIEWS`.
-      program: of `ENGINE`, or of `PARTS` for a model.
-      workload: of a round or an evaluation: of `FEDERATIONS`; "dirichlet" has unequal clients.
-      clients: instead of the workload's.
-      model: in an exchange one for each participant, with commas between them.
-      batch: of a model, or of an exchange's participants.
-      side: of their images, in pixels.
-      precision: of a model, of `PRECISIONS`.
-      layer: of `forms.model_layers`, for its forms.
-      form: of these, None for all of the layer.
+      view: one of `VIEWS`.
+      program: one of `ENGINE`, or one of `PARTS` for a model.
+      workload: for a round or an evaluation, one of `FEDERATIONS`; "dirichlet" has unequal clients.
+      clients: number of clients, None for the workload's.
+      model: a model's name; in an exchange one for each participant, separated by commas.
+      batch: batch size of a model, or of an exchange's participants.
+      side: side of their images, in pixels.
+      precision: for a model, one of `PRECISIONS`.
+      layer: one of `forms.model_layers`, for its forms.
+      form: one of the layer's forms, None for all.
     """
 
     view: str

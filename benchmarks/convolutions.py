@@ -62,7 +62,7 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What the table knows it by."""
+        """The layer's key in the table."""
         kernel, strides, image = (list(pair) for pair in (self.window.kernel, self.window.strides, self.window.image))
         return {"kernel": kernel, "strides": strides, "inputs": self.inputs, "outputs": self.outputs, "image": image}
 
@@ -76,18 +76,18 @@ class Layer(NamedTuple):
         x = (self.batch, *self.window.image, self.inputs)
         w = (*self.window.kernel, self.inputs, self.outputs)
         dy = (self.batch, *self.window.out, self.outputs)
-        one, two = {"forward": (x, w), "input_gradient": (dy, w), "weight_gradient": (x, dy)}[operation]
+        first, second = {"forward": (x, w), "input_gradient": (dy, w), "weight_gradient": (x, dy)}[operation]
         keys = jax.random.split(jax.random.key(0))
-        return jax.random.normal(keys[0], lanes + one), jax.random.normal(keys[1], lanes + two)
+        return jax.random.normal(keys[0], lanes + first), jax.random.normal(keys[1], lanes + second)
 
 
 def layers(workloads: Iterable[Workload]) -> list[Layer]:
     """The convolutions that `client_conv` computes for these models, each shape once, found by tracing them."""
-    found: dict[str, Layer] = {}
+    distinct: dict[str, Layer] = {}
 
     def record(x, w, window, _):
         layer = Layer(window, x.shape[0], x.shape[3], w.shape[3])
-        found.setdefault(json.dumps(layer.shape), layer)
+        distinct.setdefault(json.dumps(layer.shape), layer)
         return forward("direct", x, w, window)
 
     with mock.patch.object(convolution, "_convolve", record):
@@ -95,32 +95,34 @@ def layers(workloads: Iterable[Workload]) -> list[Layer]:
             model = build(workload.model, num_classes=CLASSES, image_shape=workload.shape)
             images = jax.ShapeDtypeStruct((workload.batch, *workload.shape), jnp.float32)
             jax.eval_shape(functools.partial(model.init, train=False), jax.random.key(0), images)
-    return list(found.values())
+    return list(distinct.values())
 
 
 def singles(layer: Layer, operation: str, single: str) -> dict[str, Runner]:
-    """The forms of an operation, and the trials, of which the one with a cut batch takes the given form."""
+    """Runners for the forms of an operation and for the trials; the trial with a cut batch takes the form `single`."""
     operands = layer.operands(operation)
 
-    def of(form, *options):
+    def runner(form, *options):
         return Runner(_computed(operation, form, layer.window), operands, *options)
 
     shape = (operation, layer.window, layer.inputs, layer.outputs)
-    runners = {form: of(form) for form in FORMS[operation] if fits(form, *shape)}
+    runners = {form: runner(form) for form in FORMS[operation] if fits(form, *shape)}
     if operation == "forward":
         runners["NCHW"] = _channels_first(layer, *operands)
     pieces = next((n for n in (4, 5, 2) if layer.batch % n == 0), 1)
     if pieces > 1:
         compute = functools.partial(_cut, operation, single, layer.window, pieces)
         runners["cut"] = Runner(compute, operands)
-    return runners | {name: of("direct", options) for name, options in OPTIONS.get(jax.default_backend(), {}).items()}
+    return runners | {
+        name: runner("direct", options) for name, options in OPTIONS.get(jax.default_backend(), {}).items()
+    }
 
 
 def laned(layer: Layer, operation: str, single: str, lanes: int) -> dict[str, Runner]:
     """The ways to run a batch of convolutions, as the models do."""
-    one = _computed(operation, single, layer.window)
+    compute = _computed(operation, single, layer.window)
     ways: dict[str, Callable[..., jax.Array]] = {
-        "loop": lambda a, b: lax.map(lambda pair: one(*pair), (a, b)),
+        "loop": lambda a, b: lax.map(lambda pair: compute(*pair), (a, b)),
         "gemm": jax.vmap(_computed(operation, "gemm", layer.window)),
         "grouped": jax.vmap(_computed(operation, "direct", layer.window)),
     }
@@ -143,30 +145,32 @@ def _channels_first(layer: Layer, x, w) -> Runner:
 
 def _cut(operation: str, form: str, window: Window, pieces: int, a, b):
     """The operation on pieces of the batch, one after another."""
-    one = _computed(operation, form, window)
+    compute = _computed(operation, form, window)
 
     def cut(array):
         return array.reshape(pieces, -1, *array.shape[1:])
 
     if operation == "weight_gradient":
-        return lax.map(lambda pair: one(*pair), (cut(a), cut(b))).sum(0)
-    parts = lax.map(lambda piece: one(piece, b), cut(a))
-    return parts.reshape(-1, *parts.shape[2:])
+        return lax.map(lambda pair: compute(*pair), (cut(a), cut(b))).sum(0)
+    results = lax.map(lambda piece: compute(piece, b), cut(a))
+    return results.reshape(-1, *results.shape[2:])
 
 
 def best(times: dict[str, list[float]], names: Iterable[str], default: str) -> str:
-    """The fastest of these, where it beats the default by the margin in its least and in its median time.
+    """The fastest of these if it beats the default by the margin in its least and in its median time, else the default.
 
     >>> best({"direct": [1.2, 1.3], "gemm": [1.0, 1.4], "rows": [1.15, 1.1]}, ("direct", "gemm", "rows"), "direct")
     'direct'
     """
-    first = min((name for name in names if name in times), key=lambda name: min(times[name]))
-    wins = all(middle(times[default]) >= MARGIN * middle(times[first]) for middle in (min, statistics.median))
-    return first if wins else default
+    fastest = min((name for name in names if name in times), key=lambda name: min(times[name]))
+    wins = all(
+        statistic(times[default]) >= MARGIN * statistic(times[fastest]) for statistic in (min, statistics.median)
+    )
+    return fastest if wins else default
 
 
 def measure(layer: Layer, operation: str, lanes: int, repeats: int) -> dict[str, Any]:
-    """All about one operation of a layer; "chosen" is a rule."""
+    """The measurements of one operation of a layer; "chosen" is a rule."""
     default = default_rule(jax.default_backend(), operation, layer.window, layer.inputs, layer.outputs)
     alone = race(singles(layer, operation, default.single), repeats)
     single = best(alone, FORMS[operation], default.single)
@@ -182,26 +186,26 @@ def measure(layer: Layer, operation: str, lanes: int, repeats: int) -> dict[str,
 
 def _summary(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return {
-        name: {"min_s": min(each), "median_s": statistics.median(each), "repeats": len(each)}
-        for name, each in times.items()
+        name: {"min_s": min(seconds), "median_s": statistics.median(seconds), "repeats": len(seconds)}
+        for name, seconds in times.items()
     }
 
 
 def entry(layer: Layer, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """A line of the table: the shape, and what differs from the default rule."""
+    """An entry of the table: the shape, and what differs from the default rule."""
     return layer.shape | {r["operation"]: list(r["chosen"]) for r in records if r["chosen"] != r["default"]}
 
 
 def joined(known: dict[str, Any], measured: str, shapes: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """A backend's part of the table with shapes that were measured anew: what it was measured on, and its shapes.
+    """A backend's part of the table updated with newly measured shapes: what it was measured on, and its shapes.
 
     >>> old = {"measured": "an old CPU", "shapes": [{"inputs": 3, "forward": ["gemm", "loop"]}, {"inputs": 6}]}
     >>> joined(old, "w1: a new one", [{"inputs": 3}])
     ('an old CPU; w1: a new one', [{'inputs': 6}, {'inputs': 3}])
     """
     new = {_known_by(shape) for shape in shapes}
-    kept = [shape for shape in known["shapes"] if _known_by(shape) not in new]
-    return f"{known['measured']}; {measured}", [*kept, *shapes]
+    unchanged = [shape for shape in known["shapes"] if _known_by(shape) not in new]
+    return f"{known['measured']}; {measured}", [*unchanged, *shapes]
 
 
 def _known_by(shape: dict[str, Any]) -> str:
@@ -209,12 +213,12 @@ def _known_by(shape: dict[str, Any]) -> str:
 
 
 def rewritten(table: dict[str, Any], backend: str, measured: str, shapes: list[dict[str, Any]]) -> str:
-    """The table's text, one shape a line, with a backend replaced."""
-    parts = []
-    for name, known in (table | {backend: {"measured": measured, "shapes": shapes}}).items():
-        lines = ",".join(f"\n   {json.dumps(shape)}" for shape in known["shapes"])
-        parts.append(f' "{name}": {{\n  "measured": {json.dumps(known["measured"])},\n  "shapes": [{lines}]\n }}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    """The table's text, one shape a line, with one backend's part replaced."""
+    sections = []
+    for name, content in (table | {backend: {"measured": measured, "shapes": shapes}}).items():
+        lines = ",".join(f"\n   {json.dumps(shape)}" for shape in content["shapes"])
+        sections.append(f' "{name}": {{\n  "measured": {json.dumps(content["measured"])},\n  "shapes": [{lines}]\n }}')
+    return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
 def row(layer: Layer, record: dict[str, Any]) -> str:
@@ -235,7 +239,7 @@ def row(layer: Layer, record: dict[str, Any]) -> str:
 
 
 def markdown(measured: str, lanes: int, rows: list[str]) -> str:
-    """The table with what it was measured on."""
+    """The table, with the machine that it was measured on."""
     names = ["layer", "operation", "default", "ms", "GFLOP/s", *FORMS["weight_gradient"], *TRIALS]
     names += ["lanes' default", f"ms, {lanes} lanes", *LANES, "chosen"]
     head = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
@@ -253,16 +257,16 @@ tenth or more by the least and by the median. The input gradient of a model's fi
 
 
 def measure_all(models: Iterable[str], lanes: int, repeats: int) -> list[tuple[Layer, list[dict[str, Any]]]]:
-    """Each layer of these models with its operations; prints what is done."""
-    found = []
+    """Each layer of these models with its operations; prints the results as they come."""
+    measured = []
     for layer in layers(CASES[name] for name in models):
-        found.append((layer, [measure(layer, operation, lanes, repeats) for operation in FORMS]))
-        print(*(row(layer, record) for record in found[-1][1]), sep="\n", file=sys.stderr, flush=True)
-    return found
+        measured.append((layer, [measure(layer, operation, lanes, repeats) for operation in FORMS]))
+        print(*(row(layer, record) for record in measured[-1][1]), sep="\n", file=sys.stderr, flush=True)
+    return measured
 
 
 def here(cores: int) -> dict[str, Any]:
-    """The machine, the versions, and what else it is doing."""
+    """The machine, its device, the version of JAX, and the load of the machine."""
     machine = hardware(pin(cores))
     load = " ".join(f"{x:.1f}" for x in os.getloadavg())
     return machine | {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "load": load}
@@ -279,17 +283,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--update", action="store_true", help=f"write these models' shapes into {TABLE.name}")
     args = parser.parse_args(argv)
     machine = here(args.cores)
-    where = "{cpu}, {cores_used} of {cores} cores, jax {jax} ({device}), load {load}, {date}".format(**machine)
-    found = measure_all(args.models, args.lanes, args.repeats)
-    results = [layer._asdict() | {"operations": records} for layer, records in found]
-    rows = [row(layer, record) for layer, records in found for record in records]
-    save(args.out, {"machine": machine, "lanes": args.lanes, "results": results}, markdown(where, args.lanes, rows))
+    measured_on = "{cpu}, {cores_used} of {cores} cores, jax {jax} ({device}), load {load}, {date}".format(**machine)
+    measured = measure_all(args.models, args.lanes, args.repeats)
+    results = [layer._asdict() | {"operations": records} for layer, records in measured]
+    rows = [row(layer, record) for layer, records in measured for record in records]
+    save(
+        args.out, {"machine": machine, "lanes": args.lanes, "results": results}, markdown(measured_on, args.lanes, rows)
+    )
     if args.update:
-        shapes = [entry(layer, records) for layer, records in found]
+        shapes = [entry(layer, records) for layer, records in measured]
         table, backend = json.loads(TABLE.read_text()), jax.default_backend()
         if set(args.models) != set(CASES):
-            where, shapes = joined(table[backend], f"{', '.join(args.models)}: {where}", shapes)
-        TABLE.write_text(rewritten(table, backend, where, shapes))
+            measured_on, shapes = joined(table[backend], f"{', '.join(args.models)}: {measured_on}", shapes)
+        TABLE.write_text(rewritten(table, backend, measured_on, shapes))
 
 
 if __name__ == "__main__":

@@ -43,59 +43,59 @@ NOTE = (
 
 
 def busy() -> dict[str, float]:
-    """Processor seconds of every thread of this process so far; none where the system does not tell."""
-    found = {}
+    """Processor seconds of every thread of this process so far; {} if the system does not report them."""
+    seconds = {}
     for path in Path("/proc/self/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread may have ended
-            found[path.parent.name] = int(path.read_text().split()[0]) / 1e9
-    return found
+            seconds[path.parent.name] = int(path.read_text().split()[0]) / 1e9
+    return seconds
 
 
 def measure(name: str, devices: int, rounds: int) -> dict:
-    """Times of one workload, in this process."""
+    """The record of one workload, measured in this process."""
     select_device("cpu", devices)
     workload = WORKLOADS[name]
-    parts, local = federation(workload), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
+    federated, local = federation(workload), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     method = METHODS["fedavg"]()
-    ways, found = {}, {}
+    contestants, times = {}, {}
     for label, number, lanes in (("one", 1, 1), ("lanes", 1, devices), ("all", devices, 1)):
         simulated = Simulation(
-            method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
+            method.build(build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(),
             cohort=workload.clients, execution=Execution(lanes=lanes, devices=number),
         )  # fmt: skip
-        ways[label] = [simulated, simulated.start()]
-        found[label] = []
+        contestants[label] = [simulated, simulated.start()]
+        times[label] = []
     for r in range(rounds + 1):
-        for label, way in ways.items():
+        for label, contestant in contestants.items():
             begun, threads = workloads.clocks(), busy()
-            way[1], report = way[0].step(way[1], r)
-            jax.block_until_ready((way[1], report))
+            contestant[1], report = contestant[0].step(contestant[1], r)
+            jax.block_until_ready((contestant[1], report))
             wall, cpu = (b - a for a, b in zip(begun, workloads.clocks(), strict=True))
             longest = max((b - threads.get(name, 0) for name, b in busy().items()), default=math.nan)
-            found[label].append((wall, cpu, longest))
+            times[label].append((wall, cpu, longest))
     return {
         "workload": name, "devices": devices, "rounds": rounds, "jax": jax.__version__,
-        **{label: _statistics(times[1:]) for label, times in found.items()},
+        **{label: _statistics(rounds_timed[1:]) for label, rounds_timed in times.items()},
     }  # fmt: skip
 
 
 def _statistics(times: list[tuple[float, float, float]]) -> dict[str, float]:
     wall, cpu, longest = zip(*times, strict=True)
     middle = statistics.median
-    found = {"median_s": middle(wall), "min_s": min(wall), "cpu_s": middle(cpu), "busiest_s": middle(longest)}
-    return {key: round(value, 5) for key, value in found.items()}
+    summary = {"median_s": middle(wall), "min_s": min(wall), "cpu_s": middle(cpu), "busiest_s": middle(longest)}
+    return {key: round(value, 5) for key, value in summary.items()}
 
 
 def markdown(machine: dict, load: float, records: list[dict]) -> str:
-    """The table with what it was measured on."""
+    """The table, with the machine that it was measured on."""
     cores = f"{machine['cores']} cores with a load of {load:.1f}"
     lines = [f"{machine['cpu']}, {cores}, jax {records[0]['jax']}, {machine['date']}.", ""]
     lines += [HEADER, "|---" * (HEADER.count(" |")) + "|"]
     for record in records:
-        one, lanes, several = (record[label] for label in ("one", "lanes", "all"))
-        seconds = [f"{way['median_s']:.3f}" for way in (one, lanes, several)]
-        ratios = [f"{one[key] / several[key]:.2f}" for key in ("median_s", "min_s")]
-        work = [f"{way[key]:.3f}" for key in ("cpu_s", "busiest_s") for way in (one, several)]
+        one_device, many_lanes, all_devices = (record[label] for label in ("one", "lanes", "all"))
+        seconds = [f"{times['median_s']:.3f}" for times in (one_device, many_lanes, all_devices)]
+        ratios = [f"{one_device[key] / all_devices[key]:.2f}" for key in ("median_s", "min_s")]
+        work = [f"{times[key]:.3f}" for key in ("cpu_s", "busiest_s") for times in (one_device, all_devices)]
         lines.append(f"| {' | '.join([record['workload'], str(record['devices']), *seconds, *ratios, *work])} |")
     return "\n".join([*lines, "", NOTE, ""])
 

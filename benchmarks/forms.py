@@ -1,7 +1,7 @@
 """Every form of every operation of the convolutions that models have, as programs to be compiled.
 
-A form may fail only beside other users of its operands (the ResNets ended XLA's compiler so), so operands are results
-of a ReLU that are returned, too.
+A form may fail to compile only if its operands have other users (so the ResNets crashed XLA's compiler). Operands are
+therefore results of a ReLU, which are returned, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
 
 def side_of(model: str) -> int:
-    """Pixels of the images on which a model is looked at."""
+    """Side in pixels of the images for which a model is compiled."""
     return max(32, 2 * smallest_side(model))
 
 

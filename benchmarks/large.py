@@ -46,8 +46,8 @@ CACHE = 2**28  # bytes of the device for streamed samples
 SETTINGS = [{"method": "fedavg", "clients": n, "data": "device"} for n in (1000, 10_000)]
 SETTINGS += [{"method": "fedavg", "clients": n, "data": "stream"} for n in (1000, 10_000, 100_000, 1_000_000)]
 SETTINGS += [
-    {"method": "scaffold", "clients": n, "data": "stream", "client-state": where}
-    for n, where in ((1000, "device"), (1000, "host"), (10_000, "host"), (10_000, "disk"), (100_000, "disk"))
+    {"method": "scaffold", "clients": n, "data": "stream", "client-state": state}
+    for n, state in ((1000, "device"), (1000, "host"), (10_000, "host"), (10_000, "disk"), (100_000, "disk"))
 ]
 NOTE = """
 Start: from the beginning of the process to the end of the first round, with imports, images and compilation. Peak: of
@@ -57,18 +57,18 @@ read. Images and clients' state, all of it, in MiB, too.
 
 
 def federation(workload: Workload, folder: Path) -> Federation:
-    """Equal clients whose samples lie one after the other in a mapped file, and two test samples of the first."""
+    """Equal clients whose samples lie one after another in a mapped file; the first client has two test samples."""
     count, file = workload.stored, folder / "images.npy"
     np.lib.format.open_memmap(file, "w+", np.uint8, (count, *workload.shape)).flush()
     images, labels = np.load(file, mmap_mode="r"), np.random.default_rng(0).integers(0, CLASSES, count, np.int32)
-    first, each = np.zeros(workload.clients, np.int64), np.full(workload.clients, workload.per_client)
-    first[0] = 2
+    test_counts, train_counts = np.zeros(workload.clients, np.int64), np.full(workload.clients, workload.per_client)
+    test_counts[0] = 2
     dataset = Dataset("black", images, labels, images[:2], labels[:2], CLASSES)
-    return Federation(dataset, Partition(Lists(np.arange(count), each), Lists(np.arange(2), first)))
+    return Federation(dataset, Partition(Lists(np.arange(count), train_counts), Lists(np.arange(2), test_counts)))
 
 
 def age() -> float:
-    """Seconds since this process began; where the system does not tell, since Python started to count."""
+    """Seconds since this process began; if the system does not report that, its processor time."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return time.process_time()
@@ -77,13 +77,13 @@ def age() -> float:
 
 
 def measure(method: str, clients: int, rounds: int, where: Any, data: str, folder: Path) -> dict[str, Any]:
-    """One setting, in this process; the folder takes the images."""
+    """The record of one setting, measured in this process; the images are written to the folder."""
     workload = replace(WORKLOADS["w4lr"], clients=clients, per_client=SAMPLES, batch=SAMPLES)
     local, model = Local(1, SAMPLES, "drop", "sgd", LR, 0.0, WEIGHT_DECAY), build(workload)
-    chosen = METHODS[method]()
-    experiment = Experiment(federation(workload, folder), chosen, local, 0)
+    algorithm = METHODS[method]()
+    experiment = Experiment(federation(workload, folder), algorithm, local, 0)
     simulated = Simulation(
-        chosen.build(model), [experiment], pipeline=Pipeline(), cohort=COHORT, rounds=rounds + 1,
+        algorithm.build(model), [experiment], pipeline=Pipeline(), cohort=COHORT, rounds=rounds + 1,
         execution=Execution(client_state=where, stream=CACHE if data == "stream" else None),
     )  # fmt: skip
     seconds: list[float] = []
@@ -94,12 +94,12 @@ def measure(method: str, clients: int, rounds: int, where: Any, data: str, folde
         ages.append(age())
 
     loop(simulated, simulated.start(), rounds + 1, [Function(look)])
-    kept = clients * sizes(model, workload.shape).params * 4 / 2**20 if method != "fedavg" else 0.0
+    state_mb = clients * sizes(model, workload.shape).params * 4 / 2**20 if method != "fedavg" else 0.0
     return {
         "clients": clients, "method": method, "state": where, "data": data,
         "median_s": round(statistics.median(seconds[1:]), 5), "start_s": round(ages[0], 1),
         "peak_memory_mb": peak_memory_mb(), "device_peak_memory_mb": device_peak_mb(jax.devices()[0]),
-        "images_mb": round(workload.data_bytes / 2**20, 1), "client_state_mb": round(kept, 1),
+        "images_mb": round(workload.data_bytes / 2**20, 1), "client_state_mb": round(state_mb, 1),
     }  # fmt: skip
 
 
@@ -113,8 +113,8 @@ def markdown(machine: dict, records: list[dict]) -> str:
             f"| {' | '.join(map(str, cells))} | {r['peak_memory_mb']} | {r['images_mb']} | {r['client_state_mb']} |"
         )
     cores = f"{machine['cores_used']} of {machine['cores']} cores"
-    where = f"{machine['cpu']}, {cores}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}"
-    text = f"Cohort of {COHORT}, {SAMPLES} samples a client, logistic regression. {where}."
+    machine_text = f"{machine['cpu']}, {cores}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}"
+    text = f"Cohort of {COHORT}, {SAMPLES} samples a client, logistic regression. {machine_text}."
     return "\n".join([text, "", *lines, NOTE])
 
 
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     for setting in SETTINGS:
         options = [f"--{name}={value}" for name, value in setting.items()]
         command = [sys.executable, "-m", "benchmarks.large", *options, f"--rounds={args.rounds}"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-        records.append(json.loads(done.stdout.splitlines()[-1]))
+        process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        records.append(json.loads(process.stdout.splitlines()[-1]))
         print(records[-1], file=sys.stderr, flush=True)
     save(args.out, {"machine": machine, "results": records}, markdown(machine, records))
 

@@ -1,4 +1,4 @@
-"""What a round could cost at best on this machine: its training steps alone, and its arithmetic as matrix products."""
+"""The least that a round could cost on this machine: its training steps alone, its arithmetic as matrix products."""
 
 import statistics
 from collections.abc import Callable
@@ -18,12 +18,12 @@ SIDE = {"cpu": 1536}  # of the square matrices; 8192 elsewhere
 def seconds_of(run: Callable[[], Any], repeats: int) -> float:
     """Median seconds of a call, after one that compiles."""
     jax.block_until_ready(run())
-    found = []
+    times = []
     for _ in range(repeats):
         begun = clock()
         jax.block_until_ready(run())
-        found.append(clock() - begun)
-    return statistics.median(found)
+        times.append(clock() - begun)
+    return statistics.median(times)
 
 
 def matrix_rate(dtype: Any = jnp.float32) -> float:
@@ -35,7 +35,7 @@ def matrix_rate(dtype: Any = jnp.float32) -> float:
 
 
 def bare_step(model: Classifier, workload: Workload, repeats: int = 20) -> tuple[float, float]:
-    """Seconds and floating-point operations of one training step that is a program of its own, without any engine."""
+    """Seconds and floating-point operations of one training step compiled as its own program, without any engine."""
     images = jax.random.normal(jax.random.key(1), (workload.batch, *workload.shape))
     labels = jnp.arange(workload.batch) % CLASSES
     optimiser = optax.chain(optax.add_decayed_weights(WEIGHT_DECAY), optax.sgd(LR, MOMENTUM))
@@ -43,27 +43,27 @@ def bare_step(model: Classifier, workload: Workload, repeats: int = 20) -> tuple
     params = variables["params"]
 
     def loss(params):
-        outputs, seen = forward(model, {**variables, "params": params}, images, train=True)
-        return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, labels).mean(), seen
+        outputs, updated = forward(model, {**variables, "params": params}, images, train=True)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs.logits, labels).mean(), updated
 
     def step(params, state):
-        gradients, seen = jax.grad(loss, has_aux=True)(params)
+        gradients, updated = jax.grad(loss, has_aux=True)(params)
         updates, state = optimiser.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, seen
+        return optax.apply_updates(params, updates), state, updated
 
     carried = [params, optimiser.init(params)]
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*carried).compile()
 
     def run():
-        *carried[:], seen = compiled(*carried)
-        return carried, seen
+        *carried[:], updated = compiled(*carried)
+        return carried, updated
 
     cost = compiled.cost_analysis() or {}
     return seconds_of(run, repeats), float(cost.get("flops", float("nan")))
 
 
 def limits(model: Classifier, workload: Workload) -> dict[str, float]:
-    """Of a round: seconds of its steps alone, seconds of its operations at the rate of a matrix product, that rate."""
+    """For a round: seconds of its steps alone, seconds of its operations at a matrix product's rate, and that rate."""
     steps = workload.samples // workload.batch
     seconds, operations = bare_step(model, workload)
     rate = matrix_rate()

@@ -1,6 +1,6 @@
-"""Programs as the compiler of a target gets them, and their digests from processes that lower one after another.
+"""Programs as a target's compiler receives them, and their digests from processes that lower one after another.
 
-A process takes longer to start than most programs to lower; unlike compiling, lowering does not end it.
+Starting a process takes longer than lowering most programs; unlike compiling, lowering does not crash it.
 """
 
 import json
@@ -22,10 +22,10 @@ class Program(NamedTuple):
     """A program that is not compiled yet.
 
     Attributes:
-      lowered: for the compiler.
-      digest: of it, and of all else that its record depends on.
-      record: what is known of it already.
-      turns: of its loops, by their names.
+      lowered: the input of the compiler.
+      digest: digest of the program, and of all else that its record depends on.
+      record: what is already known of the program.
+      turns: turns of its loops, by their names.
     """
 
     lowered: Any
@@ -43,7 +43,7 @@ def counted(traced: Any) -> tuple[dict[str, Any], list[Any]]:
 
 
 def lower(case: Case, target: str) -> Program:
-    """The program of a case, made in this process, which imagines the target."""
+    """The program of a case, lowered in this process, which must imagine the target (`imagine`)."""
     from benchmarks import hlo, programs
 
     traced = programs.trace(case)
@@ -57,7 +57,7 @@ def lower(case: Case, target: str) -> Program:
 
 
 class Digests:
-    """A process that lowers cases for a target, and another one after it where it ended in the middle of one."""
+    """A process that lowers cases for a target; if it ends during a case, the next case starts another one."""
 
     def __init__(self, target: str):
         self.target = target
@@ -67,7 +67,7 @@ class Digests:
         return self
 
     def __call__(self, case: Case) -> str:
-        """The digest of the program of a case, "" where it cannot be lowered."""
+        """The digest of the program of a case, "" if it cannot be lowered."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.lowering", self.target], cwd=ROOT, env=environment(self.target),
@@ -75,7 +75,7 @@ class Digests:
             )  # fmt: skip
         assert self._process.stdin
         assert self._process.stdout
-        with suppress(BrokenPipeError):  # it was killed since
+        with suppress(BrokenPipeError):  # the process was killed meanwhile
             print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline().strip()
         if not answer:

@@ -20,7 +20,7 @@ def measure(lanes: int, rounds: int) -> list[dict]:
 
 
 def models_mb(record: dict) -> float:
-    """What one copy of the parameters for every client of the cohort would take, MiB of float32."""
+    """MiB that a float32 copy of the parameters for every client of the cohort would take."""
     return record["clients"] * record["params"] * 4 / 2**20
 
 
@@ -36,8 +36,8 @@ def markdown(machine: dict, records: list[dict]) -> str:
         models = models_mb(large) - models_mb(small)
         lines.append(f"- {large['workload']}: peak {peak:+.0f}, images {images:+.0f}, models {models:+.0f} MiB.")
     lanes, jax = records[0]["lanes"], records[0]["jax"]
-    where = f"{machine['cpu']}, {lanes} lane(s), jax {jax} ({records[0]['device']}), {machine['date']}"
-    return "\n".join([f"Peak resident memory of the whole process. {where}.", "", *lines, ""])
+    machine_text = f"{machine['cpu']}, {lanes} lane(s), jax {jax} ({records[0]['device']}), {machine['date']}"
+    return "\n".join([f"Peak resident memory of the whole process. {machine_text}.", "", *lines, ""])
 
 
 def main(argv: list[str] | None = None) -> None:

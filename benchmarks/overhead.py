@@ -38,16 +38,16 @@ from fedjax_pcdd.models.classifier import forward, initialise
 from fedjax_pcdd.models.generator import generate
 from fedjax_pcdd.trees import select
 
-# Forward passes of a client's data beside the training step's own, in a round of one local epoch.
+# Forward passes over a client's data in addition to the training step's own, in a round of one local epoch.
 EXTRA_FORWARDS = {
     "moon": 2, "fedrl": 1, "fedmr": 1, "fedproc": 1, "fedproto": 1, "fedvls": 1, "fedntd": 1, "fedlmd": 1, "fedtgp": 1,
 }  # fmt: skip
 
-# Training steps beside a step's own: a second gradient elsewhere, or of a second model.
+# Training steps in addition to a step's own: a second gradient at another point, or of a second model.
 EXTRA_STEPS = {"fedsam": 1, "mofedsam": 1, "fedsmoo": 1, "fedgf": 1, "ditto": 1, "apfl": 1}
 
-# Arrays as large as the parameters that a method reads or writes beside FedAvg's, in a step (its gradient) and in an
-# upload (what is sent and summed), each once; that the client's state comes and goes is counted by itself.
+# Arrays as large as the parameters that a method reads or writes in addition to FedAvg's, in a step (its gradient) and
+# in an upload (what is sent and summed), each once; reading and writing the client's state is counted separately.
 PARAMETER_ARRAYS = {
     "fedprox": (1, 0),  # w^t
     "fednova": (1, 1),  # as FedProx, whose term it may have; w^t in what is sent
@@ -63,7 +63,7 @@ PUBLISHED = {
     "fedgen": "P + generator", "fedrod": "P + head",
 }  # fmt: skip
 
-UNLIKE = ("fml",)  # its second model, ResNet10, is what one would time
+UNLIKE = ("fml",)  # one would only time its second model, ResNet10
 
 
 class Cost(NamedTuple):
@@ -74,7 +74,7 @@ class Cost(NamedTuple):
     ratio: float
     cpu_ratio: float  # of processor time
     passes: float  # the ratio that its passes explain
-    everything: float  # the ratio that they, its server, its clients' state and its arithmetic explain
+    everything: float  # the ratio that passes, server, clients' state and arithmetic explain
     held: str
 
 
@@ -83,12 +83,12 @@ def simulate(name: str, workload: Workload, parts: Any) -> Simulation:
     method, local = METHODS[name](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     return Simulation(
         method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
-        cohort=workload.clients, rounds=1000,  # CCVR's last round is another
+        cohort=workload.clients, rounds=1000,  # CCVR's last round is different
     )  # fmt: skip
 
 
 def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
-    """A function that runs a round and gives its seconds, on the wall and of the processor; compiled here."""
+    """A function that runs a round and returns its seconds by wall clock and by processor; compiled here."""
     state, rounds = [simulated.start()], itertools.count()
 
     def run() -> tuple[float, float]:
@@ -102,18 +102,18 @@ def timer(simulated: Simulation) -> Callable[[], tuple[float, float]]:
 
 
 def fastest(function: Callable[[Any, Any], Any], argument: Any, times: int) -> float:
-    """Seconds of one of `times` repetitions within a program of function(i, argument), which carries its argument."""
+    """Seconds of one of `times` repetitions of function(i, argument) in one program, which carries the argument."""
 
     @partial(jax.jit, donate_argnums=0, compiler_options=compiler_options())
     def repeat(argument):
         return jax.lax.fori_loop(0, times, lambda i, x: function(i, x), argument)
 
-    found, argument = [], repeat(argument)
+    seconds, argument = [], repeat(argument)
     for _ in range(7):
         start = clock()
         argument = jax.block_until_ready(repeat(argument))
-        found.append(clock() - start)
-    return min(found) / times
+        seconds.append(clock() - start)
+    return min(seconds) / times
 
 
 @cache
@@ -121,25 +121,25 @@ def pass_seconds(model: Any, workload: Workload) -> tuple[float, float]:
     """Seconds of a training step and of a forward pass on one batch."""
     images = jax.random.normal(jax.random.key(1), (workload.batch, *workload.shape))
 
-    def say(params):
-        found = forward(model, {"params": params}, images, train=True)[0]
-        return found.features if found.logits is None else found.logits
+    def predict(params):
+        outputs = forward(model, {"params": params}, images, train=True)[0]
+        return outputs.features if outputs.logits is None else outputs.logits
 
     def train(_, carry):
         params, momentum = carry
-        gradient = jax.grad(lambda p: jnp.square(say(p)).mean())(params)
+        gradient = jax.grad(lambda p: jnp.square(predict(p)).mean())(params)
         momentum = jax.tree.map(lambda m, g, p: MOMENTUM * m + g + WEIGHT_DECAY * p, momentum, gradient, params)
         return jax.tree.map(lambda p, m: p - LR * m, params, momentum), momentum
 
-    def look(_, carry):
+    def infer(_, carry):
         params, total = carry
-        changed = jax.tree.map(lambda p: p + 1e-9 * total, params)  # so that no pass is moved out of the loop
-        return params, total + say(changed).sum()
+        changed = jax.tree.map(lambda p: p + 1e-9 * total, params)  # keeps XLA from moving the pass out of the loop
+        return params, total + predict(changed).sum()
 
     def fresh():
         return initialise(model, jax.random.key(0), workload.shape)["params"]
 
-    return fastest(train, (fresh(), fresh()), 20), fastest(look, (fresh(), jnp.zeros(())), 20)
+    return fastest(train, (fresh(), fresh()), 20), fastest(infer, (fresh(), jnp.zeros(())), 20)
 
 
 def generated_seconds(name: str, simulated: Simulation, workload: Workload) -> float:
@@ -186,15 +186,15 @@ def server_seconds(simulated: Simulation) -> float:
     message = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), sent)
     method, hyper = select((simulated.methods, simulated.hyper), 0)
     program, clients = simulated.program, jnp.asarray(jobs.row)
-    known = ServerContext(
+    context = ServerContext(
         program.model, program.setting, hyper, jnp.int32(0), clients, jnp.int32(len(clients)), keys[0]
     )
-    aggregate = jax.jit(lambda server, message, weights: method.aggregate(server, message, weights, known))
+    aggregate = jax.jit(lambda server, message, weights: method.aggregate(server, message, weights, context))
     return seconds_of(lambda: aggregate(select(state.servers, 0), message, jnp.asarray(jobs.weight)), 5)
 
 
 class Parts(NamedTuple):
-    """Seconds of a round, each measured by itself."""
+    """Seconds of a round by part, each measured separately."""
 
     passes: float
     server: float
@@ -203,38 +203,42 @@ class Parts(NamedTuple):
 
 
 def parts_of(name: str, simulated: Simulation, workload: Workload) -> Parts:
-    """What a round of the method is made of."""
-    training, looking = pass_seconds(simulated.program.model, workload)  # pyright: ignore[reportArgumentType]
+    """The parts of a round of the method."""
+    training, inference = pass_seconds(simulated.program.model, workload)  # pyright: ignore[reportArgumentType]
     step = training + generated_seconds(name, simulated, workload)
-    each = float(simulated.epochs[0]) * (1 + EXTRA_STEPS.get(name, 0)) * step + EXTRA_FORWARDS.get(name, 0) * looking
+    per_step = (
+        float(simulated.epochs[0]) * (1 + EXTRA_STEPS.get(name, 0)) * step + EXTRA_FORWARDS.get(name, 0) * inference
+    )
     steps = workload.samples // workload.batch
     a_step, an_upload = PARAMETER_ARRAYS.get(name, (0, 0))
     arithmetic = (steps * a_step + workload.clients * an_upload) * array_seconds(simulated)
-    return Parts(each * steps, server_seconds(simulated), state_seconds(simulated), arithmetic)
+    return Parts(per_step * steps, server_seconds(simulated), state_seconds(simulated), arithmetic)
 
 
 def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
     """The costs of the methods, whose rounds alternate with FedAvg's."""
-    parts, found = federation(workload), []
-    first = simulate("fedavg", workload, parts)
-    plain, usual = timer(first), parts_of("fedavg", first, workload)
+    federated, costs = federation(workload), []
+    fedavg = simulate("fedavg", workload, federated)
+    run_fedavg, fedavg_parts = timer(fedavg), parts_of("fedavg", fedavg, workload)
     for name in names:
-        simulated = simulate(name, workload, parts)
+        simulated = simulate(name, workload, federated)
         run = timer(simulated)
-        pairs = np.array([(plain(), run()) for _ in range(rounds)])  # [rounds, FedAvg or method, wall or processor]
-        (base, base_cpu), (seconds, cpu) = np.median(pairs, 0)
-        extra = np.maximum(np.subtract(parts_of(name, simulated, workload), usual), 0) / base
+        times = np.array(
+            [(run_fedavg(), run()) for _ in range(rounds)]
+        )  # [rounds, FedAvg or method, wall or processor]
+        (base, base_cpu), (seconds, cpu) = np.median(times, 0)
+        extra = np.maximum(np.subtract(parts_of(name, simulated, workload), fedavg_parts), 0) / base
         sizes = traffic(METHODS[name](), build(workload), workload.shape)
         ratios = seconds / base, cpu / base_cpu, 1 + extra[0], 1 + extra.sum()
-        found.append(Cost(name, float(seconds), *map(float, ratios), held=in_words(sizes.held, sizes, CLASSES)))
+        costs.append(Cost(name, float(seconds), *map(float, ratios), held=in_words(sizes.held, sizes, CLASSES)))
         print(f"{name}: {ratios[0]:.2f} times FedAvg, {ratios[2]:.2f} and {ratios[3]:.2f} explained", flush=True)
-    return found
+    return costs
 
 
 def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
     """One table for each workload."""
-    where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    text = [f"One lane. {where}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
+    machine_text = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores"
+    text = [f"One lane. {machine_text}, jax {jax.__version__} ({jax.default_backend()}), {machine['date']}."]
     header = "| method | s a round | times FedAvg | by processor time | passes explain | with all parts | held |"
     for workload, costs in results.items():
         text += ["", f"## {workload.upper()}", "", header, "|---" * 7 + "|"]
@@ -245,7 +249,7 @@ def markdown(machine: dict, results: dict[str, list[Cost]]) -> str:
 
 
 def summary(results: dict[str, list[Cost]]) -> list[str]:
-    """Lines of a table: of every method the ratios on all workloads, measured and explained, and what it holds."""
+    """Lines of a table: each method's ratios on all workloads, measured and explained, and what its clients hold."""
     columns = [f"{workload.upper()} | by passes | with all parts" for workload in results]
     rule = "|---" + "|---:" * 3 * len(results) + "|---|---|"
     lines = [f"| method | {' | '.join(columns)} | held | published |", rule]
@@ -274,8 +278,8 @@ def main(argv: list[str] | None = None) -> None:
     results: dict[str, list[Cost]] = {}
     for name in args.workloads:
         results[name] = measure(WORKLOADS[name], names, args.rounds)
-    found = {workload: [cost._asdict() for cost in costs] for workload, costs in results.items()}
-    save(args.out, {"machine": machine, "results": found}, markdown(machine, results))
+    records = {workload: [cost._asdict() for cost in costs] for workload, costs in results.items()}
+    save(args.out, {"machine": machine, "results": records}, markdown(machine, results))
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ other work meanwhile, so that seconds are longer than in other tables.
 
 
 class Contestant:
-    """A process that computes a round whenever it is asked to."""
+    """A process that computes a round on request."""
 
     def __init__(self, kind: str, workload: str, python: str, checkout: Path):
-        """Args: kind: of `SERVED`; checkout: whose code it runs."""
+        """Args: kind: one of `SERVED`; checkout: folder whose code it runs."""
         env = os.environ | {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
         command = [python, __file__, "--serve", kind, workload]
         self.name = f"{kind} in {checkout}"
@@ -104,14 +104,14 @@ def serve(kind: str, workload: str) -> None:
 
 
 def race(workload: str, contestants: dict[str, Contestant], seconds: float) -> dict[str, list[float]]:
-    """A round of each in turn, in an order that is drawn anew, after two that warm up; at least five of each."""
+    """Seconds of rounds in turn, in an order drawn anew each time, after two warm-up rounds; at least five of each."""
     for _ in range(2):
         for contestant in contestants.values():
             contestant.round()
     times: dict[str, list[float]] = {name: [] for name in contestants}
     rng, order, begun = random.Random(0), list(contestants), time.monotonic()
     while time.monotonic() - begun < seconds or len(times[OURS]) < 5:
-        rng.shuffle(order)  # what ran before leaves its traces in the caches
+        rng.shuffle(order)  # what ran before leaves traces in the caches
         for name in order:
             times[name].append(contestants[name].round())
     return times
@@ -130,15 +130,15 @@ def ratio(other: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
 
 def markdown(where: str, results: dict[str, dict[str, list[float]]]) -> str:
     """The table of all workloads."""
-    others = [name for name in (TORCH, BEFORE, AGAIN) if any(name in times for times in results.values())]
-    heads = ["", "turns", *(f"{name}, s" for name in (OURS, *others))]
-    heads += [text for name in others for text in (f"{name} / ours", "least")]
-    lines = [where, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rivals = [name for name in (TORCH, BEFORE, AGAIN) if any(name in times for times in results.values())]
+    headings = ["", "turns", *(f"{name}, s" for name in (OURS, *rivals))]
+    headings += [text for name in rivals for text in (f"{name} / ours", "least")]
+    lines = [where, "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for workload, times in sorted(results.items()):
-        seconds = (times.get(name) for name in (OURS, *others))
+        seconds = (times.get(name) for name in (OURS, *rivals))
         cells = [workload, str(len(times[OURS]))]
-        cells += [f"{min(each):.3f}, {statistics.median(each):.3f}" if each else "–" for each in seconds]
-        for name in others:
+        cells += [f"{min(values):.3f}, {statistics.median(values):.3f}" if values else "–" for values in seconds]
+        for name in rivals:
             r = ratio(times[name], times[OURS]) if name in times else None
             cells += (
                 [f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})", f"{r['least']:.2f}"] if r else ["–", "–"]
@@ -164,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from benchmarks.table import hardware, save
 
     os.sched_setaffinity(0, {args.core})
-    known = Path(f"{args.out}.json")
-    results = json.loads(known.read_text())["seconds"] if known.exists() else {}
+    results_file = Path(f"{args.out}.json")
+    results = json.loads(results_file.read_text())["seconds"] if results_file.exists() else {}
     for workload in args.workloads.split(","):
         contestants = {OURS: Contestant("engine", workload, args.python, ROOT)}
         if args.torch_python:
@@ -180,8 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         machine = hardware(1)
         head = {"machine": machine, "before": _commit(args.before) if args.before else None}
         before = f"; before: commit {head['before']}" if args.before else ""
-        where = f"{machine['cpu']}, 1 of {machine['cores']} cores, {machine['date']}{before}."
-        save(args.out, head | {"seconds": results}, markdown(where, results))
+        machine_text = f"{machine['cpu']}, 1 of {machine['cores']} cores, {machine['date']}{before}."
+        save(args.out, head | {"seconds": results}, markdown(machine_text, results))
     return None
 
 

@@ -1,7 +1,7 @@
 """The programs whose cost on an accelerator is counted: what the engine compiles for a run, and models by themselves.
 
-Nothing is trained: the engine is asked for a round or an evaluation, and the compiled function that it calls is taken
-from it, with its arguments, before it runs.
+Nothing is trained: the engine is asked for a round or an evaluation, and the compiled function that it calls is
+captured with its arguments before it runs.
 """
 
 import hashlib
@@ -76,18 +76,18 @@ def lower(program: Traced, target: str) -> Lowered:
 
 
 def digest(lowered: Lowered, target: str, *further: str) -> str:
-    """Of all that a record depends on: the program without its locations, the versions of JAX and of the compiler.
+    """Digest of all that a record depends on: the program without its locations, the versions of JAX and the compiler.
 
     Args:
       further: what else it depends on.
     """
     compiler = TARGETS[target].package
-    parts = (lowered.as_text(), version("jax"), f"{compiler} {version(compiler)}", *further)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    inputs = (lowered.as_text(), version("jax"), f"{compiler} {version(compiler)}", *further)
+    return hashlib.sha256("\n".join(inputs).encode()).hexdigest()[:16]
 
 
 def compile(lowered: Lowered) -> tuple[Any, float]:
-    """XLA's program, and the seconds it took."""
+    """The compiled program, and the seconds that compiling took."""
     begun = time.perf_counter()
     return lowered.compile(), time.perf_counter() - begun
 
@@ -115,7 +115,7 @@ def _captured(owner: Any, call: Callable[[], Any]) -> Traced:
 
 
 def _of(function: Any, args: Sequence[Any]) -> Traced:
-    """A compiled function and its arguments, of which those that are no arrays are static."""
+    """The program of a compiled function with its arguments; bools and strings are static."""
     traced = function.trace(*args)
     flat = jax.tree.leaves([x for x in args if not isinstance(x, (bool, str))])
     donated = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
@@ -123,14 +123,14 @@ def _of(function: Any, args: Sequence[Any]) -> Traced:
 
 
 def _simulation(case: Case) -> Simulation:
-    """The simulation of a case; the only part that knows how one is made."""
+    """The simulation of a case; the only function here that knows how to build one."""
     workload = _workload(case)
-    parts = round_time.federation(workload)
+    federated = round_time.federation(workload)
     method = get(case.method)()
     local = Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     public = (_images(PUBLIC_IMAGES, workload.shape), Pipeline()) if method.traits().public else None
     return Simulation(
-        method.build(round_time.build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(),
+        method.build(round_time.build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(),
         cohort=workload.clients, execution=Execution(lanes=case.lanes), public=public,
     )  # fmt: skip
 
@@ -146,13 +146,13 @@ def _images(count: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def _groups(case: Case) -> Groups:
     """Participants with one domain each."""
-    names, shape, each = case.model.split(","), (case.side, case.side, 3), 100
-    labels = np.arange(len(names) * each) % CLASSES
+    names, shape, per_client = case.model.split(","), (case.side, case.side, 3), 100
+    labels = np.arange(len(names) * per_client) % CLASSES
     images = _images(len(labels), shape)
     lists = tuple(np.split(np.arange(len(labels)), len(names)))
-    parts = Federation(Dataset("random", images, labels, images, labels, CLASSES), Partition(lists, lists))
+    federated = Federation(Dataset("random", images, labels, images, labels, CLASSES), Partition(lists, lists))
     return Groups(
-        [models.build(name, num_classes=CLASSES, image_shape=shape) for name in names], parts, get(case.method)(),
+        [models.build(name, num_classes=CLASSES, image_shape=shape) for name in names], federated, get(case.method)(),
         Local(1, case.batch, "drop", "adam", 1e-3, MOMENTUM, 0.0), seed=0, pipeline=Pipeline(),
         execution=Execution(lanes=case.lanes),
         public=Public(_images(PUBLIC_IMAGES, shape), Pipeline(), PUBLIC_BATCH),
@@ -162,17 +162,17 @@ def _groups(case: Case) -> Groups:
 def _forms(case: Case) -> Traced:
     """All forms of a layer, or one of them."""
     layer = forms.model_layers()[case.layer or ""]
-    chosen = [form for form in forms.forms_of(layer) if case.form in (None, str(form))]
-    functions, operands = zip(*(forms.program_of(layer, form) for form in chosen), strict=True)
+    selected = [form for form in forms.forms_of(layer) if case.form in (None, str(form))]
+    functions, operands = zip(*(forms.program_of(layer, form) for form in selected), strict=True)
 
     def function(*operands):
-        return [one(*own) for one, own in zip(functions, operands, strict=True)]
+        return [program(*arguments) for program, arguments in zip(functions, operands, strict=True)]
 
     return _of(jax.jit(function), operands)
 
 
 def _model(case: Case) -> Traced:
-    """Forward pass, gradient, or a loop of gradient steps of a model; of several lanes with an axis for them."""
+    """Forward pass, gradient, or a loop of gradient steps of a model; several lanes get an axis of their own."""
     dtype = None if case.precision == "float32" else jnp.dtype(case.precision)
     text = case.model == "lstm"
     shape = (80, 1, 1) if text else (case.side, case.side, 3)

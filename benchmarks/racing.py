@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-HOPELESS = 5.0  # times slower than the fastest, from which on one measurement is enough
-SAMPLE = 0.04  # seconds, at least, of a measurement
+HOPELESS = 5.0  # times slower than the fastest: from here on one measurement is enough
+SAMPLE = 0.04  # least seconds of a measurement
 
 
 class Runner(NamedTuple):
-    """Something to time: a function, its operands, XLA's options."""
+    """A computation to time: a function, its operands, and XLA's options."""
 
     compute: Callable[..., jax.Array]
     operands: tuple[jax.Array, ...]
@@ -22,10 +22,10 @@ class Runner(NamedTuple):
 
 
 def looped(runner: Runner) -> Callable[[int], float]:
-    """Compiled: a function of n that computes n times in a loop and returns seconds.
+    """A compiled function of n that computes n times in a loop and returns the seconds.
 
-    Each time takes one of two copies of both operands, as a training step takes its batch: what does not change would
-    be computed before the loop (XLA drops barriers first).
+    Each turn takes one of two copies of the operands, as a training step takes its batch: XLA would move what does not
+    change out of the loop (it drops barriers first).
     """
 
     def run(n, *pairs):
@@ -47,7 +47,7 @@ def looped(runner: Runner) -> Callable[[int], float]:
 
 
 def clock() -> float:
-    """Seconds: on one core of a CPU those of the processor, which other work on the machine disturbs less."""
+    """The time in seconds: on one core of a CPU processor time, which other work on the machine disturbs less."""
     alone = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == 1
     return time.process_time() if alone and jax.default_backend() == "cpu" else time.perf_counter()
 
@@ -58,15 +58,15 @@ def race(runners: dict[str, Runner], repeats: int) -> dict[str, list[float]]:
     times = {name: [pilot(timed)] for name, timed in timers.items()}
     least = min(first for (first,) in times.values())
     counts = {name: -int(-SAMPLE // t[0]) for name, t in times.items() if t[0] <= HOPELESS * least}
-    found: dict[str, list[float]] = times | {name: [] for name in counts}
+    seconds: dict[str, list[float]] = times | {name: [] for name in counts}
     for _ in range(repeats):
         for name, n in counts.items():
-            found[name].append(timers[name](n) / n)
-    return found
+            seconds[name].append(timers[name](n) / n)
+    return seconds
 
 
 def pilot(timed: Callable[[int], float]) -> float:
-    """A first estimate, warmed up but where one computation takes a tenth of a second."""
+    """A first estimate in seconds, warmed up unless one computation takes a tenth of a second."""
     n, seconds = 1, timed(1)
     while seconds < SAMPLE / 4 or (n == 1 and seconds < 0.1):
         n *= 4

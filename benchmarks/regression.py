@@ -32,21 +32,21 @@ def ratio(ours: Callable[[], tuple[float, float]], reference: Callable[[], tuple
 
 def measure(rounds: int) -> dict[str, float]:
     """All ratios by name."""
-    found = {}
+    ratios = {}
     for name, methods in METHODS.items():
         workload = WORKLOADS[name]
-        parts = federation(workload)
-        fedavg = timer(simulate("fedavg", workload, parts))
+        federated = federation(workload)
+        fedavg = timer(simulate("fedavg", workload, federated))
         for method in methods:
-            found[f"{name}: {method} / fedavg"] = ratio(timer(simulate(method, workload, parts)), fedavg, rounds)
+            ratios[f"{name}: {method} / fedavg"] = ratio(timer(simulate(method, workload, federated)), fedavg, rounds)
         for lanes in (2, 8):
-            several = timer(simulation(workload, parts, lanes))
-            found[f"{name}: {lanes} lanes / one"] = ratio(several, fedavg, rounds)
-    return found
+            many_lanes = timer(simulation(workload, federated, lanes))
+            ratios[f"{name}: {lanes} lanes / one"] = ratio(many_lanes, fedavg, rounds)
+    return ratios
 
 
 def compare(now: dict[str, float], committed: dict[str, float], tolerance: float) -> list[str]:
-    """A sentence for each ratio that became worse, or that is gone.
+    """A sentence for each ratio that became worse or is no longer measured.
 
     >>> compare({"a": 1.2, "b": 2.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, 0.25)
     ['b: 2.00, was 1.00', 'c: was 1.00 and is no longer measured']
@@ -63,17 +63,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="write the ratios as the committed ones")
     args = parser.parse_args(argv)
     kind = jax.devices()[0].device_kind
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    committed = json.loads(FILE.read_text()) if FILE.exists() else {}
     now = measure(args.rounds)
     for name, value in now.items():
         print(f"{name}: {value:.2f}")
     if args.update:
-        known[kind] = {"machine": hardware(None), "jax": jax.__version__, "ratios": now}
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        committed[kind] = {"machine": hardware(None), "jax": jax.__version__, "ratios": now}
+        FILE.write_text(json.dumps(committed, indent=1) + "\n")
         return 0
-    if kind not in known:
+    if kind not in committed:
         sys.exit(f"no ratios are committed for {kind}: add them with --update.")
-    worse = compare(now, known[kind]["ratios"], args.tolerance)
+    worse = compare(now, committed[kind]["ratios"], args.tolerance)
     print("\n".join(["slower than committed:", *worse]) if worse else "nothing became slower.")
     return 1 if worse else 0
 

@@ -65,9 +65,9 @@ def federation(workload: Workload) -> Federation:
     if workload.beta:
         counts = {"clients": workload.clients, "num_classes": CLASSES, "min_size": 1}
         return Federation(dataset, dirichlet(*labels, beta=workload.beta, seed=0, **counts))
-    nothing = np.zeros(0, np.int64)
-    owned = tuple(np.arange(workload.stored).reshape(workload.clients, -1))
-    return Federation(dataset, Partition(owned, (np.arange(2), *[nothing] * (workload.clients - 1))))
+    empty = np.zeros(0, np.int64)
+    train_lists = tuple(np.arange(workload.stored).reshape(workload.clients, -1))
+    return Federation(dataset, Partition(train_lists, (np.arange(2), *[empty] * (workload.clients - 1))))
 
 
 def simulation(
@@ -82,20 +82,20 @@ def simulation(
 ) -> Simulation:
     """A method as the workload describes it, computing in the given precision; block: as in `Simulation`."""
     local = Local(workload.epochs, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
-    chosen = METHODS[method]()
+    algorithm = METHODS[method]()
     return Simulation(
-        chosen.build(build(workload, precision)), [Experiment(parts, chosen, local, 0)], pipeline=Pipeline(),
+        algorithm.build(build(workload, precision)), [Experiment(parts, algorithm, local, 0)], pipeline=Pipeline(),
         cohort=workload.participants,
         execution=Execution(lanes=lanes, devices=devices, dtype=TYPES[precision], block=block),
     )  # fmt: skip
 
 
 def prepare(workload: Workload, lanes: str, devices: int, rounds: int, **options: Any) -> Simulation:
-    """The simulation with the lanes asked for; "auto" chooses as a real run does. Options are those of `simulation`."""
-    parts = federation(workload)
+    """The simulation with the requested lanes; "auto" chooses as a real run does. Options are those of `simulation`."""
+    federated = federation(workload)
 
     def make(lanes: int) -> Simulation:
-        return simulation(workload, parts, lanes, devices, **options)
+        return simulation(workload, federated, lanes, devices, **options)
 
     if lanes != "auto":
         return make(int(lanes))
@@ -103,7 +103,7 @@ def prepare(workload: Workload, lanes: str, devices: int, rounds: int, **options
 
 
 def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]:
-    """The clocks before, between and after one round more than asked for."""
+    """The clocks before, between and after the rounds, one more than asked for."""
     state = jax.block_until_ready(simulated.start())
     marks = [workloads.clocks()]
     for r in range(rounds + 1):
@@ -114,7 +114,7 @@ def time_rounds(simulated: Simulation, rounds: int) -> list[tuple[float, float]]
 
 
 def device_peak_mb(device) -> float | None:
-    """Peak memory of an accelerator, MiB; None where the backend does not count."""
+    """Peak memory of an accelerator in MiB; None if the backend does not count it."""
     stats = device.memory_stats() or {}
     return round(stats["peak_bytes_in_use"] / 2**20, 1) if "peak_bytes_in_use" in stats else None
 

@@ -44,7 +44,7 @@ class Point(NamedTuple):
     series: str
     x: float | str
     seconds: float  # median of a round
-    per: float  # seconds by client, sample or step, as the series says
+    per: float  # seconds per client, sample or step, depending on the series
     compile_seconds: float
     peak_memory_mb: float  # of the process so far
     lanes: int
@@ -89,14 +89,14 @@ def points(most_clients: int, rounds: int) -> Iterator[Point]:
     """All measurements, the smallest first."""
     for clients in (n for n in (10, 100, 1000, 10000) if n <= most_clients):
         workload = replace(SMALL, clients=clients)
-        parts = federation(workload)
-        yield point("clients", clients, workload, parts, cohort=clients, lanes=1, rounds=rounds, of="clients")
+        federated = federation(workload)
+        yield point("clients", clients, workload, federated, cohort=clients, lanes=1, rounds=rounds, of="clients")
     for cohort in (n for n in (1, 10, 100, 1000) if n <= clients):
-        yield point("cohort", cohort, workload, parts, cohort=cohort, lanes=1, rounds=rounds, of="clients")
+        yield point("cohort", cohort, workload, federated, cohort=cohort, lanes=1, rounds=rounds, of="clients")
     workload = replace(WORKLOADS["w4"], clients=64, per_client=40)
-    parts = federation(workload)
+    federated = federation(workload)
     for lanes in (1, 2, 4, 8, 16, 32):
-        yield point("lanes", lanes, workload, parts, cohort=64, lanes=lanes, rounds=rounds, of="samples")
+        yield point("lanes", lanes, workload, federated, cohort=64, lanes=lanes, rounds=rounds, of="samples")
     for model, shape in MODELS.items():
         workload = Workload(model, shape, clients=10, per_client=100, batch=50)
         number = sizes(build(workload), shape).params
@@ -106,21 +106,21 @@ def points(most_clients: int, rounds: int) -> Iterator[Point]:
     workload = replace(WORKLOADS["w4"], clients=50, per_client=40)
     for lanes in (1, 8):
         for beta in BETAS:
-            parts = ragged(workload, beta)
+            federated = ragged(workload, beta)
             name = f"beta, {lanes} lane{'s' * (lanes > 1)}"
-            yield point(name, beta, workload, parts, cohort=50, lanes=lanes, rounds=rounds, of="steps")
+            yield point(name, beta, workload, federated, cohort=50, lanes=lanes, rounds=rounds, of="steps")
 
 
 def draw(found: list[Point], path: str) -> None:
-    """One panel a series, logarithmic."""
+    """One logarithmic panel for each series."""
     from matplotlib.figure import Figure
 
     panels = ("clients", "cohort", "lanes", "parameters", "beta")
     figure = Figure(figsize=(15, 3), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for series in dict.fromkeys(p.series for p in found if p.series.startswith(panel)):
-            mine = [p for p in found if p.series == series]
-            axes.plot([p.x for p in mine], [p.seconds for p in mine], marker="o", label=series)
+            members = [p for p in found if p.series == series]
+            axes.plot([p.x for p in members], [p.seconds for p in members], marker="o", label=series)
         axes.set(xscale="log", yscale="log", xlabel=panel, ylabel="s a round")
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
@@ -128,15 +128,15 @@ def draw(found: list[Point], path: str) -> None:
 
 
 def markdown(machine: dict, found: list[Point]) -> str:
-    """The table, a line a point."""
+    """The table, with a line for each point."""
     head = "| series | x | s a round | ms per client, sample or step | lanes | compile, s | peak MiB so far |"
     lines = [head, "|---" * 7 + "|"]
     for p in found:
         cells = (p.series, p.x, f"{p.seconds:.4f}", f"{1e3 * p.per:.4f}", p.lanes, f"{p.compile_seconds:.1f}")
         lines.append(f"| {' | '.join(map(str, cells))} | {p.peak_memory_mb:.0f} |")
-    where = f"{machine['cpu']}, {machine['cores']} cores, jax {jax.__version__} ({jax.default_backend()})"
-    per = "Per client in the first two series, per sample in the next two, per local step in those over beta."
-    return "\n".join([f"FedAvg, one local epoch. {where}, {machine['date']}. {per}", "", *lines, ""])
+    machine_text = f"{machine['cpu']}, {machine['cores']} cores, jax {jax.__version__} ({jax.default_backend()})"
+    units = "Per client in the first two series, per sample in the next two, per local step in those over beta."
+    return "\n".join([f"FedAvg, one local epoch. {machine_text}, {machine['date']}. {units}", "", *lines, ""])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -145,14 +145,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--most-clients", type=int, default=10000)
     parser.add_argument("--out", help="path of the files to write, without their ending")
     args = parser.parse_args(argv)
-    found = []
-    for one in points(args.most_clients, args.rounds):
-        print(one, flush=True)
-        found.append(one)
+    measured = []
+    for measurement in points(args.most_clients, args.rounds):
+        print(measurement, flush=True)
+        measured.append(measurement)
     machine = hardware(None)
-    save(args.out, {"machine": machine, "points": [p._asdict() for p in found]}, markdown(machine, found))
+    save(args.out, {"machine": machine, "points": [p._asdict() for p in measured]}, markdown(machine, measured))
     if args.out:
-        draw(found, f"{args.out}.png")
+        draw(measured, f"{args.out}.png")
 
 
 if __name__ == "__main__":

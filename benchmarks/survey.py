@@ -1,8 +1,8 @@
 """`accelerator all`: everything that has to compile for an accelerator, the table of it, and what became worse.
 
-Records are written one by one and bear a digest of the program that was compiled. A survey lowers every case anew,
-which takes seconds, and compiles what is another program than its record's: neither a survey that was stopped nor a
-change that leaves the programs as they are makes records stale.
+Records are written one by one, with a digest of the program that was compiled. A survey lowers every case again, which
+takes seconds, and compiles only programs that differ from their record's: neither an interrupted survey nor a change
+that leaves the programs as they are makes records stale.
 """
 
 import json
@@ -49,7 +49,7 @@ def all_cases() -> dict[str, dict[str, Case]]:
         "w4, 5000 clients, 5000 lanes": Case("round", clients=5000, lanes=5000),
         "dirichlet, 100 lanes": Case("round", workload="dirichlet", lanes=100),
     }
-    others = {
+    other_programs = {
         f"{program}, {workload}, {lanes} lanes": Case("round", program, workload=workload, lanes=lanes)
         for program, workload, lanes in (
             ("generic", "w1", 10), ("personal", "w1", 10), ("personal", "dirichlet", 100), ("tuning", "w1", 10),
@@ -57,8 +57,8 @@ def all_cases() -> dict[str, dict[str, Case]]:
         )
     }  # fmt: skip
     exchanging = [name for name, method in METHODS.items() if method().traits().exchange != "never"]
-    others |= {f"exchange, {name}": Case("round", "exchange", method=name, model=SMALL) for name in exchanging}
-    others["exchange, fccl, large models"] = Case("round", "exchange", method="fccl", model=LARGE)
+    other_programs |= {f"exchange, {name}": Case("round", "exchange", method=name, model=SMALL) for name in exchanging}
+    other_programs["exchange, fccl, large models"] = Case("round", "exchange", method="fccl", model=LARGE)
     models = {
         f"{name} {part}, {n} lane{'s'[: n > 1]}": Case("model", part, model=name, lanes=n, side=side_of(name))
         for name in MODELS for part in PARTS for n in (1, 4)
@@ -68,14 +68,14 @@ def all_cases() -> dict[str, dict[str, Case]]:
     return {
         "rounds": rounds,
         "methods": {f"{name}, w1, 10 lanes": Case("round", workload="w1", method=name, lanes=10) for name in METHODS},
-        "other programs": others,
+        "other programs": other_programs,
         "models": {name: case for name, case in models.items() if not (case.model in TEXT and "bfloat16" in name)},
         "forms": {name: Case("forms", layer=name) for name in model_layers()},
     }
 
 
 def is_quick(section: str, case: Case) -> bool:
-    """Whether a case is looked at on every change: what breaks most often, in a quarter of an hour."""
+    """Whether a case is compiled on every change: what breaks most often, in a quarter of an hour."""
     if section == "models":
         return case.model in RESNETS and case.program == "gradient"
     if section == "forms":
@@ -100,7 +100,7 @@ class Survey:
         return self.targets.get(target, {}).get(section, {})
 
     def add(self, target: str, section: str, name: str, record: Record) -> None:
-        """Keep a record, in the file too."""
+        """Add a record, and write the file."""
         with self._lock:
             sections = self.targets.setdefault(target, {})
             records = sections.get(section, {}) | {name: record}
@@ -122,7 +122,7 @@ class Survey:
 
 
 def in_order(name: str) -> list[str]:
-    """What sorts names of cases by the numbers in them.
+    """The key that sorts names of cases by the numbers in them.
 
     >>> sorted(["w3, 10 lanes", "w3, 2 lanes"], key=in_order)
     ['w3, 2 lanes', 'w3, 10 lanes']
@@ -131,7 +131,7 @@ def in_order(name: str) -> list[str]:
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:
-    """The records in a file; none where there is none."""
+    """The records in a file; {} if there is no file."""
     file = path.with_suffix(".json")
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -139,24 +139,24 @@ def read(path: Path) -> dict[str, dict[str, dict[str, Record]]]:
 def run(
     survey: Survey, target: str, measure: Measure, digests: Digests, *, quick: bool, only: str = "", workers: int = 2
 ) -> Iterator[tuple[str, str, Record]]:
-    """Measure what is not the program of its record.
+    """Measure the cases whose program is not that of their record.
 
     Args:
-      measure: gives the record of a case on a target.
-      digests: gives for a target what gives the digest of a case, one at a time.
-      quick: leave out what is not `is_quick`.
-      only: leave out those whose "section: name" does not contain this.
-      workers: compilations at once, fewer where memory is short.
+      measure: returns the record of a case on a target.
+      digests: returns, for a target, a function that returns the digest of a case, one at a time.
+      quick: leave out cases that are not `is_quick`.
+      only: leave out cases whose "section: name" does not contain this.
+      workers: compilations at once, fewer if memory is short.
 
     Yields:
-      (section, name, record) of each, the old ones too, as they come.
+      (section, name, record) of each case as they come, unchanged ones too.
     """
 
-    def one(job: tuple[str, str, Case]) -> tuple[str, str, Record]:
+    def update(job: tuple[str, str, Case]) -> tuple[str, str, Record]:
         section, name, case = job
-        known = survey.records(target, section).get(name, {})
-        if "program" in known and known["program"] == digest(case):
-            return section, name, known
+        previous = survey.records(target, section).get(name, {})
+        if "program" in previous and previous["program"] == digest(case):
+            return section, name, previous
         record = summary(measure(case, target))
         if section == "forms" and not record["ok"]:
             record["failing"] = failing_forms(case, target, measure)
@@ -164,20 +164,20 @@ def run(
         return section, name, record
 
     def digest(case: Case) -> str:
-        lowering = free.get()
+        lowering = idle.get()
         try:
             return lowering(case)
         finally:
-            free.put(lowering)
+            idle.put(lowering)
 
     survey.cases = all_cases()
     jobs = [(section, name, case) for section, cases in survey.cases.items() for name, case in cases.items()]
-    chosen = [job for job in jobs if only in f"{job[0]}: {job[1]}" and (not quick or is_quick(job[0], job[2]))]
-    workers, free = affordable(workers), queue.SimpleQueue()
+    selected = [job for job in jobs if only in f"{job[0]}: {job[1]}" and (not quick or is_quick(job[0], job[2]))]
+    workers, idle = affordable(workers), queue.SimpleQueue()
     with ExitStack() as stack, ThreadPoolExecutor(workers) as pool:
         for _ in range(workers):
-            free.put(stack.enter_context(digests(target)))
-        yield from pool.map(one, chosen)
+            idle.put(stack.enter_context(digests(target)))
+        yield from pool.map(update, selected)
 
 
 def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
@@ -189,7 +189,7 @@ def failing_forms(case: Case, target: str, measure: Measure) -> list[str]:
 
 
 def affordable(workers: int) -> int:
-    """As many workers, or fewer where memory is short."""
+    """The number of workers, reduced if memory is short."""
     info = Path("/proc/meminfo")
     if not info.exists():
         return workers
@@ -198,12 +198,12 @@ def affordable(workers: int) -> int:
 
 
 def summary(record: Record) -> Record:
-    """What is kept of a record."""
+    """The part of a record that is kept."""
     names = ("ok", *COUNTS, "compile_s", "longest", "branches", "uncounted", "reason", "program")
-    kept = {name: record[name] for name in names if record.get(name) not in (None, "")}
+    result = {name: record[name] for name in names if record.get(name) not in (None, "")}
     bodies = record.get("bodies", ()) if record.get("kernels") else ()
     launched = [[body["runs"], body["kernels"]] for body in bodies if body["kernels"]]
-    return kept | ({"launched": launched} if launched else {})
+    return result | ({"launched": launched} if launched else {})
 
 
 def worse(section: str, name: str, record: Record, known: Mapping[str, Any] | None) -> str:
@@ -227,7 +227,7 @@ def worse(section: str, name: str, record: Record, known: Mapping[str, Any] | No
 
 
 def markdown(targets: Mapping[str, Mapping[str, Mapping[str, Record]]], cases: Mapping[str, Mapping[str, Case]]) -> str:
-    """All records as tables; first what does not compile, and which of the cases have no record yet."""
+    """All records as tables, after what does not compile and which cases have no record yet."""
     lines = ["# What XLA makes of the engine on accelerators", "", NOTE]
     for target, sections in targets.items():
         lines += ["", f"## {target}", "", *_failures(sections), *_unknown(sections, cases)]
@@ -247,18 +247,23 @@ def _failures(sections: Mapping[str, Mapping[str, Record]]) -> list[str]:
 
 
 def _unknown(sections: Mapping[str, Mapping[str, Record]], cases: Mapping[str, Mapping[str, Case]]) -> list[str]:
-    lacking = {section: len(own.keys() - sections.get(section, {}).keys()) for section, own in cases.items()}
-    parts = [f"{count} of {len(cases[section])} {section}" for section, count in lacking.items() if count]
-    old = sum("program" not in record for records in sections.values() for record in records.values())
-    lines = ["", f"Not compiled yet: {', '.join(parts)}."] if parts else []
-    return lines + (["", f"{old} records are of earlier programs, without a digest."] if old else [])
+    lacking = {
+        section: len(section_cases.keys() - sections.get(section, {}).keys())
+        for section, section_cases in cases.items()
+    }
+    texts = [f"{count} of {len(cases[section])} {section}" for section, count in lacking.items() if count]
+    without_digest = sum("program" not in record for records in sections.values() for record in records.values())
+    lines = ["", f"Not compiled yet: {', '.join(texts)}."] if texts else []
+    return lines + (
+        ["", f"{without_digest} records are of earlier programs, without a digest."] if without_digest else []
+    )
 
 
 def _table(records: Mapping[str, Record]) -> list[str]:
-    heads = {"turns": "turns", "kernels": "kernels", "launched": "that is", "temp_mb": "temp MiB"}
-    heads |= {"compile_s": "compile, s"}
-    columns = [column for column in heads if any(column in record for record in records.values())]
-    lines = [f"| | compiles | {' | '.join(heads[c] for c in columns)} |", "|---" * (len(columns) + 2) + "|"]
+    headings = {"turns": "turns", "kernels": "kernels", "launched": "that is", "temp_mb": "temp MiB"}
+    headings |= {"compile_s": "compile, s"}
+    columns = [column for column in headings if any(column in record for record in records.values())]
+    lines = [f"| | compiles | {' | '.join(headings[c] for c in columns)} |", "|---" * (len(columns) + 2) + "|"]
     for name, record in records.items():
         cells = [_cell(record, column) for column in columns]
         lines.append(f"| {name} | {'yes' if record['ok'] else '**no**'} | {' | '.join(cells)} |")

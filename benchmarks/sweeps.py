@@ -42,21 +42,21 @@ those of all. Ratios are runs of their own over together; where others use the m
 
 def options(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Options of a run; random images of a workload of the other benchmarks are written into the folder."""
-    given: dict[str, Any] = COMMON | SWEEPS[name] | {"rounds": rounds}
-    if "made_of" not in given:
-        return given
-    workload, rng = WORKLOADS[given.pop("made_of")], np.random.default_rng(0)
+    settings: dict[str, Any] = COMMON | SWEEPS[name] | {"rounds": rounds}
+    if "made_of" not in settings:
+        return settings
+    workload, rng = WORKLOADS[settings.pop("made_of")], np.random.default_rng(0)
     arrays = {}
-    for part, samples in (("train", given["clients"] * workload.per_client), ("test", 1000)):
+    for part, samples in (("train", settings["clients"] * workload.per_client), ("test", 1000)):
         arrays[f"x_{part}"] = rng.integers(0, 256, (samples, *workload.shape), np.uint8)
         arrays[f"y_{part}"] = rng.integers(0, CLASSES, samples)
     np.savez(folder / "random.npz", **arrays)
     data = {"dataset": "random", "data_dir": folder, "partition": "iid", "model": workload.model}
-    return given | data | {"batch_size": workload.batch}
+    return settings | data | {"batch_size": workload.batch}
 
 
 def measure(work: Any) -> dict[str, Any]:
-    """What it costs to run experiments; `work` returns their summaries."""
+    """The cost of running experiments; `work` returns their summaries."""
     wall, cpu = time.perf_counter(), time.process_time()
     summaries = work()
     return {
@@ -69,32 +69,32 @@ def measure(work: Any) -> dict[str, Any]:
 
 
 def compare(name: str, experiments: int, rounds: int, repeats: int, lanes: str) -> dict[str, dict[str, Any]]:
-    """The cheapest repeat of both sides."""
-    found: dict[str, list[dict[str, Any]]] = {"alone": [], "together": []}
-    with tempfile.TemporaryDirectory() as place:
-        given = options(name, Path(place), rounds) | {"lanes": lanes if lanes == "auto" else int(lanes)}
+    """The fastest repeat of each side."""
+    records: dict[str, list[dict[str, Any]]] = {"alone": [], "together": []}
+    with tempfile.TemporaryDirectory() as home:
+        settings = options(name, Path(home), rounds) | {"lanes": lanes if lanes == "auto" else int(lanes)}
 
-        def asked(side: str) -> list[Asked]:
-            folder = Path(tempfile.mkdtemp(dir=place))
-            pairs = [build(given | {"seed": s, "run_dir": folder / str(s)}) for s in range(experiments)]
-            return [Asked(*pair, {"command": side}) for pair in pairs]
+        def requests(side: str) -> list[Asked]:
+            folder = Path(tempfile.mkdtemp(dir=home))
+            built = [build(settings | {"seed": s, "run_dir": folder / str(s)}) for s in range(experiments)]
+            return [Asked(*config_and_method, {"command": side}) for config_and_method in built]
 
         def alone() -> list:
-            return [run(one.config, one.method, one.origin) for one in asked("alone")]
+            return [run(request.config, request.method, request.origin) for request in requests("alone")]
 
         def together() -> list:
-            return run_together(asked("together"))
+            return run_together(requests("together"))
 
-        first = asked("warm-up")[0]
+        first = requests("warm-up")[0]
         run(first.config, first.method, first.origin)
         for _ in range(repeats):
             for side, work in (("alone", alone), ("together", together)):
-                found[side].append(measure(work))
-    return {side: min(records, key=lambda r: r["wall_s"]) for side, records in found.items()}
+                records[side].append(measure(work))
+    return {side: min(costs, key=lambda r: r["wall_s"]) for side, costs in records.items()}
 
 
 def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Runs of their own over together."""
+    """Cost of separate runs over that of the same runs together."""
     costs = {
         "all": lambda r: r["wall_s"],
         "cpu": lambda r: r["cpu_s"],
@@ -105,7 +105,7 @@ def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def markdown(machine: dict, experiments: int, rounds: int, results: dict[str, dict]) -> str:
-    """The seconds, and the ratios."""
+    """The tables of the seconds and of the ratios."""
     device = jax.devices()[0].device_kind
     where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores, jax {jax.__version__}"
     lines = [f"{experiments} experiments of {rounds} rounds. {where} ({device}), {machine['date']}.", "", HEAD[0]]
@@ -121,13 +121,15 @@ def markdown(machine: dict, experiments: int, rounds: int, results: dict[str, di
 
 
 def main(argv: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--workloads", nargs="+", choices=SWEEPS, default=["digits", "w4small"])
-    made.add_argument("--experiments", type=int, default=8, help="E, that differ in their seeds")
-    made.add_argument("--repeats", type=int, default=2, help="of each side; the best counts")
-    made.add_argument("--lanes", default="auto", help="clients trained as one step; auto measures on both sides")
-    made.set_defaults(rounds=20)
-    args: argparse.Namespace = made.parse_args(argv)
+    argument_parser = parser(__doc__)
+    argument_parser.add_argument("--workloads", nargs="+", choices=SWEEPS, default=["digits", "w4small"])
+    argument_parser.add_argument("--experiments", type=int, default=8, help="E, that differ in their seeds")
+    argument_parser.add_argument("--repeats", type=int, default=2, help="of each side; the best counts")
+    argument_parser.add_argument(
+        "--lanes", default="auto", help="clients trained as one step; auto measures on both sides"
+    )
+    argument_parser.set_defaults(rounds=20)
+    args: argparse.Namespace = argument_parser.parse_args(argv)
     jax.config.update("jax_enable_compilation_cache", False)
     machine, results = hardware(pin(args.cores)), {}
     for name in args.workloads:

@@ -30,7 +30,7 @@ NOTE = (
 
 
 def pin(cores: int) -> int | None:
-    """Keep this process and those it starts on that many cores; None where the system cannot."""
+    """Bind this process and those it starts to that many cores; None if the system cannot."""
     if not hasattr(os, "sched_setaffinity"):
         return None
     allowed = sorted(os.sched_getaffinity(0))[:cores]
@@ -39,16 +39,16 @@ def pin(cores: int) -> int | None:
 
 
 def run(python: str, module: str, *options: str) -> dict:
-    """The JSON line of one benchmark in a fresh process; ends the program where it fails."""
+    """The JSON line of one benchmark in a fresh process; exits if that fails."""
     command = [python, "-m", f"benchmarks.{module}", *options, "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"'{' '.join(command)}' failed with code {done.returncode}; its message is above.")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        sys.exit(f"'{' '.join(command)}' failed with code {process.returncode}; its message is above.")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def hardware(cores: int | None) -> dict:
-    """The machine and the day."""
+    """The machine and the date."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
@@ -62,7 +62,7 @@ def hardware(cores: int | None) -> dict:
 
 
 def compare(name: str, args: argparse.Namespace) -> dict[str, dict]:
-    """Of each of the three contestants the run with the best median; their runs alternate."""
+    """For each of the three contestants the run with the best median; their runs alternate."""
     options, torch = (f"--workload={name}", f"--rounds={args.rounds}"), args.torch_python
     torch_options = (*options, f"--threads={args.cores}")
     best: dict[str, dict] = {}
@@ -90,14 +90,14 @@ def row(name: str, records: dict[str, dict]) -> str:
 
 
 def markdown(machine: dict, results: dict[str, dict[str, dict]]) -> str:
-    """The table with what it was measured on."""
+    """The table, with the machine that it was measured on."""
     first = next(iter(results.values()))
     versions = f"jax {first['ours']['jax']} ({first['ours']['device']}), torch {first['plain']['torch']}"
     cores = f"{machine['cores_used'] or 'all'} of {machine['cores']} cores"
-    where = f"{machine['cpu']}, {cores}, {versions}, {machine['date']}"
+    machine_text = f"{machine['cpu']}, {cores}, {versions}, {machine['date']}"
     rule = "|---" * HEADER.count(" |") + "|"
     rows = [row(name, records) for name, records in results.items()]
-    return "\n".join([f"Seconds a round. {where}.", "", HEADER, rule, *rows, "", NOTE, ""])
+    return "\n".join([f"Seconds a round. {machine_text}.", "", HEADER, rule, *rows, "", NOTE, ""])
 
 
 def save(out: str | None, record: dict, text: str) -> None:
@@ -112,19 +112,19 @@ def _names(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in WORKLOADS]
     if unknown:
-        known = ", ".join(WORKLOADS)
-        raise argparse.ArgumentTypeError(f"no workload {', '.join(unknown)}: there are {known}")
+        available = ", ".join(WORKLOADS)
+        raise argparse.ArgumentTypeError(f"no workload {', '.join(unknown)}: there are {available}")
     return names
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Options that the tables share."""
     raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=description, formatter_class=raw)
-    made.add_argument("--rounds", type=int, default=5, help="timed rounds in each process")
-    made.add_argument("--cores", type=int, default=1, help="cores on which everything runs")
-    made.add_argument("--out", help="path of the files to write, without their ending")
-    return made
+    options = argparse.ArgumentParser(description=description, formatter_class=raw)
+    options.add_argument("--rounds", type=int, default=5, help="timed rounds in each process")
+    options.add_argument("--cores", type=int, default=1, help="cores on which everything runs")
+    options.add_argument("--out", help="path of the files to write, without their ending")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A GPU or a TPU that is not there: XLA's compilers for them run on any computer, and say what becomes of a program.
+"""GPUs and TPUs that are not there: XLA's compilers for them run on any computer and show what becomes of a program.
 
 Without the device nothing is timed, so XLA's choices between libraries and tilings may differ on a real one.
 """
@@ -28,7 +28,7 @@ class Target(NamedTuple):
     Attributes:
       platform: as XLA calls it, "cuda" or "tpu".
       backend: as `jax.default_backend()` calls it, "gpu" or "tpu".
-      package: that has the compiler.
+      package: the package that has the compiler.
       topology: arguments of `jax.experimental.topologies.get_topology_desc`.
       environment: variables that the compiler needs.
     """
@@ -58,7 +58,7 @@ TARGETS = {
 
 
 def missing(name: str) -> str:
-    """A sentence that says what to install for a target; "" where nothing is missing."""
+    """A sentence that says what to install for a target; "" if nothing is missing."""
     package = TARGETS[name].package
     if importlib.util.find_spec(package):
         return ""
@@ -67,14 +67,18 @@ def missing(name: str) -> str:
 
 def environment(name: str) -> dict[str, str]:
     """The environment of a process that compiles for a target: this one's, on the CPU, without a cache of programs."""
-    known = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    own = TARGETS[name].environment
-    flags = f"{known.get('XLA_FLAGS', '')} {own.get('XLA_FLAGS', '')}".strip()
-    return known | own | {"XLA_FLAGS": flags}
+    inherited = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    target_variables = TARGETS[name].environment
+    flags = f"{inherited.get('XLA_FLAGS', '')} {target_variables.get('XLA_FLAGS', '')}".strip()
+    return inherited | target_variables | {"XLA_FLAGS": flags}
 
 
 def imagine(name: str) -> None:
-    """Let all that is traced from now on in this process choose as on the target."""
+    """Let everything traced in this process from now on make the choices of the target's backend."""
     import jax
 
     backend = TARGETS[name].backend

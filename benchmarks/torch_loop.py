@@ -35,7 +35,7 @@ Batches = Callable[[], Iterable[tuple[Any, Any]]]
 def client_batches(workload: Workload, rng: np.random.Generator, *, tuned: bool, device: str = "cpu") -> Batches:
     """One client's random data, as a function that gives the batches of one epoch in a fresh order.
 
-    Tuned, the data lies on the device; else each batch is sent there.
+    If tuned, the data lies on the device; otherwise each batch is copied there.
     """
     height, width, channels = workload.shape
     count, batch = workload.per_client, workload.batch
@@ -49,7 +49,7 @@ def client_batches(workload: Workload, rng: np.random.Generator, *, tuned: bool,
 
 
 def train(model, forward, batches: Batches, epochs: int, half) -> None:
-    """Local epochs with a fresh optimiser; `forward` is the model or what was compiled of it, `half` its precision."""
+    """Local epochs with a fresh optimiser; `forward` is the model or its compiled form, `half` its precision's context."""
     model.train()
     optimiser = torch.optim.SGD(model.parameters(), LR, MOMENTUM, weight_decay=WEIGHT_DECAY)
     for images, labels in itertools.chain.from_iterable(batches() for _ in range(epochs)):
@@ -78,7 +78,7 @@ def round_of(server, replicas: list, clients: list[Batches], epochs: int, half=N
 
 
 def finished(device: str) -> tuple[float, float]:
-    """The clocks when the device has done all that it was told."""
+    """The clocks, once the device has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize()
     return workloads.clocks()
@@ -98,12 +98,12 @@ def measure(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     tuned = tuned or compiled
-    if tuned and device != "cpu":  # TF32, as JAX has it by default; the plain loop takes what PyTorch does by itself
+    if tuned and device != "cpu":  # TF32, as JAX has it by default; the plain loop keeps PyTorch's default
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     layout = torch.channels_last if tuned else torch.contiguous_format
     rng = np.random.default_rng(0)
-    # Equal clients take equal time, so that those of the first cohort stand for all.
+    # Equal clients take equal time, so those of the first cohort stand for all.
     clients = [client_batches(workload, rng, tuned=tuned, device=device) for _ in range(workload.participants)]
     count = 1 if tuned else workload.participants
     server, *models = (torch_models.build(workload).to(device, memory_format=layout) for _ in range(1 + count))

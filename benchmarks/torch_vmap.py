@@ -37,7 +37,7 @@ class Cohort:
         self.gradients = vmap(grad(loss), randomness="different")
 
     def order(self):
-        """Numbers of the samples of each step of an epoch, every client its own permutation: of each [S, B]."""
+        """Sample indices [S, B] of each step of an epoch, with a permutation of its own for every client."""
         size = (self.workload.participants, self.workload.per_client)
         return torch.rand(size, device=self.device).argsort(1).split(self.workload.batch, 1)
 

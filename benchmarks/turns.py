@@ -1,4 +1,4 @@
-"""How often the loops of a program turn, found without computing what the loops are for.
+"""How often the loops of a program turn, counted without computing what the loops are for.
 
 On a GPU the host reads the condition of a loop of unknown length before every turn, so turns are what such a loop costs
 beside its kernels. A program's equations are evaluated one by one on the CPU, but only those that decide how loops and
@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core
 
 LOOPS = ("while", "scan")
-CALLS = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")  # what primitives that only call something name it
+CALLS = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")  # parameters in which primitives that only call keep the program
 TAG = re.compile(r"loop_([\d_]+)")
 Wanted = tuple[bool, ...]
 
@@ -30,8 +30,8 @@ class Loop(NamedTuple):
 class Count(NamedTuple):
     """What the loops of a program did."""
 
-    loops: tuple[Loop, ...]  # that were reached, in the order of the program; of known length those with others inside
-    equations: int  # evaluated by the whole program; of a branch on values that nobody needs, the largest
+    loops: tuple[Loop, ...]  # those reached, in the order of the program; of known length only those with others inside
+    equations: int  # evaluated by the whole program; for a branch on values that are not needed, the largest
 
     @property
     def turns(self) -> int:
@@ -43,8 +43,8 @@ def count_turns(program: core.ClosedJaxpr, args: Sequence[Any]) -> Count:
     """Count the turns of a program that `tagged` returned.
 
     Args:
-      program: of one device.
-      args: its arguments, flat; those that decide no loop may be anything, as shapes.
+      program: a program of one device.
+      args: its arguments, flat; those that decide no loop may be anything, for example shapes.
     """
     counter = _Counter()
     counter.run(program.jaxpr, program.consts, args, (False,) * len(program.jaxpr.outvars))
@@ -52,12 +52,12 @@ def count_turns(program: core.ClosedJaxpr, args: Sequence[Any]) -> Count:
 
 
 def tagged(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The program whose loops bear their names, also in the metadata of what XLA compiles from it."""
+    """The program with its loops named, also in the metadata of what XLA compiles from it."""
     return core.ClosedJaxpr(_tagged(program.jaxpr, _Names()), program.consts)
 
 
 def tag_of(text: str) -> str | None:
-    """The name of the innermost loop in a stack of names, None where there is none.
+    """The name of the innermost loop in a stack of names, None if there is none.
 
     >>> tag_of("jit(round)/loop_2/while/body/loop_2_1/while/body/add")
     '2_1'
@@ -122,7 +122,7 @@ _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def _called(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
-    """What an equation that only calls something calls, and its constants."""
+    """The program that an equation only calls, and its constants; None for any other equation."""
     if equation.primitive.name in (*LOOPS, "cond", "scatter", "scatter-add", "reduce", "reduce_window"):
         return None
     for key in CALLS:
@@ -135,11 +135,11 @@ def _called(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]] | None:
 
 
 def _either(*flags: Sequence[bool]) -> Wanted:
-    return tuple(any(each) for each in zip(*flags, strict=True))
+    return tuple(any(flag_group) for flag_group in zip(*flags, strict=True))
 
 
 class _Counter:
-    """Evaluates what decides the loops of a program, and counts."""
+    """Evaluates what decides the loops of a program, and counts their turns."""
 
     def __init__(self):
         self.equations = 0
@@ -153,7 +153,7 @@ class _Counter:
         ordered = sorted(self._turns, key=lambda name: [int(n) for n in name.split("_")])
         return ((name, *self._turns[name]) for name in ordered)
 
-    # What is needed: backwards from the results that are wanted and from what decides loops.
+    # What is needed, traced backwards from the wanted results and from what decides loops.
 
     def _need(self, jaxpr: core.Jaxpr, wanted: Wanted) -> tuple[Wanted, list[Wanted]]:
         """Which inputs (constants first) are needed, and which results of each equation."""
@@ -163,10 +163,10 @@ class _Counter:
             live = {v for v, want in zip(jaxpr.outvars, wanted, strict=True) if want and isinstance(v, core.Var)}
             results = []
             for equation in reversed(jaxpr.eqns):
-                own = tuple(v in live for v in equation.outvars)
-                flags = zip(equation.invars, self._inputs(equation, own), strict=True)
+                needed = tuple(v in live for v in equation.outvars)
+                flags = zip(equation.invars, self._inputs(equation, needed), strict=True)
                 live |= {v for v, need in flags if need and isinstance(v, core.Var)}
-                results.append(own)
+                results.append(needed)
             inputs = tuple(v in live for v in (*jaxpr.constvars, *jaxpr.invars))
             self._needs[key] = inputs, results[::-1]
         return self._needs[key]
@@ -193,27 +193,27 @@ class _Counter:
         carry = _either(wanted, condition[conditions:])
         while True:
             body = self._need(params["body_jaxpr"].jaxpr, carry)[0]
-            if (more := _either(carry, body[constants:])) == carry:
+            if (grown := _either(carry, body[constants:])) == carry:
                 return (*condition[:conditions], *body[:constants], *carry)
-            carry = more
+            carry = grown
 
     def _scan_inputs(self, params, wanted: Wanted) -> Wanted:
         (constants, carried), body = _constants_and_carried(params), params["jaxpr"].jaxpr
-        carry, made = wanted[:carried], wanted[carried:]
+        carry, outputs = wanted[:carried], wanted[carried:]
         while True:
-            inputs = self._need(body, (*carry, *made))[0]
-            if (more := _either(carry, inputs[constants:][:carried])) == carry:
+            inputs = self._need(body, (*carry, *outputs))[0]
+            if (grown := _either(carry, inputs[constants:][:carried])) == carry:
                 return (*inputs[:constants], *carry, *inputs[constants + carried :])
-            carry = more
+            carry = grown
 
     # Evaluation, forwards; None stands for values that are not needed.
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], wanted: Wanted) -> list[Any]:
         """The wanted results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        for equation, own in zip(jaxpr.eqns, self._need(jaxpr, wanted)[1], strict=True):
+        for equation, needed in zip(jaxpr.eqns, self._need(jaxpr, wanted)[1], strict=True):
             inputs = [v.val if isinstance(v, core.Literal) else values.get(v) for v in equation.invars]
-            results = self._evaluate(equation, inputs, own)
+            results = self._evaluate(equation, inputs, needed)
             if results is not None:
                 values |= dict(zip(equation.outvars, results, strict=True))
         return [v.val if isinstance(v, core.Literal) else values.get(v) for v in jaxpr.outvars]
@@ -230,7 +230,7 @@ class _Counter:
         return results if equation.primitive.multiple_results else [results]
 
     def _inside(self, equation: core.JaxprEqn, inputs: list[Any], wanted: Wanted) -> list[Any]:
-        """Evaluate what an equation has inside, one by one."""
+        """Evaluate the equations inside an equation one by one."""
         name, params = equation.primitive.name, equation.params
         if name in LOOPS:
             loop = self._while if name == "while" else self._scan
@@ -266,19 +266,19 @@ class _Counter:
         needed = (*flags[constants : constants + carried], *wanted[carried:])
         fixed, carry, sequences = (*inputs[:constants],), inputs[constants:][:carried], inputs[constants + carried :]
         turns = range(params["length"])
-        made = []
+        outputs = []
         for i in reversed(turns) if params["reverse"] else turns:
             self._turn(name, known=True)
             elements = [x[i] if need else None for x, need in zip(sequences, flags[constants + carried :], strict=True)]
             results = self.run(body.jaxpr, body.consts, (*fixed, *carry, *elements), needed)
             carry = results[:carried]
-            made.append(results[carried:])
-        ordered = made[::-1] if params["reverse"] else made
+            outputs.append(results[carried:])
+        ordered = outputs[::-1] if params["reverse"] else outputs
         stacked = zip(wanted[carried:], *ordered, strict=True)
-        return [*carry, *(jnp.stack(each) if want else None for want, *each in stacked)]
+        return [*carry, *(jnp.stack(elements) if want else None for want, *elements in stacked)]
 
     def _size(self, equation: core.JaxprEqn) -> int:
-        """Equations that an equation evaluates, of which none is counted one by one."""
+        """Number of equations that an equation evaluates, if none of them is counted individually."""
         if (key := id(equation)) not in self._sizes:
             self._alive.append(equation)
             self._sizes[key] = self._measured(equation)
@@ -305,5 +305,5 @@ def _constants_and_carried(params: Any) -> tuple[int, int]:
 
 
 def _kept(going: np.ndarray, new: Any, old: Any) -> Any:
-    """What a turn leaves: a loop under vmap turns until all are done, and keeps what was done before."""
+    """The carry after a turn: under vmap a loop turns until all its lanes are done, and finished lanes keep theirs."""
     return jnp.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old) if going.ndim else new

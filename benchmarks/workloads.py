@@ -1,4 +1,4 @@
-"""What is measured, and what both sides of a comparison need; imports nothing beyond the standard library."""
+"""The workloads, and what both sides of a comparison need; imports nothing beyond the standard library."""
 
 import argparse
 import itertools
@@ -17,18 +17,18 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """A round of FedAvg: SGD on each of the cohort's clients, all of the same size but with `beta`.
+    """A round of FedAvg: SGD on each of the cohort's clients, all of the same size unless `beta` is given.
 
     Args:
       model: "logistic_regression" or a name that `fedjax_pcdd.models.build` knows.
       shape: (H, W, channels).
       clients: K.
-      per_client: training samples of each.
+      per_client: training samples of each client.
       batch: B; divides `per_client`.
       cohort: S, clients a round; None for all.
-      epochs: E, local epochs of each.
-      norm: "batch" or "group", of models that normalise.
-      beta: of a Dirichlet partition, whose clients are unequal, `per_client` on average.
+      epochs: E, local epochs of each client.
+      norm: "batch" or "group", for models that normalise.
+      beta: of a Dirichlet partition, whose clients are unequal with `per_client` samples on average.
     """
 
     model: str
@@ -53,12 +53,12 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples that a round trains on, each once an epoch."""
+        """Samples that a round trains on, counted once for each epoch."""
         return self.participants * self.per_client * self.epochs
 
     @property
     def data_bytes(self) -> int:
-        """Of the images as uint8."""
+        """Bytes of the images as uint8."""
         return self.stored * math.prod(self.shape)
 
 
@@ -70,19 +70,19 @@ WORKLOADS = {
     "w4lr": Workload("logistic_regression", (28, 28, 1), clients=500, per_client=20, batch=20),
 }
 
-DIRICHLET = Workload("mlp", (28, 28, 1), clients=100, per_client=200, batch=20, beta=0.1)  # PyTorch's loops have none
+DIRICHLET = Workload("mlp", (28, 28, 1), clients=100, per_client=200, batch=20, beta=0.1)  # not for the PyTorch loops
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Options that both sides of a comparison share."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--workload", choices=WORKLOADS, required=True)
-    made.add_argument("--rounds", type=_positive, default=8, help="timed rounds, after one that is not timed")
-    made.add_argument("--clients", type=_positive, help="instead of the workload's")
-    made.add_argument("--per-client", type=_positive, help="samples of a client, instead of the workload's")
-    made.add_argument("--batch", type=_positive, help="instead of the workload's")
-    made.add_argument("--json", action="store_true", help="only the JSON line, no summary on stderr")
-    return made
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--workload", choices=WORKLOADS, required=True)
+    options.add_argument("--rounds", type=_positive, default=8, help="timed rounds, after one that is not timed")
+    options.add_argument("--clients", type=_positive, help="instead of the workload's")
+    options.add_argument("--per-client", type=_positive, help="samples of a client, instead of the workload's")
+    options.add_argument("--batch", type=_positive, help="instead of the workload's")
+    options.add_argument("--json", action="store_true", help="only the JSON line, no summary on stderr")
+    return options
 
 
 def _positive(text: str) -> int:
@@ -93,16 +93,16 @@ def _positive(text: str) -> int:
 
 
 def chosen(args: argparse.Namespace) -> Workload:
-    """The workload of the command line; ends the program where a client's samples are no whole batches."""
-    given = {name: getattr(args, name) for name in ("clients", "per_client", "batch")}
-    workload = replace(WORKLOADS[args.workload], **{k: v for k, v in given.items() if v})
+    """The workload of the command line; exits if a client's samples do not fill whole batches."""
+    overrides = {name: getattr(args, name) for name in ("clients", "per_client", "batch")}
+    workload = replace(WORKLOADS[args.workload], **{k: v for k, v in overrides.items() if v})
     if workload.per_client % workload.batch:
         sys.exit(f"--batch={workload.batch} must divide --per-client={workload.per_client}.")
     return workload
 
 
 def clocks() -> tuple[float, float]:
-    """Now, in seconds: of the wall clock and of this process's work on all cores."""
+    """The time in seconds: of the wall clock, and of this process's work on all cores."""
     return time.perf_counter(), time.process_time()
 
 

@@ -27,7 +27,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torc
 
 
 def items(part: int, rehearse: bool, data: Path | None, out: Path, results: Results) -> list[Item]:
-    """The items of a part; imported late, for a worker that starts need not load what they are made from."""
+    """The items of a part; imported late, as a starting worker does not need what they are made from."""
     if part == 1:
         from benchmarks.gpu import works
 
@@ -42,7 +42,7 @@ def items(part: int, rehearse: bool, data: Path | None, out: Path, results: Resu
 
 
 def environment(part: int, rehearse: bool, out: Path) -> dict[str, str]:
-    """Of the processes of a part."""
+    """The environment variables of a part's processes."""
     if rehearse:
         return {"JAX_PLATFORMS": "cpu"}
     if part == 2:  # each compilation is timed, and each process has the device to itself
@@ -52,15 +52,15 @@ def environment(part: int, rehearse: bool, out: Path) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """What it runs on: processor, versions, and what the driver says of the GPU."""
+    """The machine: processor, versions, and the driver's description of the GPU."""
     import subprocess
 
-    known = [name for name in PACKAGES if importlib.util.find_spec(name.partition("-")[0])]
-    asked = "--query-gpu=name,driver_version,memory.total"
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name.partition("-")[0])]
+    query = "--query-gpu=name,driver_version,memory.total"
     tool = shutil.which("nvidia-smi")
-    said = subprocess.run([tool, asked, "--format=csv,noheader"], capture_output=True, text=True) if tool else None
-    gpu = said.stdout.strip().splitlines() if said else []
-    return hardware(None) | {"gpu": gpu, "versions": {name: metadata.version(name) for name in known}}
+    answer = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True, text=True) if tool else None
+    gpu = answer.stdout.strip().splitlines() if answer else []
+    return hardware(None) | {"gpu": gpu, "versions": {name: metadata.version(name) for name in installed}}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -85,7 +85,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 where nothing is left to do, 3 where the same command would go on."""
+    """Exit code: 0 if nothing is left to do, 3 if the same command would continue."""
     clock, args, done = Clock(0), parse(argv), True
     clock.seconds = 60 * args.minutes
     if args.part:
@@ -96,8 +96,8 @@ def main(argv: list[str] | None = None) -> int:
         call = Call(results, clock, workers=workers, shared=args.rehearse)
         env = environment(args.part, args.rehearse, args.out.absolute())
         done = call.work_off(todo, env, again=args.again, part=args.part, **rehearsed)
-        left = len(results.unfinished(todo))
-        print(f"{left} of {len(todo)} items are left" + (": run the same command again." if left else "."))
+        remaining = len(results.unfinished(todo))
+        print(f"{remaining} of {len(todo)} items are left" + (": run the same command again." if remaining else "."))
     if args.page and args.rehearse:
         (args.out / "gpu.md").write_text(page.page(read(args.out / "results.jsonl")), encoding="utf-8")
     elif args.page:

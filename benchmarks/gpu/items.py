@@ -1,4 +1,4 @@
-"""An item, one step of a GPU day, and the file of their results, one JSON line each."""
+"""Items, the steps of a GPU day, and the file of their results, one JSON line each."""
 
 import datetime
 import json
@@ -14,16 +14,16 @@ FINAL = ("ok", "failed")  # an item that was left out or interrupted is tried ag
 
 @dataclass(frozen=True)
 class Item:
-    """One step.
+    """One step of a GPU day.
 
     Attributes:
       name: unique, as "model resnet18".
       work: the function that does it, at the top of a module; it returns a record.
       options: its keyword arguments.
       seconds: how long it is expected to take.
-      together: whether others may use the device at the same time; never so where seconds are measured.
-      interruptible: whether it can stop early and go on in the next call; it is then given `seconds`, what is left.
-      environment: variables of its process, which is then its own.
+      together: whether others may use the device at the same time; never where seconds are measured.
+      interruptible: whether it can stop early and go on in the next call; it then gets the seconds left as `seconds`.
+      environment: variables of its process, which it then shares with no other item.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Results:
         self.lines = read(self.path)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line; what a killed process left unfinished of an earlier one is cut off first."""
+        """Append a line; an unfinished line that a killed process left is cut off first."""
         line = {**line, "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         with open(self.path, "a+b") as file:
             file.truncate(_whole(self.path.read_bytes()))
@@ -55,21 +55,23 @@ class Results:
 
     def unfinished(self, items: Sequence[Item], *, again: bool = False) -> list[Item]:
         """Items without a result, in order; with `again` those that failed, too."""
-        known = latest(self.lines)
+        last_lines = latest(self.lines)
         final = FINAL[:1] if again else FINAL
-        return [item for item in items if known.get(item.name, {}).get("status") not in final]
+        return [item for item in items if last_lines.get(item.name, {}).get("status") not in final]
 
     def pace(self, items: Sequence[Item]) -> float:
-        """How many times longer than expected the finished ones of these items took, median; 1 without any."""
-        known, expected = latest(self.lines), {item.name: item.seconds for item in items}
-        done = [
-            (known[name]["seconds"], s) for name, s in expected.items() if known.get(name, {}).get("status") == "ok"
+        """Median ratio of the seconds taken to those expected over the finished items; 1 without any."""
+        last_lines, expected = latest(self.lines), {item.name: item.seconds for item in items}
+        finished = [
+            (last_lines[name]["seconds"], s)
+            for name, s in expected.items()
+            if last_lines.get(name, {}).get("status") == "ok"
         ]
-        return statistics.median(seconds / s for seconds, s in done) if done else 1.0
+        return statistics.median(seconds / s for seconds, s in finished) if finished else 1.0
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file of results, [] where there is none."""
+    """All whole lines of a file of results, [] if there is no file."""
     if not path.exists():
         return []
     text = path.read_bytes()

@@ -31,39 +31,39 @@ their seconds say little.
 
 
 def write(folder: Path) -> None:
-    """Add a folder's results to those that are committed, if it has any, and write the page from these."""
-    known = COMMITTED.read_text().splitlines() if COMMITTED.exists() else []
+    """Add a folder's results, if it has any, to the committed ones, and write the page from these."""
+    committed = COMMITTED.read_text().splitlines() if COMMITTED.exists() else []
     new = [json.dumps(line) for line in read(folder / "results.jsonl")]
-    if lines := list(dict.fromkeys([*known, *new])):
+    if lines := list(dict.fromkeys([*committed, *new])):
         COMMITTED.write_text("\n".join(lines) + "\n")
     PAGE.write_text(page(read(COMMITTED)), encoding="utf-8")
 
 
 def page(lines: Sequence[Line]) -> str:
     """The page's text from all lines of a file of results."""
-    known = [line for line in latest(lines).values() if line["status"] != "machine"]
-    if not known:
+    items = [line for line in latest(lines).values() if line["status"] != "machine"]
+    if not items:
         return HEAD + NOTHING
-    done = [line for line in known if line["status"] == "ok"]
-    parts = [_machines(lines), _works(known, done), _fast(done), _papers(known), _troubles(known)]
-    return "\n".join([HEAD, *(part for part in parts if part)])
+    succeeded = [line for line in items if line["status"] == "ok"]
+    sections = [_machines(lines), _works(items, succeeded), _fast(succeeded), _papers(items), _troubles(items)]
+    return "\n".join([HEAD, *(section for section in sections if section)])
 
 
 def _machines(lines: Sequence[Line]) -> str:
-    """What it ran on; each machine once."""
-    seen = []
+    """The machines it ran on, each once."""
+    machines = []
     for line in (line for line in lines if line["status"] == "machine"):
         versions = ", ".join(f"{name} {number}" for name, number in line["versions"].items())
         gpu = "; ".join(line["gpu"]) or "no GPU"
-        seen.append(
+        machines.append(
             f"- {gpu}; {line['cpu']}, {line['cores']} cores; Python {line['python']}, {versions}; {line['date']}."
         )
     note = "\n**A rehearsal on a CPU: these numbers mean nothing.**" if any(x.get("rehearsed") for x in lines) else ""
-    return "\n".join([*dict.fromkeys(seen), note, ""])
+    return "\n".join([*dict.fromkeys(machines), note, ""])
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; numbers with three digits, nothing for None. "" without rows."""
+    """A Markdown table, with numbers to three digits and nothing for None; "" without rows."""
     cells = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     rule = "|---" + "|---:" * (len(heads) - 1) + "|"
     return "\n".join([f"| {' | '.join(heads)} |", rule, *cells, ""]) if cells else ""
@@ -78,7 +78,7 @@ def _cell(value: Any) -> str:
 
 
 def _section(title: str, *parts: str) -> str:
-    """A chapter of the parts that have something; "" where none has."""
+    """A section of those parts that are not empty; "" if all are."""
     filled = [part for part in parts if part]
     return "\n".join([f"## {title}", "", *filled]) if filled else ""
 
@@ -95,21 +95,21 @@ def _columns(lines: Sequence[Line], *names: str) -> list[list[Any]]:
     return [[line.get(name) for name in names] for line in lines]
 
 
-def _works(known: Sequence[Line], done: Sequence[Line]) -> str:
+def _works(items: Sequence[Line], succeeded: Sequence[Line]) -> str:
     """Part 1."""
     ceilings = []
-    for line in _named(done, "ceilings"):
+    for line in _named(succeeded, "ceilings"):
         ceilings.append(["copy, GB/s read and written", line["copy_gb_s"]])
         for precision in ("float32", "tf32", "bfloat16"):
             ceilings.append([f"large product, {precision}, TFLOP/s", line[f"{precision}_tflop_s"]])
-    resumed = _columns(_named(done, "killed"), "killed_after", "rounds", "loss_difference")
-    lanes = _columns(_named(done, "lanes"), "name", "difference_1_round", "difference_3_rounds")
-    memory = _columns(_named(done, "memory"), "clients", "device_peak_memory_mb", "images_mb")
+    resumed = _columns(_named(succeeded, "killed"), "killed_after", "rounds", "loss_difference")
+    lanes = _columns(_named(succeeded, "lanes"), "name", "difference_1_round", "difference_3_rounds")
+    memory = _columns(_named(succeeded, "memory"), "clients", "device_peak_memory_mb", "images_mb")
     return _section(
         "Does it work",
         _titled("The device's ceilings", table(["", "measured"], ceilings)),
-        SHARED if _named(known, "method ") else "",
-        *(_titled(f"Every {kind}, two rounds", _two_rounds(_named(known, f"{kind} "))) for kind in ("method", "model")),
+        SHARED if _named(items, "method ") else "",
+        *(_titled(f"Every {kind}, two rounds", _two_rounds(_named(items, f"{kind} "))) for kind in ("method", "model")),
         _titled("A run ended by SIGKILL and continued, beside one in peace",
                 table(["killed after round", "rounds", "largest relative difference of a loss"], resumed)),
         _titled("One lane and ten, full float32: largest difference over the largest parameter",
@@ -119,20 +119,20 @@ def _works(known: Sequence[Line], done: Sequence[Line]) -> str:
 
 
 def _two_rounds(lines: Sequence[Line]) -> str:
-    heads = ["", "works", "compiling, s", "second round, s", "peak MB of the device"]
+    headings = ["", "works", "compiling, s", "second round, s", "peak MB of the device"]
     rows = _columns(lines, "compile_seconds", "seconds_per_round", "device_peak_memory_mb")
     states = ({"ok": "yes", "failed": "**no**"}.get(line["status"], line["status"]) for line in lines)
     names = (line["name"].partition(" ")[2] for line in lines)
-    return table(heads, ([name, state, *row] for name, state, row in zip(names, states, rows, strict=True)))
+    return table(headings, ([name, state, *row] for name, state, row in zip(names, states, rows, strict=True)))
 
 
-def _fast(done: Sequence[Line]) -> str:
+def _fast(succeeded: Sequence[Line]) -> str:
     """Part 2."""
-    ours = [line for line in done if "median_s" in line and "precision" in line]
+    ours = [line for line in succeeded if "median_s" in line and "precision" in line]
     grid = sorted(ours, key=lambda line: (line["workload"], line["method"], line["median_s"]))
-    steps = _columns(_named(done, "barrier"), "name", "step_s", "tflop_s", "compiling_and_all_s")
-    turns = _columns(_named(done, "turns"), "name", "sums", "turn_us")
-    heads = [
+    steps = _columns(_named(succeeded, "barrier"), "name", "step_s", "tflop_s", "compiling_and_all_s")
+    turns = _columns(_named(succeeded, "turns"), "name", "sums", "turn_us")
+    headings = [
         "",
         "lanes",
         "precision",
@@ -144,25 +144,25 @@ def _fast(done: Sequence[Line]) -> str:
     ]
     names = ("lanes", "precision", "form", "median_s", "samples_per_s", "compile_s", "device_peak_memory_mb")
     cells = ([_label(line), *_columns([line], *names)[0]] for line in grid)
-    accuracy = _columns(_named(done, "accuracy"), "precision", "ga_best", "ga_mean_last10", "seconds_per_round")
+    accuracy = _columns(_named(succeeded, "accuracy"), "precision", "ga_best", "ga_mean_last10", "seconds_per_round")
     return _section(
         "How fast is it",
-        _titled("Seconds a round, beside PyTorch on the same device", _versus(ours, _named(done, "torch"))),
-        _titled("Lanes, precision and forms", table(heads, cells)),
-        _titled("Experiments of a sweep together, and one after another", _sweeps(_named(done, "sweep"))),
-        _titled("What the device executes in a round", _launches(_named(done, "launches"))),
-        _titled("Unequal clients: Dirichlet(0.1), 100 clients of 200 samples on average", _unequal(done)),
+        _titled("Seconds a round, beside PyTorch on the same device", _versus(ours, _named(succeeded, "torch"))),
+        _titled("Lanes, precision and forms", table(headings, cells)),
+        _titled("Experiments of a sweep together, and one after another", _sweeps(_named(succeeded, "sweep"))),
+        _titled("What the device executes in a round", _launches(_named(succeeded, "launches"))),
+        _titled("Unequal clients: Dirichlet(0.1), 100 clients of 200 samples on average", _unequal(succeeded)),
         _titled("A turn of a loop of small sums", table(["", "sums a turn", "microseconds"], turns)),
         _titled(
             "A training step of ResNet18, batch 50, alone", table(["", "s", "TFLOP/s", "all with compiling, s"], steps)
         ),
         _titled("Precision and accuracy, a CNN on digits", table(["", "GA best", "last ten", "s a round"], accuracy)),
-        _titled("Workloads for which others printed numbers", _printed(_named(done, "printed"))),
+        _titled("Workloads for which others printed numbers", _printed(_named(succeeded, "printed"))),
     )
 
 
 def _label(line: Line) -> str:
-    """The workload, with the method where it is another than FedAvg."""
+    """The workload, with the method unless it is FedAvg."""
     return line["workload"] + ("" if line["method"] == "fedavg" else f", {line['method']}")
 
 
@@ -171,20 +171,20 @@ def _fastest(lines: Iterable[Line], allowed: Callable[[Line], bool]) -> Line | N
 
 
 def _versus(ours: Sequence[Line], torch: Sequence[Line]) -> str:
-    """Our best setting in float32 products (TF32) and in bfloat16, and PyTorch's ways, by workload."""
+    """Our best setting with float32 products (TF32) and in bfloat16, beside PyTorch's variants, by workload."""
     rows = []
     for name in dict.fromkeys(line["workload"] for line in ours if line["method"] == "fedavg"):
-        own = [line for line in ours if line["workload"] == name and line["method"] == "fedavg"]
-        tf32 = _fastest(own, lambda line: line["precision"] == "tf32")
-        half = _fastest(own, lambda line: line["precision"] == "bfloat16")
-        theirs = {line["kind"]: line["median_s"] for line in torch if line["workload"] == name}
+        fedavg_lines = [line for line in ours if line["workload"] == name and line["method"] == "fedavg"]
+        tf32 = _fastest(fedavg_lines, lambda line: line["precision"] == "tf32")
+        half = _fastest(fedavg_lines, lambda line: line["precision"] == "bfloat16")
+        torch_seconds = {line["kind"]: line["median_s"] for line in torch if line["workload"] == name}
         seconds = [line and line["median_s"] for line in (tf32, half)]
-        best = min((s for kind, s in theirs.items() if kind != "compiled"), default=None)
+        best = min((s for kind, s in torch_seconds.items() if kind != "compiled"), default=None)
         ratio = best / seconds[0] if best and seconds[0] else None
-        rows.append([name, *seconds, *(theirs.get(k) for k in ("plain", "tuned", "vmap", "compiled")), ratio])
-    heads = ["", "ours, TF32", "ours, bfloat16", "plain loop", "tuned loop", "torch.func.vmap",
+        rows.append([name, *seconds, *(torch_seconds.get(k) for k in ("plain", "tuned", "vmap", "compiled")), ratio])
+    headings = ["", "ours, TF32", "ours, bfloat16", "plain loop", "tuned loop", "torch.func.vmap",
              "tuned, bfloat16 and torch.compile", "best of PyTorch without bfloat16 / ours in TF32"]  # fmt: skip
-    return table(heads, rows)
+    return table(headings, rows)
 
 
 def _sweeps(lines: Sequence[Line]) -> str:
@@ -201,13 +201,13 @@ def _launches(lines: Sequence[Line]) -> str:
     return table(["", "lanes", "kernels", "predicted without a device", "copies", "device busy, ms"], rows)
 
 
-def _unequal(done: Sequence[Line]) -> str:
-    """Jobs in blocks of b, from which the program's own choice should not be far."""
-    lines = _named(done, "unequal")
+def _unequal(succeeded: Sequence[Line]) -> str:
+    """Jobs in blocks of b; the program's own choice should not be far from the best."""
+    lines = _named(succeeded, "unequal")
     names = (line["name"].rpartition(", ")[2] for line in lines)
     rows = _columns(lines, "lanes", "block", "median_s", "compile_s", "device_peak_memory_mb")
-    heads = ["", "lanes", "b", "s a round", "compiling, s", "peak MiB"]
-    return table(heads, ([name, *row] for name, row in zip(names, rows, strict=True)))
+    headings = ["", "lanes", "b", "s a round", "compiling, s", "peak MiB"]
+    return table(headings, ([name, *row] for name, row in zip(names, rows, strict=True)))
 
 
 def _printed(lines: Sequence[Line]) -> str:
@@ -217,10 +217,10 @@ def _printed(lines: Sequence[Line]) -> str:
     return "\n".join([text, *sources, ""]) if text else ""
 
 
-def _papers(known: Sequence[Line]) -> str:
+def _papers(items: Sequence[Line]) -> str:
     """Part 3: every run as far as it has come."""
     runs: dict[str, Line] = {}
-    for line in (line for line in known if "run" in line):
+    for line in (line for line in items if "run" in line):
         if line["rounds"] >= runs.get(line["run"], {"rounds": 0})["rounds"]:
             runs[line["run"]] = line
     rows = []
@@ -229,7 +229,7 @@ def _papers(known: Sequence[Line]) -> str:
         percent = [None if share is None else f"{100 * share:.2f}" for share in shares]
         rows.append([run, f"{line['rounds']} of {line['of']}", *percent, line["printed_ga_pct"],
                      line.get("seconds_per_round")])  # fmt: skip
-    heads = [
+    headings = [
         "",
         "rounds",
         "GA best, %",
@@ -239,12 +239,12 @@ def _papers(known: Sequence[Line]) -> str:
         "printed GA after all rounds",
         "s a round",
     ]
-    return _section("The papers: ResNet18 on Fashion-MNIST", table(heads, rows))
+    return _section("The papers: ResNet18 on Fashion-MNIST", table(headings, rows))
 
 
-def _troubles(known: Sequence[Line]) -> str:
+def _troubles(items: Sequence[Line]) -> str:
     """What failed, and what was left out and why."""
-    failed = [f"- {line['name']}:\n\n        " + line["error"].replace("\n", "\n        ") for line in known
+    failed = [f"- {line['name']}:\n\n        " + line["error"].replace("\n", "\n        ") for line in items
               if line["status"] == "failed"]  # fmt: skip
-    left = [f"- {line['name']}: {line['reason']}." for line in known if line["status"] == "left out"]
-    return _section("What failed, or was left out", *failed, *left)
+    left_out = [f"- {line['name']}: {line['reason']}." for line in items if line["status"] == "left out"]
+    return _section("What failed, or was left out", *failed, *left_out)

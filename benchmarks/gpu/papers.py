@@ -1,7 +1,8 @@
 """Part 3, the papers: ResNet18 on Fashion-MNIST, two classes a client, at the papers' settings, as far as time allows.
 
-A run takes long, hence stages: all runs of a group come to round 10, then to 30, then to their end, so that methods are
-compared at equal rounds whenever the time is over. A run stops at a checkpoint and goes on in the next stage.
+As a run takes long, there are stages: all runs of a group come to round 10, then to 30, then to their end, so that
+methods are compared at equal rounds whenever the time runs out. A run stops at a checkpoint and goes on in the next
+stage.
 """
 
 import csv
@@ -31,27 +32,27 @@ GELA = {
 
 def groups(split: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Runs of a split by name: FedMR's table, FedGELA's with its first readings, and its other readings."""
-    mr = {
+    fedmr_runs = {
         f"fedavg {split}": _preset("fedmr/table1", split, "fedavg"),
         f"fedmr {split}": _preset("fedmr/table1", split, "fedmr"),
         f"fedmr {split}, all rivals": _preset("fedmr/table1", split, "fedmr") | {"negatives": "all"},
     }
-    clients = {"clients": mr[f"fedavg {split}"]["clients"]} | FMNIST
-    plain, gela = (_preset("fedgela/table5", "cifar10-P10C2", name) | clients for name in ("fedavg", "fedgela"))
-    readings = {f"fedgela {split}, {name}": gela | reading for name, reading in GELA.items()}
-    first, rest = dict(list(readings.items())[:3]), dict(list(readings.items())[3:])
-    return mr, {f"fedavg {split}, two layers": plain, **first}, rest
+    clients = {"clients": fedmr_runs[f"fedavg {split}"]["clients"]} | FMNIST
+    fedavg, fedgela = (_preset("fedgela/table5", "cifar10-P10C2", name) | clients for name in ("fedavg", "fedgela"))
+    readings = {f"fedgela {split}, {name}": fedgela | reading for name, reading in GELA.items()}
+    first_readings, other_readings = dict(list(readings.items())[:3]), dict(list(readings.items())[3:])
+    return fedmr_runs, {f"fedavg {split}, two layers": fedavg, **first_readings}, other_readings
 
 
 def _preset(name: str, split: str, method: str) -> dict[str, Any]:
-    """Options of a cell of a table."""
+    """The options of a cell of a table."""
     from fedjax_pcdd.training.presets import preset_values, read_preset
 
     return {**preset_values(read_preset(name), method, split), "method": method, "seed": 0}
 
 
 def printed(split: str, method: str) -> float | None:
-    """GA in FedMR's Table 1, per cent."""
+    """The GA that FedMR's Table 1 prints, in percent; None if it prints none."""
     from fedjax_pcdd.training.presets import PAPERS
 
     with open(PAPERS / "expected" / "fedmr_table1.csv", newline="", encoding="utf-8") as file:
@@ -75,24 +76,24 @@ def items(rehearse: bool, data: Path | None, runs: Path, results: Sequence[Mappi
         common |= {"model": "mlp", "train_samples": 400, "test_samples": 40, "rounds": 3, "local_epochs": 1}
         common |= {"batch_size": 20, "fine_tune_epochs": 0}
         stages = (1, 3)
-    made = []
+    steps = []
     for group in order:
         for stage in stages:
             for name, options in group.items():
-                given = {"run": name, "options": options | common, "runs": str(runs), "upto": stage}
-                made.append(Item(f"{name}, to round {stage}", train, given, 600, interruptible=True))
-    return made
+                arguments = {"run": name, "options": options | common, "runs": str(runs), "upto": stage}
+                steps.append(Item(f"{name}, to round {stage}", train, arguments, 600, interruptible=True))
+    return steps
 
 
 def best_lanes(results: Sequence[Mapping[str, Any]]) -> int:
-    """The lanes that were fastest for ResNet18 in part 2; one, the safe choice, before that was measured."""
-    usual = {"status": "ok", "workload": "w3", "method": "fedavg", "precision": "tf32"}
-    measured = [r for r in results if usual.items() <= r.items() and r["form"] in (None, "timed")]
+    """The number of lanes that was fastest for ResNet18 in part 2; until that is measured one, the safe choice."""
+    setting = {"status": "ok", "workload": "w3", "method": "fedavg", "precision": "tf32"}
+    measured = [r for r in results if setting.items() <= r.items() and r["form"] in (None, "timed")]
     return min(measured, key=lambda r: r["median_s"])["lanes"] if measured else 1
 
 
 def train(run: str, options: dict[str, Any], runs: str, upto: int, seconds: float) -> dict[str, Any]:
-    """Train a run up to a round or until the seconds are over; what it has come to.
+    """Train a run up to a round or until the seconds are over, and return how far it has come.
 
     Raises:
       Lacking: the data set is not where it should be.
@@ -108,11 +109,11 @@ def train(run: str, options: dict[str, Any], runs: str, upto: int, seconds: floa
     folder.parent.mkdir(parents=True, exist_ok=True)
     training.train(options, folder, last=upto if upto < options["rounds"] else None, seconds=seconds)
     rows = training.rows(folder)
-    done = len(rows) >= min(upto, options["rounds"])
+    reached = len(rows) >= min(upto, options["rounds"])
     split = f"P{options['clients']}C{options['classes_per_client']}"
     plain = options.get("neck", 0) == 0 and options["method"] != "fedgela"
     record = {"run": run, "rounds": len(rows), "of": options["rounds"], "lanes": options["lanes"]}
-    record |= {"status": "ok"} if done else {"status": "interrupted", "reason": f"after round {len(rows)}"}
+    record |= {"status": "ok"} if reached else {"status": "interrupted", "reason": f"after round {len(rows)}"}
     record["printed_ga_pct"] = printed(split, options["method"]) if plain else None
     return record | _accuracies(rows, training.summary(folder)) | device()
 

@@ -18,7 +18,7 @@ from benchmarks.workloads import DIRICHLET, WORKLOADS, Workload
 ROUNDS = 5
 DIGITS = replace(TINY, model="mcmahan_cnn")
 PRECISIONS = ("tf32", "bfloat16", "float32")
-LANES = {"w1": (10, 1), "w2": (10, 1), "w3": (10, 2, 1), "w4": (500, 50)}  # several first
+LANES = {"w1": (10, 1), "w2": (10, 1), "w3": (10, 2, 1), "w4": (500, 50)}  # many lanes first
 FORMS = ("grouped", "gemm", "loop")
 TORCH = ("tuned", "compiled", "vmap", "plain")
 
@@ -54,50 +54,50 @@ def items(rehearse: bool) -> list[Item]:
     """The steps of part 2, most valuable first."""
     if rehearse:
         return _rehearsal()
-    made = [ours("w4", 500), ours("w1", 10), ours("w3", 1), ours("w3", 10), ours("w2", 10)]
-    made += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
-    made += [ours(workload, 10, form="timed") for workload in ("w1", "w3", "w2")]
-    made += [_sweep("w1", 10, 160), *(_launches(workload, LANES[workload][0]) for workload in ("w4", "w1"))]
-    made += [_torch(workload, "vmap") for workload in ("w4", "w1")]
-    made += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
-    made += [_turns("dynamic"), _resnet(False), ours("w4", 500, method="scaffold"), _sweep("w4small", 100, 1600)]
-    made += [_ragged(100, None), _ragged(100, 100), _torch("w1", "compiled"), _resnet(True)]
-    made += [ours(w, 10, "tf32", form) for w in ("w1", "w3") for form in FORMS]
-    made += [ours(w, LANES[w][0], "bfloat16") for w in ("w3", "w1")]
-    made += [_turns("static"), _turns("dynamic", graphs=True)]
-    made += [_ragged(lanes, block) for lanes in (100, 32) for block in (None, lanes, 32, 8, 1)]
-    made += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w3", "w4", "w2")]
-    made += [ours(w, lanes, precision, form) for precision in PRECISIONS for w in ("w1", "w3", "w2", "w4")
+    steps = [ours("w4", 500), ours("w1", 10), ours("w3", 1), ours("w3", 10), ours("w2", 10)]
+    steps += [_torch(workload, "tuned") for workload in ("w4", "w1", "w3", "w2")]
+    steps += [ours(workload, 10, form="timed") for workload in ("w1", "w3", "w2")]
+    steps += [_sweep("w1", 10, 160), *(_launches(workload, LANES[workload][0]) for workload in ("w4", "w1"))]
+    steps += [_torch(workload, "vmap") for workload in ("w4", "w1")]
+    steps += [_printed(name, method, PRINTED[name]["lanes"][0]) for name, method in _printed_methods()]
+    steps += [_turns("dynamic"), _resnet(False), ours("w4", 500, method="scaffold"), _sweep("w4small", 100, 1600)]
+    steps += [_ragged(100, None), _ragged(100, 100), _torch("w1", "compiled"), _resnet(True)]
+    steps += [ours(w, 10, "tf32", form) for w in ("w1", "w3") for form in FORMS]
+    steps += [ours(w, LANES[w][0], "bfloat16") for w in ("w3", "w1")]
+    steps += [_turns("static"), _turns("dynamic", graphs=True)]
+    steps += [_ragged(lanes, block) for lanes in (100, 32) for block in (None, lanes, 32, 8, 1)]
+    steps += [_torch(workload, kind) for kind in ("compiled", "vmap") for workload in ("w3", "w4", "w2")]
+    steps += [ours(w, lanes, precision, form) for precision in PRECISIONS for w in ("w1", "w3", "w2", "w4")
              for lanes in LANES[w] for form in (FORMS if lanes > 1 and w != "w4" else (None,))]  # fmt: skip
-    made += [_accuracy(precision) for precision in PRECISIONS]
-    made += [_printed(name, method, PRINTED[name]["lanes"][1]) for name, method in _printed_methods()]
-    made += [_torch(workload, "plain") for workload in ("w4", "w1", "w2", "w3")]
-    made += [_torch(name, "tuned") for name in ("pfl-research", "PFLlib")]
-    return list({item.name: item for item in made}.values())
+    steps += [_accuracy(precision) for precision in PRECISIONS]
+    steps += [_printed(name, method, PRINTED[name]["lanes"][1]) for name, method in _printed_methods()]
+    steps += [_torch(workload, "plain") for workload in ("w4", "w1", "w2", "w3")]
+    steps += [_torch(name, "tuned") for name in ("pfl-research", "PFLlib")]
+    return list({item.name: item for item in steps}.values())
 
 
 def _rehearsal() -> list[Item]:
     """Each kind of item once, tiny."""
-    made = [
+    steps = [
         ours("tiny", 2),
         ours("tiny", 2, "bfloat16", "grouped"),
         ours("digits", 2, form="timed"),
         *(_torch("tiny", kind) for kind in TORCH),
     ]
-    made += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
-    made += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=1, model="mlp")]
-    return made + [_ragged(4, 2, tiny=True), _printed("PFLlib", "fedavg", 2, tiny=True)]
+    steps += [_resnet(False, tiny=True), _turns("dynamic"), _launches("tiny", 3)]
+    steps += [_sweep("digits", 2, 4, experiments=2, rounds=1), _accuracy("tf32", rounds=1, model="mlp")]
+    return steps + [_ragged(4, 2, tiny=True), _printed("PFLlib", "fedavg", 2, tiny=True)]
 
 
 def ours(workload: str, lanes: int, precision: str = "tf32", form: str | None = None, method: str = "fedavg") -> Item:
     """Our engine's round.
 
     Args:
-      form: how lanes of convolutions run, "timed" for what is fastest on this device, None for the packaged table's.
+      form: how lanes of convolutions run, "timed" for the fastest on this device, None for the packaged table's.
     """
     options = {"workload": workload, "lanes": lanes, "precision": precision, "form": form, "method": method}
-    other = [word for word in (form, method) if word not in (None, "fedavg")]
-    name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *map(str, other)])
+    extras = [word for word in (form, method) if word not in (None, "fedavg")]
+    name = ", ".join([f"ours {workload}", f"{lanes} lanes", precision, *map(str, extras)])
     return Item(name, ours_once, options, 45 if workload in ("w2", "w3") else 25)
 
 
@@ -112,7 +112,7 @@ def _resnet(barrier: bool, *, tiny: bool = False) -> Item:
 
 
 def _turns(kind: str, *, graphs: bool = False) -> Item:
-    """Turns of a loop; graphs: where XLA may put whole loops into command buffers (CUDA graphs)."""
+    """Turns of a loop; with `graphs` XLA may put whole loops into command buffers (CUDA graphs)."""
     flags = "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL --xla_gpu_graph_min_graph_size=1"
     name = f"turns, {kind}" + (", command buffers allowed" if graphs else "")
     environment = {"XLA_FLAGS": flags} if graphs else {}
@@ -124,8 +124,10 @@ def _launches(workload: str, lanes: int) -> Item:
 
 
 def _ragged(lanes: int, block: int | None, *, tiny: bool = False) -> Item:
-    chosen = "chosen by the program" if block is None else f"of {block}"
-    return Item(f"unequal, {lanes} lanes, blocks {chosen}", ragged, {"lanes": lanes, "block": block, "tiny": tiny}, 25)
+    block_text = "chosen by the program" if block is None else f"of {block}"
+    return Item(
+        f"unequal, {lanes} lanes, blocks {block_text}", ragged, {"lanes": lanes, "block": block, "tiny": tiny}, 25
+    )
 
 
 def _accuracy(precision: str, rounds: int = 30, model: str = "mcmahan_cnn") -> Item:
@@ -159,10 +161,10 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
     from fedjax_pcdd.models import convolution_table
     from fedjax_pcdd.models.convolution_table import Rule
 
-    chosen = _timed_forms(workload, lanes, options["precision"]) if form == "timed" else None
+    rules = _timed_forms(workload, lanes, options["precision"]) if form == "timed" else None
     with ExitStack() as stack:
-        if chosen:
-            model = round_time.build(workload, options["precision"]).clone(convolutions=chosen)
+        if rules:
+            model = round_time.build(workload, options["precision"]).clone(convolutions=rules)
             stack.enter_context(mock.patch.object(round_time, "build", return_value=model))
         elif form:
             stack.enter_context(mock.patch.object(convolution_table, "rule_for", return_value=Rule("direct", form)))
@@ -170,7 +172,7 @@ def _timed(workload: Workload, lanes: int, rounds: int, form: str | None = None,
         timed = workloads.timing(time_rounds(simulated, rounds), workload.samples)
     timed |= {"lanes": simulated.program.lanes, "block": simulated.program.blocks.size}
     timed |= {"device_peak_memory_mb": device_peak_mb(jax.devices()[0])}
-    return timed | ({"rules": convolution_table.as_json(chosen)} if chosen else {})
+    return timed | ({"rules": convolution_table.as_json(rules)} if rules else {})
 
 
 def _timed_forms(workload: Workload, lanes: int, precision: str) -> Any:
@@ -180,15 +182,15 @@ def _timed_forms(workload: Workload, lanes: int, precision: str) -> Any:
     from fedjax_pcdd.engine.tuning import operations, time_forms
     from fedjax_pcdd.training.device_choices import SECONDS
 
-    asked = operations(build(workload, precision), workload.shape, workload.batch, lanes, TYPES[precision])
-    return time_forms(asked, time.perf_counter() + SECONDS)
+    to_time = operations(build(workload, precision), workload.shape, workload.batch, lanes, TYPES[precision])
+    return time_forms(to_time, time.perf_counter() + SECONDS)
 
 
 def ours_once(workload: str, lanes: int, precision: str, form: str | None, method: str) -> dict[str, Any]:
     """A workload's round by our engine."""
     record = _timed(_workload(workload), lanes, ROUNDS, form, method=method, precision=precision)
-    given = {"workload": workload, "precision": precision, "form": form, "method": method}
-    return given | record | device()
+    setting = {"workload": workload, "precision": precision, "form": form, "method": method}
+    return setting | record | device()
 
 
 def torch(workload: str, kind: str) -> dict[str, Any]:
@@ -203,12 +205,12 @@ def torch(workload: str, kind: str) -> dict[str, Any]:
     if not cuda and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise Lacking("PyTorch sees no GPU")
     case, threads = _workload(workload), torch_loop.torch.get_num_threads()
-    where = "cuda" if cuda and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
+    device_name = "cuda" if cuda and os.environ.get("JAX_PLATFORMS") != "cpu" else "cpu"
     if kind == "vmap":
-        record = torch_vmap.measure(workload, case, ROUNDS, where)
+        record = torch_vmap.measure(workload, case, ROUNDS, device_name)
     else:
-        ways = {"tuned": kind == "tuned", "compiled": kind == "compiled"}
-        record = torch_loop.measure(workload, case, ROUNDS, threads, device=where, **ways)
+        variant = {"tuned": kind == "tuned", "compiled": kind == "compiled"}
+        record = torch_loop.measure(workload, case, ROUNDS, threads, device=device_name, **variant)
     return record | {"kind": kind}
 
 
@@ -221,7 +223,7 @@ def sweep(name: str, experiments: int, rounds: int, lanes: int) -> dict[str, Any
 
 
 def ragged(lanes: int, block: int | None, tiny: bool) -> dict[str, Any]:
-    """A round of unequal clients, whose jobs begin and end in blocks of so many."""
+    """A round of unequal clients, whose jobs begin and end in blocks of `block`."""
     workload = replace(DIRICHLET, clients=5, shape=TINY.shape) if tiny else DIRICHLET
     return _timed(workload, lanes, ROUNDS, precision="tf32", block=block) | device()
 
@@ -229,7 +231,8 @@ def ragged(lanes: int, block: int | None, tiny: bool) -> dict[str, Any]:
 def launches(workload: str, lanes: int) -> dict[str, Any]:
     """What the device executes in one round: kernels and copies, and the kernels that take most of the time.
 
-    Their names tell which library computes a product: cuBLAS and cuDNN say so (or xmma, cutlass), Triton's are fusions.
+    Their names show which library computes a product: cuBLAS and cuDNN name themselves (or xmma, cutlass), Triton's are
+    fusions.
     """
     import jax
 
@@ -246,7 +249,7 @@ def launches(workload: str, lanes: int) -> dict[str, Any]:
         spent: dict[str, list[float]] = {}
         for event in (event for line in lines for event in line.events):
             spent.setdefault(event.name, []).append(event.duration_ns / 1e6)
-    copies = sum(len(each) for name, each in spent.items() if name.startswith(("Memcpy", "Memset")))
+    copies = sum(len(times) for name, times in spent.items() if name.startswith(("Memcpy", "Memset")))
     longest = sorted(spent, key=lambda name: -sum(spent[name]))[:15]
     record = {
         "kernels": sum(map(len, spent.values())) - copies,
@@ -258,7 +261,7 @@ def launches(workload: str, lanes: int) -> dict[str, Any]:
 
 
 def predicted(workload: str, lanes: int) -> dict[str, Any]:
-    """What `benchmarks.accelerator` has counted of such a round without a device; {} where it has not."""
+    """What `benchmarks.accelerator` has counted for such a round without a device; {} if it has not."""
     from benchmarks.survey import RESULTS, read
 
     counted = read(RESULTS).get("h100", {}).get("rounds", {}).get(f"{workload}, {lanes} lanes", {})
@@ -268,7 +271,7 @@ def predicted(workload: str, lanes: int) -> dict[str, Any]:
 def resnet_step(barrier: bool, tiny: bool) -> dict[str, Any]:
     """A training step of ResNet18, with the barrier between a strided slice and its product, or without it.
 
-    Without it XLA's GPU compiler aborts, where it was asked without a device (docs/performance.md).
+    Without it XLA's GPU compiler aborts, at least when it compiles without a device (docs/performance.md).
     """
     from benchmarks.limits import bare_step
     from benchmarks.round_time import build
@@ -306,7 +309,7 @@ def turns(sums: int, static: bool) -> dict[str, Any]:
 
 
 def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
-    """GA on scikit-learn's digits in a precision, and seconds."""
+    """GA on scikit-learn's digits in a precision, and seconds a round."""
     options = {
         "dataset": "digits",
         "model": "mcmahan_cnn",
@@ -319,12 +322,12 @@ def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         training.train(options, Path(folder) / "run")
         result = training.summary(Path(folder) / "run")
-    kept = ("ga_best", "ga_last", "ga_mean_last10", "seconds_per_round")
-    return {"precision": precision, "rounds": rounds} | {name: result[name] for name in kept} | device()
+    names = ("ga_best", "ga_last", "ga_mean_last10", "seconds_per_round")
+    return {"precision": precision, "rounds": rounds} | {name: result[name] for name in names} | device()
 
 
 def printed(name: str, method: str, lanes: int, tiny: bool) -> dict[str, Any]:
-    """Our round of a workload for which others printed a number, with that number and where it stands."""
+    """Our round of a workload for which others printed a number, with that number and its source."""
     case = PRINTED[name]
     workload = replace(case["workload"], model="mlp", clients=2, per_client=20) if tiny else case["workload"]
     record = _timed(workload, lanes, 3, method=method, precision="tf32")

@@ -1,4 +1,4 @@
-"""A run with options, as the command line has them, but through the library: stopped, killed and continued at will."""
+"""Runs with the options of the command line, but through the library: stopped, killed and continued at will."""
 
 import json
 import math
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Enough(BaseException):
-    """A run has come as far as it was asked to."""
+    """A run has come as far as requested."""
 
 
 class Until(Callback):
-    """What a run tells of its rounds; ends it after a round, or when another one would not fit into the time."""
+    """Ends a run after a given round, or when another round would not fit into the time."""
 
     def __init__(self, last: int | None, seconds: float | None):
         now = time.monotonic()
@@ -33,9 +33,9 @@ class Until(Callback):
         self.before, self.longest = now, None
 
     def on_round(self, run: Run, report: RoundReport) -> None:
-        """A round is done, and in the checkpoint that is being written."""
+        """Called when a round is done and is in the checkpoint being written."""
         now = time.monotonic()
-        # The first round of a process compiles, so that it says nothing about the next one.
+        # The first round of a process compiles, so it says nothing about the next one.
         self.longest = 0.0 if self.longest is None else max(self.longest, now - self.before)
         self.before = now
         if run.round == self.last or now + 1.2 * self.longest > self.end:
@@ -46,9 +46,9 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     """Begin or continue a run in a folder.
 
     Args:
-      options: of `experiments/run.py`, by the names of fields.
-      last: round after which it stops though it has more.
-      seconds: after which it does.
+      options: those of `experiments/run.py`, by field name.
+      last: round after which the run stops, even if it has more.
+      seconds: time after which it stops.
 
     Returns:
       Whether it has come to its last round.
@@ -59,8 +59,8 @@ def train(options: Mapping[str, Any], folder: Path, *, last: int | None = None, 
     begun = (folder / "config.yaml").is_file()
     if last is not None and begun and len(rows(folder)) >= last:
         return (folder / "summary.json").is_file()
-    where = {"resume": folder} if begun else {}
-    config, method = build({**options, "run_dir": folder, "quiet": True, **where})
+    resumption = {"resume": folder} if begun else {}
+    config, method = build({**options, "run_dir": folder, "quiet": True, **resumption})
     try:
         run(config, method, last=[Until(last, seconds)])
     except Enough:
@@ -78,7 +78,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The result of a run that is done, {} before."""
+    """The result of a finished run, {} before its end."""
     file = folder / "summary.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -105,35 +105,35 @@ def random_text(folder: Path, speakers: int, length: int) -> dict[str, Any]:
 
 
 def killed(options: Mapping[str, Any], folder: Path, after: int, seconds: float = 300.0) -> int:
-    """Run in another process, and end that by SIGKILL when it has done some rounds; how many it had done.
+    """Run in another process, end that by SIGKILL after some rounds, and return how many it had done.
 
     Raises:
-      RuntimeError: it ended by itself, or did not come so far in time.
+      RuntimeError: it ended by itself, or did not come that far in time.
     """
-    given = json.dumps({**options, "data_dir": str(options["data_dir"])})
-    command = [sys.executable, "-m", "benchmarks.gpu.training", given, str(folder)]
+    options_json = json.dumps({**options, "data_dir": str(options["data_dir"])})
+    command = [sys.executable, "-m", "benchmarks.gpu.training", options_json, str(folder)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         end = time.monotonic() + seconds
         while len(rows(folder)) < after and process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
-        done = process.poll()
+        exit_code = process.poll()
         process.kill()
         process.wait()
         log.seek(0)
-        if done is not None or len(rows(folder)) < after:
+        if exit_code is not None or len(rows(folder)) < after:
             raise RuntimeError(f"the run that was to be killed ended too early or was too slow: {log.read()[-2000:]}")
     return len(rows(folder))
 
 
 def largest_difference(one: list[dict[str, Any]], other: list[dict[str, Any]], key: str = "loss") -> float:
-    """Largest relative difference of a column of two runs; infinite where they differ in length."""
+    """Largest relative difference of a column of two runs; infinite if they differ in length."""
     if len(one) != len(other):
         return math.inf
     return max(abs(a[key] - b[key]) / max(abs(a[key]), 1e-12) for a, b in zip(one, other, strict=True))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is there to be killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is started in order to be killed
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     train(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Items in processes of their own, within the minutes that are given: what crashes or hangs ends its item alone."""
+"""Items in processes of their own, within the given minutes: a crash or a hang ends only its own item."""
 
 import contextlib
 import itertools
@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.gpu.items import Item, Results
 
-LONGEST = 6.0  # times its estimate, after which an item has failed
+LONGEST = 6.0  # times its estimated seconds, after which an item has failed
 PATIENCE = 120.0  # seconds that every item may take
-RESERVE = 3.0  # seconds in which a worker ends and its result is written
+RESERVE = 3.0  # seconds for ending a worker and writing its result
 LAST_LINES = 12
 
 Outcome = tuple[str, dict[str, Any]]  # status and record
@@ -36,19 +36,19 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """What is left of them."""
+        """The seconds that are left."""
         return self.seconds - (self._now() - self._start)
 
 
 def serve(connection: Any, log: str, environment: Mapping[str, str]) -> None:
-    """The process of a worker: compute what comes through the connection, and write all output into the log."""
-    os.setsid()  # so that what it starts can be ended with it
+    """The process of a worker: compute what comes through the connection, with all output written to the log."""
+    os.setsid()  # so that the processes it starts can be ended with it
     os.environ.update(environment)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    while (asked := connection.recv()) is not None:
-        connection.send(_computed(*asked))
+    while (request := connection.recv()) is not None:
+        connection.send(_computed(*request))
 
 
 def _computed(work: Callable[..., dict[str, Any]], options: Mapping[str, Any]) -> Outcome:
@@ -62,7 +62,7 @@ def _computed(work: Callable[..., dict[str, Any]], options: Mapping[str, Any]) -
 
 
 def last_lines(text: str) -> str:
-    """The end of a program's output, where its error stands."""
+    """The end of a program's output, which contains its error."""
     return "\n".join(line[:300] for line in text.strip().splitlines()[-LAST_LINES:])
 
 
@@ -71,16 +71,16 @@ class Worker:
 
     def __init__(self, environment: Mapping[str, str]):
         context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
+        self.connection, child_end = context.Pipe()
         number, name = tempfile.mkstemp(suffix=".log")
         os.close(number)
         self.log = Path(name)
-        self.process = context.Process(target=serve, args=(other, name, dict(environment)), daemon=True)
+        self.process = context.Process(target=serve, args=(child_end, name, dict(environment)), daemon=True)
         self.process.start()
-        other.close()
+        child_end.close()
 
     def compute(self, item: Item, options: Mapping[str, Any], limit: float) -> Outcome | None:
-        """Status and record; None where the limit, in seconds, was too short. A failed worker takes no more."""
+        """Status and record; None if the limit, in seconds, was too short. A worker that has died takes no more items."""
         try:
             self.connection.send((item.work, options))
             return self.connection.recv() if self.connection.poll(max(0.0, limit)) else None
@@ -90,7 +90,7 @@ class Worker:
             return "failed", {"error": f"{output}\n{_ending(self.process.exitcode)}".strip()}
 
     def close(self, *, kill: bool = False) -> None:
-        """End the process; at once, with what it has started, where it does not answer any more."""
+        """End the process; if it does not end in time, kill it and what it has started (with `kill` at once)."""
         with contextlib.suppress(ConnectionError):
             self.connection.send(None)
         self.process.join(0 if kill else RESERVE)
@@ -114,7 +114,7 @@ def _ending(code: int | None) -> str:
 
 
 class Call:
-    """One call of the program: works off items until they are done or the time is over."""
+    """One call of the program: computes items until they are done or the time is over."""
 
     def __init__(
         self, results: Results, clock: Clock, *, workers: int, shared: bool, say: Callable[[str], object] = print
@@ -122,8 +122,8 @@ class Call:
         """Prepare; nothing is started.
 
         Args:
-          workers: for items that may run together.
-          shared: whether a worker takes one item after another, in place of one each.
+          workers: number of workers for items that may run together.
+          shared: whether one worker takes item after item, instead of one worker for each.
         """
         self.results, self.clock, self.workers, self.shared, self.say = results, clock, workers, shared, say
         self.lock = threading.Lock()
@@ -134,12 +134,12 @@ class Call:
     def work_off(
         self, items: Sequence[Item], environment: Mapping[str, str], *, again: bool = False, **stamp: Any
     ) -> bool:
-        """Whether nothing is left to do.
+        """Compute items while there is time, and return whether nothing is left to do.
 
         Args:
-          environment: of the workers.
-          again: try what failed once more.
-          stamp: goes into every line.
+          environment: variables of the workers' processes.
+          again: try failed items once more.
+          stamp: entries of every line of the results.
         """
         self.stopped, self.pace = False, self.results.pace(items)
         self.environment, self.stamp = environment, stamp
@@ -170,40 +170,40 @@ class Call:
             worker.close()
 
     def _allows(self, item: Item) -> bool:
-        """Whether there is time for an item; one that no call of this length could hold is begun in a fresh one."""
-        needed, left = item.seconds * self.pace + RESERVE, self.clock.left
+        """Whether there is time for an item; one that is too long for any call of this length needs a fresh call."""
+        needed, remaining = item.seconds * self.pace + RESERVE, self.clock.left
         if item.interruptible:
-            return left > 3 * RESERVE
-        return left > needed or (needed > self.clock.seconds and left > 0.9 * self.clock.seconds > RESERVE)
+            return remaining > 3 * RESERVE
+        return remaining > needed or (needed > self.clock.seconds and remaining > 0.9 * self.clock.seconds > RESERVE)
 
     def _one(self, item: Item, worker: Worker | None) -> Worker | None:
-        """Compute an item; the worker that can take the next one."""
-        own = bool(item.environment) or not self.shared
-        if worker and own:
+        """Compute an item, and return the worker if it can take the next one."""
+        exclusive = bool(item.environment) or not self.shared
+        if worker and exclusive:
             worker.close()
             worker = None
-        begun, left = time.monotonic(), self.clock.left - RESERVE
+        begun, remaining = time.monotonic(), self.clock.left - RESERVE
         worker = worker or Worker({**self.environment, **item.environment})
-        limit = left if item.interruptible else min(left, max(PATIENCE, LONGEST * item.seconds))
-        options = {**item.options, "seconds": left - RESERVE} if item.interruptible else item.options
+        limit = remaining if item.interruptible else min(remaining, max(PATIENCE, LONGEST * item.seconds))
+        options = {**item.options, "seconds": remaining - RESERVE} if item.interruptible else item.options
         outcome = worker.compute(item, options, limit)
-        self._note(item, outcome or self._out_of_time(limit, left), time.monotonic() - begun)
-        if own or outcome is None or outcome[0] == "failed":
+        self._note(item, outcome or self._out_of_time(limit, remaining), time.monotonic() - begun)
+        if exclusive or outcome is None or outcome[0] == "failed":
             worker.close(kill=outcome is None)
             return None
         return worker
 
-    def _out_of_time(self, limit: float, left: float) -> Outcome:
-        if limit < left:
+    def _out_of_time(self, limit: float, remaining: float) -> Outcome:
+        if limit < remaining:
             return "failed", {"error": f"it took longer than {limit:.0f} seconds"}
         return "interrupted", {"reason": "the time of the call was over"}
 
     def _note(self, item: Item, outcome: Outcome, seconds: float) -> None:
-        """Write the result of an item, and say it."""
+        """Write the result of an item, and print it."""
         status, record = outcome
         line = {"name": item.name, "status": status, "seconds": round(seconds, 2)}
         with self.lock:
             self.stopped |= status == "interrupted"
             self.results.add({**line, **self.stamp, **record})
-            why = str(record.get("reason") or record.get("error", "")).splitlines()[-1:]
-            self.say(": ".join([f"{item.name}: {status}, {seconds:.0f} s", *why]))
+            reason = str(record.get("reason") or record.get("error", "")).splitlines()[-1:]
+            self.say(": ".join([f"{item.name}: {status}, {seconds:.0f} s", *reason]))

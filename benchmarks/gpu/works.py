@@ -12,10 +12,10 @@ from benchmarks.gpu.items import Item
 from benchmarks.workloads import WORKLOADS, Workload
 
 UNTIMED = {"tune": "off"}  # forms of convolutions are not timed where several items share the device
-# Nor does XLA time its kernels there: that takes a hundred seconds of a core for each program, and as many items share
-# the cores.
+# Nor does XLA time its kernels there: that takes a hundred seconds of a core for each program, and the items share the
+# cores.
 UNTUNED = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
-# They take longest to compile.
+# The models that take longest to compile.
 LARGE = ("resnet50", "wrn28_10", "mobilenet_v2", "googlenet", "shufflenet_g2", "efficientnet_b0",
          "efficientnet_b0_1280", "efficientnet_b0_isic", "efficientnet_b0_flamby")  # fmt: skip
 TINY = Workload("mlp", (8, 8, 1), clients=3, per_client=8, batch=4)
@@ -23,28 +23,28 @@ LARGEST_STEP = 1e-4  # relative difference of a parameter after one round in ful
 
 
 def items(rehearse: bool) -> list[Item]:
-    """The steps of part 1; of those that share the device, the longest first."""
+    """The steps of part 1: those that share the device, the longest first, then the others."""
     from fedjax_pcdd.methods import METHODS
     from fedjax_pcdd.models import MODELS
 
     methods, models = ("fedmr",) if rehearse else METHODS, ("simple_cnn",) if rehearse else MODELS
-    of = {"tiny": rehearse}
+    tiny = {"tiny": rehearse}
     shared: Any = {"together": True, "environment": {} if rehearse else UNTUNED}
-    made = [
-        Item(f"model {name}", model, {"name": name, **of}, 60 if name in LARGE else 20, **shared) for name in models
+    shared_items = [
+        Item(f"model {name}", model, {"name": name, **tiny}, 60 if name in LARGE else 20, **shared) for name in models
     ]
-    made += [Item("killed and resumed", resumed, {"name": "scaffold", **of}, 40, **shared)]
-    made += [Item(f"method {name}", method, {"name": name, **of}, 25, **shared) for name in methods]
+    shared_items += [Item("killed and resumed", resumed, {"name": "scaffold", **tiny}, 40, **shared)]
+    shared_items += [Item(f"method {name}", method, {"name": name, **tiny}, 25, **shared) for name in methods]
     compared = ("fedavg",) if rehearse else ("fedavg", "scaffold", "fedmr")
-    made += [Item(f"lanes {name}", lanes, {"name": name, **of}, 25, **shared) for name in compared]
+    shared_items += [Item(f"lanes {name}", lanes, {"name": name, **tiny}, 25, **shared) for name in compared]
     clients = (3,) if rehearse else (500, 5000)
-    alone = [Item("ceilings", ceilings, seconds=20)]
-    alone += [Item(f"memory, {k} clients", memory, {"clients": k, **of}, 20) for k in clients]
-    return [*sorted(made, key=lambda item: -item.seconds), *alone]
+    exclusive = [Item("ceilings", ceilings, seconds=20)]
+    exclusive += [Item(f"memory, {k} clients", memory, {"clients": k, **tiny}, 20) for k in clients]
+    return [*sorted(shared_items, key=lambda item: -item.seconds), *exclusive]
 
 
 def device() -> dict[str, Any]:
-    """What computes."""
+    """The device that computes, and its backend."""
     import jax
 
     return {"device": jax.devices()[0].device_kind, "backend": jax.default_backend()}
@@ -70,7 +70,7 @@ def ceilings() -> dict[str, Any]:
 
 
 def _seconds(function: Callable[..., Any], *operands: Any, times: int = 20) -> float:
-    """Of one of so many calls in a row, after one that compiles; the device does not wait for the host between them."""
+    """Seconds of one of `times` calls in a row, after one that compiles; the device never waits for the host."""
     import jax
 
     jax.block_until_ready(function(*operands))
@@ -82,14 +82,14 @@ def _seconds(function: Callable[..., Any], *operands: Any, times: int = 20) -> f
 
 
 def _two_rounds(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What two rounds of a run gave and cost; AssertionError where a loss is not finite."""
+    """Results and cost of two rounds of a run; AssertionError if a loss is not finite."""
     common = {"rounds": 2, "local_epochs": 1, "fine_tune_epochs": 1, "min_samples": 1}
     training.train({**UNTIMED, **common, **options}, folder / "run")
     result, rows = training.summary(folder / "run"), training.rows(folder / "run")
     losses = [row["loss"] for row in rows]
     assert all(map(math.isfinite, losses)), f"losses are {losses}"
-    kept = ("ga_last", "pa_last", "compile_seconds", "seconds_per_round", "device_peak_memory_mb", "lanes")
-    return {name: result.get(name) for name in kept} | {"losses": losses} | device()
+    names = ("ga_last", "pa_last", "compile_seconds", "seconds_per_round", "device_peak_memory_mb", "lanes")
+    return {name: result.get(name) for name in names} | {"losses": losses} | device()
 
 
 def method(name: str, tiny: bool) -> dict[str, Any]:
@@ -122,9 +122,9 @@ def model(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def resumed(name: str, tiny: bool) -> dict[str, Any]:
-    """A run that is ended by SIGKILL and continued, beside the same run in peace.
+    """A run that is ended by SIGKILL and continued, compared with the same run undisturbed.
 
-    On a CPU the losses are equal; on a GPU, where sums have no fixed order, nearly.
+    On a CPU the losses are equal; on a GPU, where sums have no fixed order, nearly equal.
     """
     workload = TINY if tiny else WORKLOADS["w1"]
     with tempfile.TemporaryDirectory() as folder:
@@ -138,32 +138,32 @@ def resumed(name: str, tiny: bool) -> dict[str, Any]:
             "lanes": 1,
         }
         options |= {"batch_size": workload.batch, "local_epochs": 1, "fine_tune_epochs": 0, "seed": 1}
-        done = training.killed(options, home / "killed", after=2)
+        rounds_done = training.killed(options, home / "killed", after=2)
         training.train(options, home / "killed")
         training.train(options, home / "peace")
         difference = training.largest_difference(training.rows(home / "killed"), training.rows(home / "peace"))
         assert difference < 1e-2, f"losses of the resumed run differ by {difference}, relatively"
-    return {"killed_after": done, "rounds": 6, "loss_difference": difference} | device()
+    return {"killed_after": rounds_done, "rounds": 6, "loss_difference": difference} | device()
 
 
 def lanes(name: str, tiny: bool) -> dict[str, Any]:
-    """Largest relative difference between the parameters of one lane and of ten, after one round and after three."""
+    """Largest relative difference between the parameters with one lane and with ten, after one round and after three."""
     import jax
     import numpy as np
 
     from benchmarks.round_time import federation, simulation
 
     workload = TINY if tiny else WORKLOADS["w1"]
-    parts, after = federation(workload), {}
+    federated, params_after = federation(workload), {}
     for count in (1, 10):
-        simulated = simulation(workload, parts, count, method=name)
+        simulated = simulation(workload, federated, count, method=name)
         state = simulated.start()
-        for round in range(3):
-            state, _ = simulated.step(state, round)
+        for number in range(3):
+            state, _ = simulated.step(state, number)
             params = jax.tree.leaves(state.servers.variables["params"])
-            after[count, round] = np.concatenate([np.ravel(x) for x in params])
-    scale = np.abs(after[1, 0]).max()
-    first, last = (float(np.abs(after[10, r] - after[1, r]).max() / scale) for r in (0, 2))
+            params_after[count, number] = np.concatenate([np.ravel(x) for x in params])
+    scale = np.abs(params_after[1, 0]).max()
+    first, last = (float(np.abs(params_after[10, r] - params_after[1, r]).max() / scale) for r in (0, 2))
     assert first < LARGEST_STEP, f"parameters differ by {first} of the largest after one round"
     return {"difference_1_round": first, "difference_3_rounds": last} | device()
 

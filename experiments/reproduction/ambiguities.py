@@ -1,4 +1,4 @@
-"""docs/ambiguities.md: what the papers leave open, what we do, and what other readings were measured to change."""
+"""docs/ambiguities.md: what the papers leave open, what we do, and the measured effect of other readings."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,10 +39,10 @@ class Measured(NamedTuple):
     """Where other readings were run.
 
     Args:
-      table, split: the column that they depart from.
+      table, split: the column that the readings depart from.
       rows: methods, as `fedmr`.
-      tags: of the readings.
-      base: tag of the column with the default.
+      tags: tags of the readings.
+      base: tag of the column that has the default.
     """
 
     table: str
@@ -53,14 +53,14 @@ class Measured(NamedTuple):
 
 
 class Ambiguity(NamedTuple):
-    """One thing that is open.
+    """One open question.
 
     Args:
-      paper, question: what it is about.
-      evidence: what paper and code say.
+      paper, question: the paper, and what it leaves open.
+      evidence: what the paper and its code say.
       default: what we do.
-      other: options that give other readings.
-      measured: where they were run, None where they were not.
+      other: options that give the other readings.
+      measured: where these were run, None if they were not.
     """
 
     paper: str
@@ -72,7 +72,7 @@ class Ambiguity(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """What a reading changes in one row, at one scale."""
+    """What a reading changes in one row at one scale."""
 
     scale: str
     tag: str
@@ -82,26 +82,26 @@ class Effect(NamedTuple):
 
 
 def read_ambiguities(path: Path) -> list[Ambiguity]:
-    """The ambiguities in a YAML file; UserError where one has a wrong or missing key."""
+    """The ambiguities in a YAML file; UserError if one has a wrong or missing key."""
     ambiguities = []
     for number, entry in enumerate(load_mapping(read_text(path), str(path)).get("ambiguities", []), 1):
-        where = f"ambiguity {number} of {path}"
-        given: dict[str, Any] = as_mapping(entry, where)
-        given["other"] = tuple(given.get("other", ()))
+        location = f"ambiguity {number} of {path}"
+        fields: dict[str, Any] = as_mapping(entry, location)
+        fields["other"] = tuple(fields.get("other", ()))
         try:
-            if "measured" in given:
-                part: dict[str, Any] = as_mapping(given["measured"], f"'measured' of {where}")
-                part |= {name: tuple(part[name]) for name in ("rows", "tags")}
-                given["measured"] = Measured(**part)
-            ambiguities.append(Ambiguity(**given))
+            if "measured" in fields:
+                measured: dict[str, Any] = as_mapping(fields["measured"], f"'measured' of {location}")
+                measured |= {name: tuple(measured[name]) for name in ("rows", "tags")}
+                fields["measured"] = Measured(**measured)
+            ambiguities.append(Ambiguity(**fields))
         except (KeyError, TypeError):
-            raise UserError(f"{where} has a key too many or too few: see the first ones.") from None
+            raise UserError(f"{location} has a key too many or too few: see the first ones.") from None
     return ambiguities
 
 
 def tags_of(ambiguities: Iterable[Ambiguity]) -> set[str]:
     """The tags of all readings."""
-    return {tag for one in ambiguities if one.measured for tag in one.measured.tags}
+    return {tag for ambiguity in ambiguities if ambiguity.measured for tag in ambiguity.measured.tags}
 
 
 def effects(measured: Measured, columns: Sequence[Column]) -> list[Effect]:
@@ -113,21 +113,21 @@ def effects(measured: Measured, columns: Sequence[Column]) -> list[Effect]:
             if (column.table, column.split, column.tag) != (measured.table, measured.split, tag) or base is None:
                 continue
             for name in measured.rows:
-                changed = _change(column.row(name), base.row(name))
-                changes += [Effect(column.scale, tag, name, *changed)] if changed else []
+                differences = _change(column.row(name), base.row(name))
+                changes += [Effect(column.scale, tag, name, *differences)] if differences else []
     return changes
 
 
 def _column(columns: Sequence[Column], scale: str, measured: Measured, tag: str) -> Column | None:
-    wanted = (scale, measured.table, measured.split, tag)
-    return next((one for one in columns if (one.scale, one.table, one.split, one.tag) == wanted), None)
+    key = (scale, measured.table, measured.split, tag)
+    return next((column for column in columns if (column.scale, column.table, column.split, column.tag) == key), None)
 
 
-def _change(other: Row | None, default: Row | None) -> tuple[Difference, Difference] | None:
-    if other is None or default is None:
+def _change(reading: Row | None, default: Row | None) -> tuple[Difference, Difference] | None:
+    if reading is None or default is None:
         return None
-    best, ten = (difference(other, default, METRIC, last_ten=ten) for ten in (False, True))
-    return None if best is None or ten is None else (best, ten)
+    best, last_ten = (difference(reading, default, METRIC, last_ten=choice) for choice in (False, True))
+    return None if best is None or last_ten is None else (best, last_ten)
 
 
 def ambiguities_page(
@@ -135,23 +135,23 @@ def ambiguities_page(
 ) -> str:
     """The text of the page."""
     lines = [INTRODUCTION, *_selection(results), *_closest(ambiguities, columns, expected)]
-    for paper in dict.fromkeys(one.paper for one in ambiguities):
+    for paper in dict.fromkeys(ambiguity.paper for ambiguity in ambiguities):
         lines += [f"## {paper}", ""]
-        for one in (one for one in ambiguities if one.paper == paper):
-            lines += _entry(one, columns)
+        for ambiguity in (ambiguity for ambiguity in ambiguities if ambiguity.paper == paper):
+            lines += _entry(ambiguity, columns)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _entry(one: Ambiguity, columns: Sequence[Column]) -> list[str]:
-    lines = [f"**{one.question}.** {one.evidence.strip()}", "", f"- Default: {one.default.strip()}"]
-    if one.other:
-        lines.append(f"- Other readings: {', '.join(f'`{option}`' for option in one.other)}")
-    if one.measured is None:
+def _entry(ambiguity: Ambiguity, columns: Sequence[Column]) -> list[str]:
+    lines = [f"**{ambiguity.question}.** {ambiguity.evidence.strip()}", "", f"- Default: {ambiguity.default.strip()}"]
+    if ambiguity.other:
+        lines.append(f"- Other readings: {', '.join(f'`{option}`' for option in ambiguity.other)}")
+    if ambiguity.measured is None:
         return [*lines, ""]
-    measured = effects(one.measured, columns)
-    where = f"{one.measured.table} {one.measured.split} {one.measured.base}".rstrip()
-    lines.append(f"- Measured on {where}:" if measured else f"- Not measured yet (planned on {where}).")
-    for effect in measured:
+    changes = effects(ambiguity.measured, columns)
+    planned_on = f"{ambiguity.measured.table} {ambiguity.measured.split} {ambiguity.measured.base}".rstrip()
+    lines.append(f"- Measured on {planned_on}:" if changes else f"- Not measured yet (planned on {planned_on}).")
+    for effect in changes:
         seeds = f"{len(effect.best.seeds)} seed{'s' * (len(effect.best.seeds) > 1)}"
         name = f"`{effect.tag}`, {effect.row}, scale {effect.scale}, {seeds}"
         lines.append(f"  - {name}: best {effect.best}, last ten {effect.last_ten}")
@@ -159,16 +159,20 @@ def _entry(one: Ambiguity, columns: Sequence[Column]) -> list[str]:
 
 
 def _selection(results: Sequence[Result]) -> list[str]:
-    """How much choosing the best round adds."""
+    """How much accuracy choosing the best round adds."""
     lines = ["## Best or last round", "", SELECTION, ""]
     needed = {"ga_best", "ga_best_round", "ga_last", "ga_mean_last10"}
-    known = [r for r in results if "same_run_as" not in r and all(r.get(name) is not None for name in needed)]
-    for scale in dict.fromkeys(r["scale"] for r in known):
-        own = [r for r in known if r["scale"] == scale]
-        last, ten = (100 * np.mean([r["ga_best"] - r[name] for r in own]) for name in ("ga_last", "ga_mean_last10"))
-        runs = f"{len(own)} run{'s' * (len(own) != 1)}"
-        lines.append(f"- Scale {scale}, {runs}: {last:.2f} points over the last, {ten:.2f} over the last ten.")
-    return [*lines, *([] if known else ["- Not measured yet."]), ""]
+    complete = [r for r in results if "same_run_as" not in r and all(r.get(name) is not None for name in needed)]
+    for scale in dict.fromkeys(r["scale"] for r in complete):
+        at_scale = [r for r in complete if r["scale"] == scale]
+        over_last, over_last_ten = (
+            100 * np.mean([r["ga_best"] - r[name] for r in at_scale]) for name in ("ga_last", "ga_mean_last10")
+        )
+        count = f"{len(at_scale)} run{'s' * (len(at_scale) != 1)}"
+        lines.append(
+            f"- Scale {scale}, {count}: {over_last:.2f} points over the last, {over_last_ten:.2f} over the last ten."
+        )
+    return [*lines, *([] if complete else ["- Not measured yet."]), ""]
 
 
 def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expected: Expectations) -> list[str]:
@@ -177,10 +181,10 @@ def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expect
     for m, row in _readings(ambiguities):
         tags.setdefault((m.table, m.split, m.base, row), []).extend(m.tags)
     lines = []
-    for (table, split, base, row), own in tags.items():
+    for (table, split, base, row), reading_tags in tags.items():
         numbers = printed(expected.get(table, ()), split, METRIC)
-        measured = Measured(table, split, (row,), tuple(own), base)
-        for scale in dict.fromkeys(one.scale for one in columns):
+        measured = Measured(table, split, (row,), tuple(reading_tags), base)
+        for scale in dict.fromkeys(column.scale for column in columns):
             lines += _gaps(columns, scale, measured, numbers)
     left = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
     right = tuple(Heading(text) for text in ("seeds", "ours", "default's", "paper", "apart", "default's"))
@@ -189,27 +193,54 @@ def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expect
 
 
 def _readings(ambiguities: Iterable[Ambiguity]) -> list[tuple[Measured, str]]:
-    """Where readings of a method other than FedAvg are measured, and the method."""
-    return [(one.measured, row) for one in ambiguities if one.measured for row in one.measured.rows if row != BASELINE]
+    """Where readings of methods other than FedAvg are measured, each with the method."""
+    return [
+        (ambiguity.measured, row)
+        for ambiguity in ambiguities
+        if ambiguity.measured
+        for row in ambiguity.measured.rows
+        if row != BASELINE
+    ]
 
 
 def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Mapping[str, float]) -> list[Line]:
-    """A line for each reading, the nearer to the paper of it and the default in bold."""
+    """A line for each reading; of the reading and the default, the one nearer to the paper is bold."""
     row = measured.rows[0]
     default = _column(columns, scale, measured, measured.base)
-    usual, plain = (default.row(name) if default else None for name in (row, BASELINE))
-    if usual is None or plain is None or not {row, BASELINE} <= numbers.keys():
+    default_row, default_baseline = (default.row(name) if default else None for name in (row, BASELINE))
+    if default_row is None or default_baseline is None or not {row, BASELINE} <= numbers.keys():
         return []
     paper, lines = numbers[row] - numbers[BASELINE], []
     for tag in measured.tags:
         column = _column(columns, scale, measured, tag)
-        ours = column.row(row) if column else None
-        over = difference(ours, (column and column.row(BASELINE)) or plain, METRIC) if ours else None
-        before = over and difference(usual, plain, METRIC, seeds=over.seeds)
-        if over is None or before is None or over.seeds != before.seeds:
+        reading_row = column.row(row) if column else None
+        reading_difference = (
+            difference(reading_row, (column and column.row(BASELINE)) or default_baseline, METRIC)
+            if reading_row
+            else None
+        )
+        default_difference = reading_difference and difference(
+            default_row, default_baseline, METRIC, seeds=reading_difference.seeds
+        )
+        if (
+            reading_difference is None
+            or default_difference is None
+            or reading_difference.seeds != default_difference.seeds
+        ):
             continue
-        gaps = [abs(one.mean - paper) for one in (over, before)]
-        words = (measured.split, row, scale, tag, str(len(over.seeds)), str(over), str(before), signed(paper))
-        apart = [Cell(text=f"{gap:.2f}", rank=int(len(over.seeds) > 1 and gap == min(gaps))) for gap in gaps]
-        lines.append(Line(measured.table, (*(Cell(text=word) for word in words), *apart)))
+        gaps = [abs(delta.mean - paper) for delta in (reading_difference, default_difference)]
+        texts = (
+            measured.split,
+            row,
+            scale,
+            tag,
+            str(len(reading_difference.seeds)),
+            str(reading_difference),
+            str(default_difference),
+            signed(paper),
+        )
+        gap_cells = [
+            Cell(text=f"{gap:.2f}", rank=int(len(reading_difference.seeds) > 1 and gap == min(gaps))) for gap in gaps
+        ]
+        lines.append(Line(measured.table, (*(Cell(text=text) for text in texts), *gap_cells)))
     return lines

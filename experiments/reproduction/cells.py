@@ -1,4 +1,4 @@
-"""Cells: run one, or several that share a program, or continue them, and say what came of them."""
+"""Runs a cell, or several that share a program, or continues them, and returns their results."""
 
 import gc
 import signal
@@ -25,14 +25,14 @@ from reproduction import results
 from reproduction.eigenvalues import add_eigenvalues
 from reproduction.plan import Cell, configured
 
-AGAIN = 60.0  # seconds until an alarm that a library has swallowed rings again
-SOON = 0.01  # and until one that comes while garbage is collected does
+AGAIN = 60.0  # seconds until the alarm is repeated, in case a library has swallowed the exception
+SOON = 0.01  # the same for an alarm that arrives during garbage collection
 
 
 class Folders(NamedTuple):
-    """Where things lie: run folders, results, the data sets, the presets, and the papers' numbers.
+    """The folders of the runs, the results, the data sets, the presets and the papers' numbers.
 
-    With `current` results of another version count as missing.
+    With `current`, results of another version count as missing.
     """
 
     runs: Path
@@ -44,31 +44,31 @@ class Folders(NamedTuple):
 
 
 class OutOfTime(BaseException):
-    """The budget is spent, or the process was asked to end; the run goes on from its last checkpoint."""
+    """The budget is spent, or the process was asked to end; the run can continue from its last checkpoint."""
 
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raise OutOfTime in here after some seconds (None: never), and at once when the process is told to end."""
+    """Raise OutOfTime in the block after so many seconds (None: never), and at once when the process is told to end."""
 
     def stop(_, frame):
         if not _collects(frame):
             raise OutOfTime
         signal.setitimer(signal.ITIMER_REAL, SOON, AGAIN)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGTERM)}
     if seconds is not None:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), AGAIN)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 def _collects(frame: FrameType | None) -> bool:
-    """Whether this is within a callback of the garbage collector, where Python drops what is raised."""
+    """Whether the frame is within a callback of the garbage collector, where Python drops exceptions."""
     callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None and frame.f_code not in callbacks:
         frame = frame.f_back
@@ -76,7 +76,7 @@ def _collects(frame: FrameType | None) -> bool:
 
 
 def missing_data(cell: Cell, folders: Folders) -> str | None:
-    """Why the data set of a cell cannot be read, None where it can."""
+    """Why the data set of a cell cannot be read, None if it can."""
     config, _ = configured(cell, folders.presets, **_data(folders))
     try:
         if config.task is not None:
@@ -89,19 +89,19 @@ def missing_data(cell: Cell, folders: Folders) -> str | None:
 
 
 def run_folder(cell: Cell, folders: Folders) -> Path:
-    """Where the run of a cell lies."""
+    """The run folder of a cell."""
     return folders.runs / cell.table / cell.name
 
 
 def run_cells(cells: Sequence[Cell], folders: Folders) -> list[dict[str, Any]]:
-    """The results of one cell, or of several that share a program, run or continued in folders of their own.
+    """The results of one cell, or of several that share a program; each is run or continued in its own folder.
 
     Raises:
-      InUse: another process has a folder.
+      InUse: another process uses one of the folders.
       UserError: files cannot be written; a run that itself fails is a result.
     """
     for cell in cells:
-        configured(cell, folders.presets)  # a mistake in a plan is no failed run
+        configured(cell, folders.presets)  # a mistake in the plan must not become a failed run
     try:
         trained = zip(cells, _trained(cells, folders), strict=True)
         return [_result(cell, error, folders) for cell, error in trained]
@@ -111,34 +111,34 @@ def run_cells(cells: Sequence[Cell], folders: Folders) -> list[dict[str, Any]]:
 
 
 def _trained(cells: Sequence[Cell], folders: Folders) -> list[UserError | None]:
-    """Train the cells to their end, together if there are several; why each failed, None for one that did not."""
+    """Train the cells to their end, together if there are several; the error of each, None if it has none."""
     try:
-        asked = [_asked(cell, folders) for cell in cells]
-        if len(asked) == 1:
-            runs.run(asked[0].config, asked[0].method, asked[0].origin, say=_silent)
+        requests = [_asked(cell, folders) for cell in cells]
+        if len(requests) == 1:
+            runs.run(requests[0].config, requests[0].method, requests[0].origin, say=_silent)
             return [None]
-        outcomes = runs.run_together(asked, _silent)
-        return [one if isinstance(one, UserError) else None for one in outcomes]
+        outcomes = runs.run_together(requests, _silent)
+        return [outcome if isinstance(outcome, UserError) else None for outcome in outcomes]
     except InUse:
         raise
     except UserError as error:
         if len(cells) == 1:
             return [error]
-    return [error for cell in cells for error in _trained([cell], folders)]  # which of them it concerns, they say alone
+    return [error for cell in cells for error in _trained([cell], folders)]  # alone: shows whose error it is
 
 
 def _asked(cell: Cell, folders: Folders) -> Asked:
-    """What is to be run of a cell: all, or the rest."""
-    folder, more = run_folder(cell, folders), {**_data(folders), "quiet": "true"}
-    config, method = configured(cell, folders.presets, **more)
+    """The request for a cell: a new run, or the rest of one that was begun."""
+    folder, overrides = run_folder(cell, folders), {**_data(folders), "quiet": "true"}
+    config, method = configured(cell, folders.presets, **overrides)
     origin = {**cell.origin, "command": results.command(cell, values(config, method))}
     if (folder / "config.yaml").is_file():
-        return Asked(*configure({"resume": str(folder), **more}, folders.presets), origin)
-    return Asked(*configured(cell, folders.presets, **more, run_dir=str(folder)), origin)
+        return Asked(*configure({"resume": str(folder), **overrides}, folders.presets), origin)
+    return Asked(*configured(cell, folders.presets, **overrides, run_dir=str(folder)), origin)
 
 
 def _result(cell: Cell, error: UserError | None, folders: Folders) -> dict[str, Any]:
-    """What is kept of a cell that was run, or that failed for its own reasons."""
+    """The result of a cell that was run, or that failed for reasons of its own."""
     folder = run_folder(cell, folders)
     try:
         if error is not None:
@@ -152,7 +152,7 @@ def _result(cell: Cell, error: UserError | None, folders: Folders) -> dict[str, 
 
 
 def _silent(text: str) -> None:
-    """Nothing is said of single runs."""
+    """Prints nothing: single runs are silent."""
 
 
 def _data(folders: Folders) -> dict[str, str]:

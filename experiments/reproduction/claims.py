@@ -12,22 +12,22 @@ from fedjax_pcdd.training.fields import as_mapping, load_mapping, read_text
 from reproduction.columns import BASELINE, Column, Expectations, Row, difference, in_words, printed
 from reproduction.verdicts import VERDICTS, against
 
-POINTS = "pct", "fraction"  # ends of the metrics that are in percent points
+POINTS = "pct", "fraction"  # endings of the metrics that are in percent points
 
 
 class Claim(NamedTuple):
-    """That one row of a table is above another.
+    """The claim that one row of a table is above another.
 
     Args:
-      text: in words.
+      text: the claim in words.
       table: as `fedmr/table1`.
       higher, lower: rows, as `fedmr` or `fedmr full`.
-      metric: of the expected tables.
-      splits: those it is about.
-      tags: of the columns that may bear it out; "" for the table itself.
-      printed_on: the split with the paper's numbers, where a table has means alone; None for the same one.
-      hinges: what it is known or thought to depend on.
-      gpu_part: of the GPU plan (benchmarks/gpu) that runs both rows, by split.
+      metric: a metric of the expected tables.
+      splits: the splits that the claim is about.
+      tags: tags of the columns that may bear it out; "" for the table itself.
+      printed_on: the split with the paper's numbers, if the table prints only means; None if it is the same split.
+      hinges: what the claim is known or thought to depend on.
+      gpu_part: the part of the GPU plan (benchmarks/gpu) that runs both rows, by split.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Claim(NamedTuple):
 
     @property
     def in_points(self) -> bool:
-        """Whether its differences are percent points."""
+        """Whether its differences are in percent points."""
         return self.metric.partition(":")[0].endswith(POINTS)
 
 
@@ -51,15 +51,17 @@ class Finding(NamedTuple):
     """What the results say of a claim on one split.
 
     Args:
-      claim, split, tag, scale: which, and from which column.
+      claim, split, tag, scale: the claim, and the column that the finding is from.
       paper: the printed difference.
-      best: of the best round, its p-value adjusted for all claims of the page that were tried; None where it was not.
-      last_ten: of the mean of the last ten rounds, adjusted likewise; None for PA, which there is of other models.
-      by_last: of the models after their last epoch, adjusted likewise, for a claim about PA.
-      alone, alone_by_last: `best` and `by_last` as they are.
+      best: difference of the best round, its p-value adjusted for all claims of the page that were tried; None if this
+        one was not.
+      last_ten: difference of the mean of the last ten rounds, adjusted likewise; None for PA, which is of other models
+        there.
+      by_last: difference of the models after their last epoch, adjusted likewise, for a claim about PA.
+      alone, alone_by_last: `best` and `by_last` with unadjusted p-values.
       in_table: the best round's p-value adjusted for the claims on the same table and scale.
-      images: the data set or the task, where it is not that of the table.
-      superseded: options that the runs have had from a preset which has others today.
+      images: the data set or the task, if it is not that of the table.
+      superseded: options that the runs had from a preset which has other values today.
     """
 
     claim: Claim
@@ -78,18 +80,18 @@ class Finding(NamedTuple):
 
     @property
     def where(self) -> str:
-        """Split, tag, and what was run as the preset no longer is."""
-        then = f"({in_words(self.superseded)})" if self.superseded else ""
-        return " ".join(part for part in (self.split, self.tag, then) if part)
+        """Split, tag, and the options in which the preset has changed since the run."""
+        old_options = f"({in_words(self.superseded)})" if self.superseded else ""
+        return " ".join(part for part in (self.split, self.tag, old_options) if part)
 
     @property
     def claimed(self) -> float:
-        """The paper's difference, or +1 where it prints none for this split."""
+        """The paper's difference, or +1 if it prints none for this split."""
         return 1.0 if self.paper is None else self.paper
 
     @property
     def verdict(self) -> str:
-        """By the best round, as the papers have it; of PA by the model after the last epoch too: they must agree."""
+        """The verdict by the best round, as in the papers; for PA the model after the last epoch must agree with it."""
         if self.best is None:
             return "not tried"
         verdict = against(self.best, self.claimed)
@@ -103,21 +105,21 @@ class Finding(NamedTuple):
 
 
 def read_claims(path: Path) -> list[Claim]:
-    """The claims in a YAML file; UserError where one has a wrong or missing key."""
+    """The claims in a YAML file; UserError if one has a wrong or missing key."""
     claims = []
     for number, entry in enumerate(load_mapping(read_text(path), str(path)).get("claims", []), 1):
-        where = f"claim {number} of {path}"
-        given: dict[str, Any] = {"metric": "ga_pct"} | as_mapping(entry, where)
-        given |= {name: tuple(given[name]) for name in ("splits", "tags") if name in given}
+        location = f"claim {number} of {path}"
+        fields: dict[str, Any] = {"metric": "ga_pct"} | as_mapping(entry, location)
+        fields |= {name: tuple(fields[name]) for name in ("splits", "tags") if name in fields}
         try:
-            claims.append(Claim(**given))
+            claims.append(Claim(**fields))
         except TypeError:
-            raise UserError(f"{where} needs the keys text, table, higher, lower and splits.") from None
+            raise UserError(f"{location} needs the keys text, table, higher, lower and splits.") from None
     return claims
 
 
 def findings(claims: Iterable[Claim], columns: Sequence[Column], expected: Expectations) -> list[Finding]:
-    """Every claim on each of its splits, at each scale that has it; one that nothing has is there as not tried.
+    """Every claim on each of its splits, at each scale that has it; without any result it is listed as not tried.
 
     Raises:
       UserError: a paper prints the opposite of a claim.
@@ -130,43 +132,49 @@ def findings(claims: Iterable[Claim], columns: Sequence[Column], expected: Expec
             paper = None if higher is None or lower is None else higher - lower
             if paper is not None and paper <= 0:
                 raise UserError(f"claim '{claim.text}': the paper prints the opposite on {split}, {paper:+.2f}.")
-            here = [one for one in columns if (one.table, one.split) == (claim.table, split) and one.tag in claim.tags]
-            tried = [found for one in here if (found := _finding(claim, one, paper)) is not None]
+            candidates = [
+                column
+                for column in columns
+                if (column.table, column.split) == (claim.table, split) and column.tag in claim.tags
+            ]
+            tried = [finding for column in candidates if (finding := _finding(claim, column, paper)) is not None]
             all_findings += tried or [Finding(claim, split, "", "", paper, None, None)]
     return _adjusted(all_findings)
 
 
 def _finding(claim: Claim, column: Column, paper: float | None) -> Finding | None:
-    """What a column says, None where it lacks a row or has no pair."""
+    """What a column says of a claim, None if it lacks a row or has no pair."""
     higher, lower = column.row(claim.higher), column.row(claim.lower)
     best = None if higher is None or lower is None else difference(higher, lower, claim.metric)
     if higher is None or lower is None or best is None:
         return None
-    ten = None if claim.metric == PA else difference(higher, lower, claim.metric, last_ten=True)
-    last = difference(higher, lower, PA_LAST) if claim.metric == PA else None
+    last_ten = None if claim.metric == PA else difference(higher, lower, claim.metric, last_ten=True)
+    last_epoch = difference(higher, lower, PA_LAST) if claim.metric == PA else None
     return Finding(
-        claim, column.split, column.tag, column.scale, paper, best, ten, last, best, last,
+        claim, column.split, column.tag, column.scale, paper, best, last_ten, last_epoch, best, last_epoch,
         images=_images(higher), superseded=lower.superseded | higher.superseded,
     )  # fmt: skip
 
 
 def _images(row: Row) -> str:
-    over = row.results[0].get("over_preset", {})
-    return over.get("dataset") or over.get("task", "")
+    over_preset = row.results[0].get("over_preset", {})
+    return over_preset.get("dataset") or over_preset.get("task", "")
 
 
 def _adjusted(all_findings: Sequence[Finding]) -> list[Finding]:
-    """With the p-values of the page as those of one family, and of each table and scale as another."""
+    """The findings with p-values adjusted as one family over the page, and as one for each table and scale."""
     names = ("best", "last_ten", "by_last")
-    bests, tens, lasts = (family([getattr(one, name) for one in all_findings]) for name in names)
+    bests, last_tens, last_epochs = (family([getattr(finding, name) for finding in all_findings]) for name in names)
     of_table: dict[int, float | None] = {}
-    for key in dict.fromkeys((one.claim.table, one.scale) for one in all_findings):
-        own = [i for i, one in enumerate(all_findings) if (one.claim.table, one.scale) == key]
-        adjusted = family([all_findings[i].best for i in own])
-        of_table |= {i: one and one.p for i, one in zip(own, adjusted, strict=True)}
+    for key in dict.fromkeys((finding.claim.table, finding.scale) for finding in all_findings):
+        indices = [i for i, finding in enumerate(all_findings) if (finding.claim.table, finding.scale) == key]
+        adjusted = family([all_findings[i].best for i in indices])
+        of_table |= {i: delta and delta.p for i, delta in zip(indices, adjusted, strict=True)}
     return [
-        one._replace(best=best, last_ten=ten, by_last=last, in_table=of_table[i])
-        for i, (one, best, ten, last) in enumerate(zip(all_findings, bests, tens, lasts, strict=True))
+        finding._replace(best=best, last_ten=last_ten, by_last=last_epoch, in_table=of_table[i])
+        for i, (finding, best, last_ten, last_epoch) in enumerate(
+            zip(all_findings, bests, last_tens, last_epochs, strict=True)
+        )
     ]
 
 
@@ -180,21 +188,21 @@ class Count(NamedTuple):
 
 
 def counts(columns: Sequence[Column], expected: Expectations) -> list[Count]:
-    """All methods against FedAvg on all splits that the paper prints, by table, metric and scale: each a family.
+    """All methods against FedAvg on all splits that the paper prints; each table, metric and scale is one family.
 
-    Metrics of which no value is the best, as seconds, are left out.
+    Metrics without a best value, as seconds, are left out.
     """
     members: dict[tuple[str, str, str], list[tuple[Difference, float]]] = {}
     for column in columns:
-        for metric in dict.fromkeys(one.metric for one in expected.get(column.table, ())):
-            if (known := METRICS.get(metric.partition(":")[0])) and not known.best:
+        for metric in dict.fromkeys(expectation.metric for expectation in expected.get(column.table, ())):
+            if (description := METRICS.get(metric.partition(":")[0])) and not description.best:
                 continue
             numbers = printed(expected[column.table], column.split, metric)
             for row in column.rows if not column.tag and BASELINE in numbers else ():
                 delta = column.over_baseline(row, metric)
                 if delta is not None and row.name in numbers:
-                    pair = delta, numbers[row.name] - numbers[BASELINE]
-                    members.setdefault((column.scale, column.table, metric), []).append(pair)
+                    delta_and_claimed = delta, numbers[row.name] - numbers[BASELINE]
+                    members.setdefault((column.scale, column.table, metric), []).append(delta_and_claimed)
     return [Count(*key, Counter(_verdicts(pairs))) for key, pairs in members.items()]
 
 
@@ -204,6 +212,6 @@ def _verdicts(pairs: Sequence[tuple[Difference, float]]) -> list[str]:
 
 
 def ordered(verdicts: Iterable[str]) -> list[str]:
-    """Verdicts that occur, in the order of `VERDICTS`."""
-    known = set(verdicts)
-    return [verdict for verdict in VERDICTS if verdict in known]
+    """The verdicts that occur, in the order of `VERDICTS`."""
+    present = set(verdicts)
+    return [verdict for verdict in VERDICTS if verdict in present]

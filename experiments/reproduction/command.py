@@ -71,11 +71,11 @@ class Options:
 
 
 def reproduce_main(experiments: Path, argv: Sequence[str] | None = None, papers: Path = PAPERS) -> int:
-    """What the arguments ask for.
+    """Do what the arguments ask for.
 
     Args:
       experiments: folder with `reproduction`.
-      argv: arguments without the program's name; None for those of the process.
+      argv: arguments without the program's name; None takes those of the process.
       papers: folder with `presets` and `expected`.
 
     Returns:
@@ -104,11 +104,11 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
     if options.status:
         from reproduction.status import status_line
 
-        named = options.scale or options.only or options.claim
-        names, claim = [options.scale or "cpu"] if named else CPU_PLANS, _claim(options.claim, experiments)
+        selective = options.scale or options.only or options.claim
+        names, claim = [options.scale or "cpu"] if selective else CPU_PLANS, _claim(options.claim, experiments)
         plans = [read_plan(name, experiments / "reproduction", folders.presets) for name in names]
-        chosen = [plan._replace(cells=tuple(_chosen(plan.cells, options.only, claim))) for plan in plans]
-        print(status_line(chosen, folders))
+        selected = [plan._replace(cells=tuple(_chosen(plan.cells, options.only, claim))) for plan in plans]
+        print(status_line(selected, folders))
         return
     plan = read_plan(options.scale or "cpu", experiments / "reproduction", folders.presets)
     cells = _chosen(plan.cells, options.only, _claim(options.claim, experiments))
@@ -119,36 +119,36 @@ def _act(options: Options, experiments: Path, papers: Path) -> None:
 
 
 def _run(options: Options, experiments: Path, cells: Sequence[Cell], folders: Any) -> None:
-    """Run what has no result, in several processes where that is asked for."""
+    """Run the cells that have no result, in several processes if asked to."""
     from reproduction import session
     from reproduction.cells import OutOfTime, deadline
     from reproduction.sharing import claims
 
-    before = session.unfinished(cells, folders)
-    check(before, folders.presets)
+    unfinished = session.unfinished(cells, folders)
+    check(unfinished, folders.presets)
     seconds = None if options.budget_minutes is None else 60 * options.budget_minutes
     budget, stopped = session.Budget(seconds), False
-    if options.workers > 1 and before:
+    if options.workers > 1 and unfinished:
         logs = claims(folders)
         print(f"{options.workers} processes, whose words are in {logs}/worker-N.log", flush=True)
         try:
-            with deadline(None):  # where this process is told to end, so are they
+            with deadline(None):  # if this process is told to end, so are they
                 processes(_worker(options, experiments), logs, options.workers)
         except OutOfTime:
             stopped = True
-    if not stopped:  # what a process that died has left
+    if not stopped:  # also the cells that a process left when it died
         outcome = session.work_off(cells, folders, budget, lambda text: print(text, flush=True), options.together)
         stopped = outcome.out_of_time
-    left = len(session.unfinished(cells, folders))
-    print(f"{len(before) - left} cells done, {left} left{', the time is spent' if stopped else ''}.")
+    remaining = len(session.unfinished(cells, folders))
+    print(f"{len(unfinished) - remaining} cells done, {remaining} left{', the time is spent' if stopped else ''}.")
 
 
 def _worker(options: Options, experiments: Path) -> list[str]:
     """The command of one of the processes that divide the cells."""
     names = ("scale", "only", "claim", "budget_minutes", "together", "again", "data_dir", "runs_dir", "results_dir")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    options_given = {name: value for name in names if (value := getattr(options, name)) is not None}
     script = str(experiments / "reproduce.py")
-    return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in given.items())]
+    return [sys.executable, script, *(f"{flag(name)}={value}" for name, value in options_given.items())]
 
 
 def _listed(options: Options, experiments: Path, papers: Path) -> str:
@@ -161,38 +161,38 @@ def _listed(options: Options, experiments: Path, papers: Path) -> str:
     if options.coverage:
         rows = coverage.as_json(coverage.read_coverage(folder / "coverage.yaml", known.results))
     else:
-        cells = [one for name in CPU_PLANS for one in read_plan(name, folder, papers / "presets").cells]
+        cells = [cell for name in CPU_PLANS for cell in read_plan(name, folder, papers / "presets").cells]
         planned = {(cell.table, cell.split or "") for cell in cells}
         rows = as_json(known.findings, planned, known.departures, known.needs)
     if options.json:
         return json.dumps(rows, indent=1)
-    heads = [name for name in rows[0] if not name.endswith("command")]
-    lines = [["-" if row[name] is None else str(row[name]) for name in heads] for row in rows]
-    return markdown(texts("", heads, lines, left=heads), aligned=True)
+    headings = [name for name in rows[0] if not name.endswith("command")]
+    lines = [["-" if row[name] is None else str(row[name]) for name in headings] for row in rows]
+    return markdown(texts("", headings, lines, left=headings), aligned=True)
 
 
 def _claim(text: str | None, experiments: Path) -> Any:
-    """The claim of this text, None for none; UserError where there is no such claim."""
+    """The claim with this text, None without a text; UserError if there is no such claim."""
     from reproduction.claims import read_claims
 
-    known = {one.text: one for one in read_claims(experiments / "reproduction" / "claims.yaml")} if text else {}
-    if text and text not in known:
-        raise UserError(f"names no claim by '{text}': {nearest(text, list(known))}", field="claim")
-    return known.get(text or "")
+    claims = {claim.text: claim for claim in read_claims(experiments / "reproduction" / "claims.yaml")} if text else {}
+    if text and text not in claims:
+        raise UserError(f"names no claim by '{text}': {nearest(text, list(claims))}", field="claim")
+    return claims.get(text or "")
 
 
 def _chosen(cells: Sequence[Cell], only: str | None, claim: Any = None) -> list[Cell]:
-    """The cells whose table and name begin so, and that a claim is about."""
+    """The cells whose table and name begin with `only` and which the claim is about."""
     from reproduction.only_gpu import about
 
-    start = f"{only}/" if only in {cell.table for cell in cells} else only or ""  # of Table 1, nothing of Table 11
-    chosen = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(start)]
-    chosen = [cell for cell in chosen if claim is None or about(claim, cell)]
-    if not chosen:
+    prefix = f"{only}/" if only in {cell.table for cell in cells} else only or ""  # Table 1 must not match Table 11
+    selected = [cell for cell in cells if f"{cell.table}/{cell.name}".startswith(prefix)]
+    selected = [cell for cell in selected if claim is None or about(claim, cell)]
+    if not selected:
         tables = ", ".join(dict.fromkeys(cell.table for cell in cells))
-        asked = [f"`only={only}`"] * bool(only) + ([f"`claim={claim.text}`"] if claim else [])
-        raise UserError(f"{' with '.join(asked)} leaves no cell: the plan has {tables}.")
-    return chosen
+        filters = [f"`only={only}`"] * bool(only) + ([f"`claim={claim.text}`"] if claim else [])
+        raise UserError(f"{' with '.join(filters)} leaves no cell: the plan has {tables}.")
+    return selected
 
 
 def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
@@ -200,8 +200,8 @@ def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
     from reproduction import results, session
     from reproduction.plan import configured
 
-    waiting = session.unfinished(cells, folders)
-    for cell in waiting if commands else cells:
+    unfinished = session.unfinished(cells, folders)
+    for cell in unfinished if commands else cells:
         if commands:
             print(results.command(cell, values(*configured(cell, folders.presets))))
         else:
@@ -209,4 +209,4 @@ def _show(cells: Sequence[Cell], folders, *, commands: bool) -> None:
             state = results.read_result(path)["status"] if path.is_file() else "waiting"
             print(f"{state:8} {cell.table} {cell.name}")
     if not commands:
-        print(f"{len(cells) - len(waiting)} of {len(cells)} cells done")
+        print(f"{len(cells) - len(unfinished)} of {len(cells)} cells done")

@@ -1,4 +1,4 @@
-"""docs/coverage.md: each table and figure of the four papers, its command, and where its result is."""
+"""docs/coverage.md: each table and figure of the four papers with its command and the place of its result."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,15 +28,15 @@ paper's own, `digits` means the built-in digits, and `cpu`, `mid`, `long` and `f
 
 
 class Item(NamedTuple):
-    """One of them.
+    """A table, figure, theorem or claim of the text of one paper.
 
     Args:
       paper, item: as `FedMR`, `Table 1`.
-      kind: of `KINDS`.
-      shows: in words.
-      command: what makes it; None where there is nothing to make.
-      scale: at which it was run, None where it was not; `results` for what results/ has of a table.
-      result: where it is; of a table its name, as `fedmr/table1`.
+      kind: one of `KINDS`.
+      shows: what it shows, in words.
+      command: the command that makes it; None if there is nothing to make.
+      scale: the scale at which it was run, None if it was not; `results` stands for all that results/ has of a table.
+      result: where the result is; for a table its name, as `fedmr/table1`.
     """
 
     paper: str
@@ -49,53 +49,55 @@ class Item(NamedTuple):
 
 
 def read_coverage(path: Path, results: Iterable[Result]) -> list[Item]:
-    """The items of a YAML file, with the scales at which results of a table are known.
+    """The items of a YAML file, each table with the scales at which it has results.
 
     Raises:
       UserError: a wrong or missing key.
     """
     scales: dict[str, dict[str, None]] = {}
-    for one in results:
-        if one["status"] == "finished":
-            scales.setdefault(one["table"], {})[one["scale"]] = None
+    for result in results:
+        if result["status"] == "finished":
+            scales.setdefault(result["table"], {})[result["scale"]] = None
     items = []
     for number, entry in enumerate(load_mapping(read_text(path), str(path)).get("items", []), 1):
-        where = f"item {number} of {path}"
-        given: dict[str, Any] = as_mapping(entry, where)
+        location = f"item {number} of {path}"
+        fields: dict[str, Any] = as_mapping(entry, location)
         try:
-            item = Item(**given)
+            item = Item(**fields)
         except TypeError:
-            raise UserError(f"{where} needs the keys {', '.join(Item._fields[:4])}, and may have the others.") from None
+            raise UserError(
+                f"{location} needs the keys {', '.join(Item._fields[:4])}, and may have the others."
+            ) from None
         if item.kind not in KINDS or (item.command is None) != (item.kind == "diagram"):
-            raise UserError(f"{where}: its kind is one of {', '.join(KINDS)}, and all but diagrams have a command.")
+            raise UserError(f"{location}: its kind is one of {', '.join(KINDS)}, and all but diagrams have a command.")
         if item.scale == FROM_RESULTS:
-            known = sorted(scales.get(item.result or "", ()))
-            anchors = [f"{PAGE}#{(item.result or '').replace('/', '')}-scale-{scale}" for scale in known]
-            item = item._replace(scale=", ".join(known) or None, result=", ".join(anchors) or None)
+            known_scales = sorted(scales.get(item.result or "", ()))
+            anchors = [f"{PAGE}#{(item.result or '').replace('/', '')}-scale-{scale}" for scale in known_scales]
+            item = item._replace(scale=", ".join(known_scales) or None, result=", ".join(anchors) or None)
         items.append(item)
     return items
 
 
 def as_json(items: Iterable[Item]) -> list[dict[str, str | None]]:
     """What `--coverage --json` prints."""
-    return [{name: value for name, value in one._asdict().items() if name != "shows"} for one in items]
+    return [{name: value for name, value in item._asdict().items() if name != "shows"} for item in items]
 
 
 def coverage_page(items: Sequence[Item]) -> str:
     """The text of the page."""
-    data = [one for one in items if one.kind != "diagram"]
-    ran = sum(bool(one.scale) for one in data)
-    count = f"{len(items)} items, {len(data)} of them with data: all have a command, {ran} were run."
+    data = [item for item in items if item.kind != "diagram"]
+    run_count = sum(bool(item.scale) for item in data)
+    count = f"{len(items)} items, {len(data)} of them with data: all have a command, {run_count} were run."
     lines = [INTRODUCTION, count, ""]
-    for paper in dict.fromkeys(one.paper for one in items):
-        own = [one for one in items if one.paper == paper]
-        rows = [[escaped(one.item), escaped(one.shows), *_ran(one)] for one in own]
-        heads = ("shows", "run", "result")
-        lines += [f"## {paper}", "", markdown(texts("", ("", *heads), rows, left=heads), escape=str)]
+    for paper in dict.fromkeys(item.paper for item in items):
+        paper_items = [item for item in items if item.paper == paper]
+        rows = [[escaped(item.item), escaped(item.shows), *_ran(item)] for item in paper_items]
+        headings = ("shows", "run", "result")
+        lines += [f"## {paper}", "", markdown(texts("", ("", *headings), rows, left=headings), escape=str)]
         lines += ["<details><summary>Commands</summary>", ""]
-        for one in own:
-            if one.command:
-                lines += [f"{one.item}:", "", *(f"    {step}" for step in steps(one.command)), ""]
+        for item in paper_items:
+            if item.command:
+                lines += [f"{item.item}:", "", *(f"    {step}" for step in steps(item.command)), ""]
         lines += ["</details>", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -109,10 +111,10 @@ def steps(command: str) -> list[str]:
     return command.split(" && ")
 
 
-def _ran(one: Item) -> tuple[str, str]:
-    if one.kind == "diagram":
+def _ran(item: Item) -> tuple[str, str]:
+    if item.kind == "diagram":
         return "a diagram", ""
-    if not one.scale or not one.result:
+    if not item.scale or not item.result:
         return "not run", ""
-    links = [f"[{Path(link.partition('#')[0]).name}]({link.removeprefix('docs/')})" for link in one.result.split(", ")]
-    return one.scale, ", ".join(links)
+    links = [f"[{Path(link.partition('#')[0]).name}]({link.removeprefix('docs/')})" for link in item.result.split(", ")]
+    return item.scale, ", ".join(links)

@@ -12,7 +12,7 @@ from reproduction.claims import Finding
 NAMES = {"fedmr": "FedMR", "fedgela": "FedGELA", "fedrl": "FedRL", "fccl": "FCCL"}
 ROW, MARGIN, WIDTH = 0.17, 0.5, 7.6  # inches
 TICKS = (-50, -20, -10, -5, 0, 5, 10, 20, 50)
-LABELS, KEYS = 0.52, 0.28  # share of the width left of the axes, inches above them
+LABELS, KEYS = 0.52, 0.28  # share of the width to the left of the axes, inches above them
 HEADING = """## Ours beside the papers
 
 Differences of the best round in percent points with their 95 % interval over the seeds, none for one seed, and what the
@@ -22,41 +22,41 @@ and split, as that list has them, but for the eigenvalues.
 
 
 def figures_section(findings: Sequence[Finding]) -> tuple[list[str], dict[str, str]]:
-    """A part of the page, and its pictures: by file name, SVG."""
+    """A section of the page, and its pictures as SVG by file name."""
     lines, pictures = [HEADING], {}
     for paper, name in NAMES.items():
-        own = [one for one in findings if one.claim.table.startswith(f"{paper}/") and _shown(one)]
-        if own:
-            file, words = f"images/reproduction_{paper}.svg", in_words(name, own)
-            pictures[file] = picture(own, words)
-            lines += [f"![{words}]({file})", ""]
+        shown = [finding for finding in findings if finding.claim.table.startswith(f"{paper}/") and _shown(finding)]
+        if shown:
+            file, description = f"images/reproduction_{paper}.svg", in_words(name, shown)
+            pictures[file] = picture(shown, description)
+            lines += [f"![{description}]({file})", ""]
     return (lines, pictures) if pictures else ([], {})
 
 
 def in_words(name: str, findings: Sequence[Finding]) -> str:
-    """What a picture shows, for who does not see it."""
-    printed = [one for one in findings if one.paper is not None]
-    same = sum(one.best.mean * one.claimed > 0 for one in printed if one.best)
+    """What a picture shows, as text for readers who cannot see it."""
+    printed = [finding for finding in findings if finding.paper is not None]
+    agree = sum(finding.best.mean * finding.claimed > 0 for finding in printed if finding.best)
     splits = f"{len(findings)} comparison{'s' * (len(findings) != 1)}"
     return (
-        f"{name}: our differences beside the printed ones in {splits}, {same} of {len(printed)} with the printed sign"
+        f"{name}: our differences beside the printed ones in {splits}, {agree} of {len(printed)} with the printed sign"
     )
 
 
 def picture(findings: Sequence[Finding], words: str) -> str:
-    """The SVG of some claims of a paper.
+    """The SVG of a paper's claims.
 
     Args:
-      findings: tried, in percent points.
-      words: what it shows, for who does not see it.
+      findings: those that were tried and are in percent points.
+      words: what the picture shows, as text for readers who cannot see it.
     """
     inches = MARGIN + KEYS + ROW * len(findings)
     figure = Figure(figsize=(WIDTH, inches))
-    # Not laid out by the widths of letters, which depend on the fonts of a machine.
+    # No automatic layout: it uses the widths of letters, which depend on the fonts of a machine.
     axes = figure.add_axes((LABELS, MARGIN / inches, 0.97 - LABELS, ROW * len(findings) / inches))
-    for at, one in enumerate(findings):
-        _draw(axes, at, one)
-    _frame(axes, [_label(one) for one in findings])
+    for y, finding in enumerate(findings):
+        _draw(axes, y, finding)
+    _frame(axes, [_label(finding) for finding in findings])
     handles = [
         axes.plot([], [], "o", color=COLOURS[0], ms=4)[0],
         axes.plot([], [], "D", color=COLOURS[1], ms=4, mfc="none")[0],
@@ -68,24 +68,24 @@ def picture(findings: Sequence[Finding], words: str) -> str:
     return as_svg(figure, words)
 
 
-def _shown(one: Finding) -> bool:
-    return one.best is not None and one.claim.in_points
+def _shown(finding: Finding) -> bool:
+    return finding.best is not None and finding.claim.in_points
 
 
-def _draw(axes: Axes, at: int, one: Finding) -> None:
-    if one.best is None:
+def _draw(axes: Axes, y: int, finding: Finding) -> None:
+    if finding.best is None:
         return
-    if one.best.low is not None and one.best.high is not None:
-        axes.plot([one.best.low, one.best.high], [at, at], color=COLOURS[0], lw=1.2)
-    filled = COLOURS[0] if len(one.best.seeds) > 1 else "none"
-    axes.plot([one.best.mean], [at], "o", color=COLOURS[0], mfc=filled, ms=4)
-    if one.paper is not None:
-        axes.plot([one.paper], [at], "D", color=COLOURS[1], mfc="none", ms=4)
+    if finding.best.low is not None and finding.best.high is not None:
+        axes.plot([finding.best.low, finding.best.high], [y, y], color=COLOURS[0], lw=1.2)
+    face = COLOURS[0] if len(finding.best.seeds) > 1 else "none"
+    axes.plot([finding.best.mean], [y], "o", color=COLOURS[0], mfc=face, ms=4)
+    if finding.paper is not None:
+        axes.plot([finding.paper], [y], "D", color=COLOURS[1], mfc="none", ms=4)
 
 
-def _label(one: Finding) -> str:
-    words = one.claim.text.partition(" (")[0]
-    return f"{words} · {one.split} {one.tag}".rstrip() + f" · {one.scale}"
+def _label(finding: Finding) -> str:
+    claim_text = finding.claim.text.partition(" (")[0]
+    return f"{claim_text} · {finding.split} {finding.tag}".rstrip() + f" · {finding.scale}"
 
 
 def _frame(axes: Axes, labels: Sequence[str]) -> None:

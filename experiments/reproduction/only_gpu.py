@@ -1,7 +1,8 @@
-"""What only a GPU can decide: claims in the papers' own settings, how long that is predicted to take, and what runs it.
+"""What only a GPU can decide: claims in the papers' own settings, the hours predicted for them, and their commands.
 
-Nothing was timed: a step of ResNet18 on an H100 is predicted from its compiled program, launches as they are, the rest
-by the pixels of a batch (benchmarks/results/predicted.json). Other networks have no prediction.
+Nothing was timed: a step of ResNet18 on an H100 is predicted from its compiled program; the time of its launches is
+taken as it is, the rest scales with the pixels of a batch (benchmarks/results/predicted.json). Other networks have no
+prediction.
 """
 
 import json
@@ -35,10 +36,10 @@ class Need(NamedTuple):
     """A claim on a split that only a GPU can decide.
 
     Args:
-      claim, split: which.
+      claim, split: the claim and one of its splits.
       by_cell: hours predicted for each cell of both rows, all seeds in the paper's settings, by table and name; None
-        where nothing is.
-      part: of the GPU plan (benchmarks/gpu) that runs them, None where none does.
+        without a prediction.
+      part: the part of the GPU plan (benchmarks/gpu) that runs them, None if none does.
       planned: whether the plan `gpu` has both rows.
     """
 
@@ -50,23 +51,23 @@ class Need(NamedTuple):
 
     @property
     def hours(self) -> float | None:
-        """Of all its cells."""
-        known = [one for one in self.by_cell.values() if one is not None]
-        return sum(known) if len(known) == len(self.by_cell) else None
+        """Hours of all its cells, None if one has no prediction."""
+        predicted = [hours for hours in self.by_cell.values() if hours is not None]
+        return sum(predicted) if len(predicted) == len(self.by_cell) else None
 
     @property
     def command(self) -> str:
-        """What runs its cells."""
+        """The command that runs its cells."""
         return f"{command(self.claim)} --only={self.claim.table}/paper-{self.split}-"
 
 
 def command(claim: Claim) -> str:
-    """What runs all cells of a claim in the paper's settings."""
+    """The command that runs all cells of a claim in the paper's settings."""
     return f'python experiments/reproduce.py --scale=paper --claim="{claim.text}" --data-dir=data'
 
 
 def about(claim: Claim, cell: Cell) -> bool:
-    """Whether a cell is of the table itself, and a row and a split that a claim is about."""
+    """Whether a claim is about the row and the split of a cell, and the cell is one of the table itself."""
     row = f"{cell.method} {cell.variant or ''}".rstrip()
     return not cell.tag and (cell.table, row in (claim.higher, claim.lower), cell.split in claim.splits) == (
         claim.table, True, True
@@ -76,30 +77,30 @@ def about(claim: Claim, cell: Cell) -> bool:
 def needs(
     findings: Iterable[Finding], plans: Mapping[str, Sequence[Cell]], hours: Callable[[Cell], float | None]
 ) -> list[Need]:
-    """The claims on the splits that have cells of their own, none of which a CPU runs in the papers' settings.
+    """The claims, by split, that have cells of their own, none of which a CPU runs in the papers' settings.
 
     Args:
-      findings: of all claims.
-      plans: cells of `paper`, of `full`, which a CPU can run, and of `gpu`.
-      hours: predicted for a cell, None where nothing is.
+      findings: those of all claims.
+      plans: the cells of `paper`, of `full`, which a CPU can run, and of `gpu`.
+      hours: gives the hours predicted for a cell, None without a prediction.
     """
-    known: dict[tuple[str, str], list[Finding]] = {}
-    for one in findings:
-        known.setdefault((one.claim.text, one.split), []).append(one)
-    made = []
-    for own in known.values():
-        claim, split = own[0].claim, own[0].split
+    by_claim: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        by_claim.setdefault((finding.claim.text, finding.split), []).append(finding)
+    all_needs = []
+    for members in by_claim.values():
+        claim, split = members[0].claim, members[0].split
         cells = {name: [cell for cell in plan if cell.split == split and about(claim, cell)]
                  for name, plan in plans.items()}  # fmt: skip
-        if cells["paper"] and not cells["full"] and not any(one.scale in OWN for one in own):
-            each = {f"{cell.table} {cell.name}": hours(cell) for cell in cells["paper"]}
-            both = len({(cell.method, cell.variant) for cell in cells["gpu"]}) == 2
-            made.append(Need(claim, split, each, claim.gpu_part.get(split), both))
-    return made
+        if cells["paper"] and not cells["full"] and not any(finding.scale in OWN for finding in members):
+            by_cell = {f"{cell.table} {cell.name}": hours(cell) for cell in cells["paper"]}
+            planned = len({(cell.method, cell.variant) for cell in cells["gpu"]}) == 2
+            all_needs.append(Need(claim, split, by_cell, claim.gpu_part.get(split), planned))
+    return all_needs
 
 
 def predicted_hours(repository: Path, presets: Path) -> Callable[[Cell], float | None]:
-    """What predicts the hours of a cell's training on a GPU from a repository's file; None for what that has not."""
+    """A function that predicts a cell's GPU hours from the repository's file; it gives None for what that lacks."""
     path = repository / PREDICTED
     step = json.loads(read_text(path)) if path.is_file() else None
 
@@ -120,27 +121,27 @@ def predicted_hours(repository: Path, presets: Path) -> Callable[[Cell], float |
 
 
 def _steps(config: RunConfig, samples: int) -> float:
-    """Training steps of a run, of whose rounds each would be on so many samples if all clients took part."""
+    """Training steps of a run; a round has so many samples if all clients take part."""
     taking_part = config.cohort / config.clients if config.cohort and config.clients else 1.0
     return config.rounds * samples * taking_part / config.batch_size
 
 
 def gpu_section(known: Sequence[Need]) -> list[str]:
-    """A part of the page: a line for each claim, and its command."""
+    """A section of the page: a line for each claim, and its command."""
     if not known:
         return []
     lines, commands = [], []
-    for text in dict.fromkeys(one.claim.text for one in known):
-        own = [one for one in known if one.claim.text == text]
-        hours = [one.hours for one in own if one.hours is not None]
-        runs: dict[str, list[str]] = {}
-        for one in own:
-            for plan in [f"part {one.part}"] * (one.part is not None) + ["`--scale=gpu`"] * one.planned:
-                runs.setdefault(plan, []).append(one.split)
-        at = "; ".join(f"{plan}: {' '.join(splits)}" for plan, splits in runs.items())
-        told = f"{sum(hours):.1f}" + " and more" * (len(hours) < len(own)) if hours else "–"
-        lines.append((text, " ".join(one.split for one in own), told, at or "–"))
-        commands.append(f"    {command(own[0].claim)}")
-    heads = ("claim", "splits", "hours, predicted", "run by")
-    table = markdown(texts("", heads, lines, left=("splits", "run by")), escape=str)
+    for text in dict.fromkeys(need.claim.text for need in known):
+        members = [need for need in known if need.claim.text == text]
+        hours = [need.hours for need in members if need.hours is not None]
+        by_plan: dict[str, list[str]] = {}
+        for need in members:
+            for plan in [f"part {need.part}"] * (need.part is not None) + ["`--scale=gpu`"] * need.planned:
+                by_plan.setdefault(plan, []).append(need.split)
+        run_by = "; ".join(f"{plan}: {' '.join(splits)}" for plan, splits in by_plan.items())
+        hours_text = f"{sum(hours):.1f}" + " and more" * (len(hours) < len(members)) if hours else "–"
+        lines.append((text, " ".join(need.split for need in members), hours_text, run_by or "–"))
+        commands.append(f"    {command(members[0].claim)}")
+    headings = ("claim", "splits", "hours, predicted", "run by")
+    table = markdown(texts("", headings, lines, left=("splits", "run by")), escape=str)
     return [HEADING, table, "<details><summary>Commands</summary>", "", *commands, "", "</details>", ""]

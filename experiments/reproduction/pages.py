@@ -20,9 +20,9 @@ from reproduction.summary import Facts, summary_section
 
 
 class Known(NamedTuple):
-    """What the results say: all of them, all columns, those of the papers' tables, printed numbers, and the claims.
+    """What the results say: all results, all columns, those of the papers' tables, the printed numbers, and the claims.
 
-    The claims also under other settings, and what of them only a GPU can decide.
+    Also the claims under other settings, those that only a GPU can decide, and the ambiguities.
     """
 
     results: list[dict[str, Any]]
@@ -46,34 +46,44 @@ def known(results: Path, experiments: Path) -> Known:
     Raises:
       UserError: a file that cannot be read.
     """
-    rows = [as_run(one, PRESETS) for one in read_results(results)]
-    texts = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
+    rows = [as_run(result, PRESETS) for result in read_results(results)]
+    ambiguities = read_ambiguities(experiments / "reproduction" / "ambiguities.yaml")
     claims = read_claims(experiments / "reproduction" / "claims.yaml")
-    names = dict.fromkeys([*(one["table"] for one in rows), *(one.table for one in claims)])
+    names = dict.fromkeys([*(result["table"] for result in rows), *(claim.table for claim in claims)])
     expected = {table: read_expected(EXPECTED, table) for table in names}
     every = columns(rows, expected)
-    readings = tags_of(texts) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
-    tables = with_means([one for one in every if one.tag not in readings], expected)
-    judged = findings(claims, tables, expected)
-    printed = {(one.claim.text, one.split): one.claimed for one in judged}
-    departed = departures(claims, every, lambda claim, split: printed[claim.text, split])
-    return Known(rows, every, tables, expected, claims, judged, departed, _needs(judged, experiments), texts)
+    readings = tags_of(ambiguities) - {tag for claim in claims for tag in claim.tags}  # they belong to no paper's table
+    tables = with_means([column for column in every if column.tag not in readings], expected)
+    all_findings = findings(claims, tables, expected)
+    printed = {(finding.claim.text, finding.split): finding.claimed for finding in all_findings}
+    all_departures = departures(claims, every, lambda claim, split: printed[claim.text, split])
+    return Known(
+        rows,
+        every,
+        tables,
+        expected,
+        claims,
+        all_findings,
+        all_departures,
+        _needs(all_findings, experiments),
+        ambiguities,
+    )
 
 
-def _needs(judged: list[Finding], experiments: Path) -> list[Need]:
+def _needs(all_findings: list[Finding], experiments: Path) -> list[Need]:
     plans = {name: read_plan(name, experiments / "reproduction", PRESETS).cells for name in ("paper", "full", "gpu")}
-    return needs(judged, plans, predicted_hours(experiments.parent, PRESETS))
+    return needs(all_findings, plans, predicted_hours(experiments.parent, PRESETS))
 
 
 def pages(results: Path, experiments: Path) -> dict[str, str]:
-    """The text of every generated page and picture by its path in docs/; arguments and errors as of `known`."""
+    """The text of every generated page and picture by its path in docs/; arguments and errors as those of `known`."""
     all_known = known(results, experiments)
     rows, tables, expected = all_known.results, all_known.tables, all_known.expected
     facts = Facts(rows, all_known.findings, all_known.departures, all_known.needs)
-    drawn, pictures = figures_section(all_known.findings)
-    more = [*drawn, *hinges_section(all_known.claims, all_known.departures), *gpu_section(all_known.needs)]
-    counted = counts(tables, expected)
-    page = results_page(rows, tables, expected, all_known.findings, counted, summary_section(facts), more)
+    figure_lines, pictures = figures_section(all_known.findings)
+    sections = [*figure_lines, *hinges_section(all_known.claims, all_known.departures), *gpu_section(all_known.needs)]
+    all_counts = counts(tables, expected)
+    page = results_page(rows, tables, expected, all_known.findings, all_counts, summary_section(facts), sections)
     items = read_coverage(experiments / "reproduction" / "coverage.yaml", rows)
     return {
         "reproduction.md": page,
@@ -84,7 +94,7 @@ def pages(results: Path, experiments: Path) -> dict[str, str]:
 
 
 def write_pages(results: Path, experiments: Path, docs: Path) -> list[Path]:
-    """Write the generated pages into a folder and say where they are."""
+    """Write the generated pages into a folder and return their paths."""
     files = pages(results, experiments)
     for name, text in files.items():
         write_text(docs / name, text, "another `docs_dir`")

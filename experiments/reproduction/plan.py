@@ -1,14 +1,14 @@
-"""Plans: which cells of the papers' tables to run, in which order, and with what put over their presets.
+"""Plans: which cells of the papers' tables to run, in which order, and with which settings over their presets.
 
     settings: {model: simple_cnn, rounds: 30}        over the preset, in every cell
     blocks:
       - table: fedmr/table1
         splits: [P10C2]                                by default all of the preset
         methods: [fedavg, fedmr]                       by default all of the preset that have no variants
-        variants: [intra-only]                         by default, where no methods are named either, all
+        variants: [intra-only]                         by default all, if no methods are named either
         seeds: [0, 1, 2]
         settings: {lr: 0.02}                           over the plan's
-        own: {fedgela: {ew: 4}}                        of one method or variant
+        own: {fedgela: {ew: 4}}                        for one method or variant
         tag: doubled                                   a reading that the table does not have
 
 Cells are in the order seed, split, method, so that a block that is cut short has all methods of its first seeds.
@@ -35,11 +35,11 @@ class Cell(NamedTuple):
     Args:
       scale: the plan it is from.
       table: preset, as `fedmr/table1`.
-      split: of the preset, None where it has none.
-      method: its name.
-      variant: of the preset, None without.
-      tag: what it departs in from the table, "" for a cell of the table.
-      seed: of the run.
+      split: split of the preset, None if it has none.
+      method: the method's name.
+      variant: variant of the preset, None without one.
+      tag: how it departs from the table, "" for a cell of the table.
+      seed: seed of the run.
       settings: option -> text, over the preset.
     """
 
@@ -61,8 +61,8 @@ class Cell(NamedTuple):
     @property
     def origin(self) -> dict[str, str]:
         """The options that choose the cell of the preset."""
-        chosen = {"preset": self.table, "split": self.split, "method": self.method, "variant": self.variant}
-        return {name: value for name, value in chosen.items() if value}
+        options = {"preset": self.table, "split": self.split, "method": self.method, "variant": self.variant}
+        return {name: value for name, value in options.items() if value}
 
     @property
     def given(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Cell(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Cells in the order in which they run."""
+    """The cells in the order in which they run."""
 
     scale: str
     cells: tuple[Cell, ...]
@@ -81,7 +81,7 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
     """The plan `cpu` in a folder, or a YAML file by its path.
 
     Raises:
-      UserError: there is none, it cannot be read, or a block in it names what its preset does not have.
+      UserError: there is no such plan, it cannot be read, or a block names something that its preset lacks.
     """
     path = next((path for path in (folder / f"{scale}.yaml", Path(scale)) if path.is_file()), None)
     if path is None:
@@ -93,72 +93,74 @@ def read_plan(scale: str, folder: Path, presets: Path) -> Plan:
     common = as_mapping(top.get("settings"), f"'settings' in {path}")
     cells: dict[tuple[str, str], Cell] = {}
     for number, block in enumerate(blocks, 1):
-        where = f"block {number} of {path}"
-        for cell in _cells(path.stem, as_mapping(block, where), common, where, presets):
+        location = f"block {number} of {path}"
+        for cell in _cells(path.stem, as_mapping(block, location), common, location, presets):
             if cells.setdefault((cell.table, cell.name), cell) != cell:
-                raise UserError(f"{where} has {cell.name} with other settings than a block before: give it a tag.")
+                raise UserError(f"{location} has {cell.name} with other settings than a block before: give it a tag.")
     return Plan(path.stem, tuple(cells.values()))
 
 
 def check(cells: Iterable[Cell], presets: Path) -> None:
-    """UserError where a cell cannot be run as it is planned."""
-    alike = {(c.table, c.split, c.method, c.variant, c.tag): c for c in cells}
-    for cell in alike.values():
+    """Raise UserError if a cell cannot be run as planned."""
+    distinct = {(c.table, c.split, c.method, c.variant, c.tag): c for c in cells}
+    for cell in distinct.values():
         configured(cell, presets)
 
 
 def configured(cell: Cell, presets: Path, **more: str) -> tuple[RunConfig, Method]:
-    """What a cell runs; UserError where an option of it cannot be."""
+    """The configuration and the method that a cell runs; UserError if an option of it is invalid."""
     try:
         return configure(cell.given | more, presets)
     except UserError as error:
         raise UserError(f"{cell.table} {cell.name}: {error}") from None
 
 
-def _cells(scale: str, block: Mapping[str, Any], common: Mapping[str, Any], where: str, presets: Path) -> list[Cell]:
+def _cells(scale: str, block: Mapping[str, Any], common: Mapping[str, Any], location: str, presets: Path) -> list[Cell]:
     for key in block:
         if key not in KEYS:
-            raise UserError(f"unknown key '{key}' in {where}: {nearest(key, KEYS)}")
+            raise UserError(f"unknown key '{key}' in {location}: {nearest(key, KEYS)}")
     if "table" not in block:
-        raise UserError(f"{where} needs a line `table: PAPER/TABLE`.")
+        raise UserError(f"{location} needs a line `table: PAPER/TABLE`.")
     preset = read_preset(str(block["table"]), presets)
-    settings = {**common, **as_mapping(block.get("settings"), f"'settings' of {where}")}
-    own = {str(name): as_mapping(part, f"'{name}' of {where}") for name, part in (block.get("own") or {}).items()}
-    splits = _listed(block, "splits", list(preset.splits) or [None], where)
-    seeds = _listed(block, "seeds", [0], where)
-    rows, tag = _rows(preset, block, where), str(block.get("tag") or "")
+    settings = {**common, **as_mapping(block.get("settings"), f"'settings' of {location}")}
+    own_settings = {
+        str(name): as_mapping(entry, f"'{name}' of {location}") for name, entry in (block.get("own") or {}).items()
+    }
+    splits = _listed(block, "splits", list(preset.splits) or [None], location)
+    seeds = _listed(block, "seeds", [0], location)
+    rows, tag = _rows(preset, block, location), str(block.get("tag") or "")
     return [
         Cell(scale, str(block["table"]), split, method, variant, tag, int(seed), _texts(
-            {**settings, **own.get(method, {}), **own.get(variant or "", {})}
+            {**settings, **own_settings.get(method, {}), **own_settings.get(variant or "", {})}
         ))
         for seed, split, (method, variant) in itertools.product(seeds, splits, rows)
     ]  # fmt: skip
 
 
-def _rows(preset: Preset, block: Mapping[str, Any], where: str) -> list[tuple[str, str | None]]:
+def _rows(preset: Preset, block: Mapping[str, Any], location: str) -> list[tuple[str, str | None]]:
     """(method, variant) of each row of the table that the block names."""
-    every = "methods" not in block and "variants" not in block
-    owners = {name: str(one["method"]) for name, one in preset.variants.items()}
-    plain = [name for name in preset.methods if name not in owners.values()]
-    chosen = _listed(block, "methods", plain if every else [], where)
-    variants = _listed(block, "variants", list(owners) if every else [], where)
+    whole_table = "methods" not in block and "variants" not in block
+    owners = {name: str(fields["method"]) for name, fields in preset.variants.items()}
+    without_variants = [name for name in preset.methods if name not in owners.values()]
+    methods = _listed(block, "methods", without_variants if whole_table else [], location)
+    variants = _listed(block, "variants", list(owners) if whole_table else [], location)
     for name in variants:
         if name not in owners:
-            raise UserError(f"{where}: {preset.source} has no variant '{name}': {nearest(str(name), list(owners))}")
-    return [*((str(name), None) for name in chosen), *((owners[name], name) for name in variants)]
+            raise UserError(f"{location}: {preset.source} has no variant '{name}': {nearest(str(name), list(owners))}")
+    return [*((str(name), None) for name in methods), *((owners[name], name) for name in variants)]
 
 
-def _listed(block: Mapping[str, Any], key: str, default: list, where: str) -> list:
+def _listed(block: Mapping[str, Any], key: str, default: list, location: str) -> list:
     value = block.get(key, default)
     if not isinstance(value, list):
-        raise UserError(f"'{key}' of {where} must be a list, as [{value}].")
+        raise UserError(f"'{key}' of {location} must be a list, as [{value}].")
     return value
 
 
 def _texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Values as they are written on the command line."""
-    words = {True: "true", False: "false", None: "none"}
+    """The values as they are written on the command line."""
+    literals = {True: "true", False: "false", None: "none"}
     return {
-        name: words[value] if value is None or isinstance(value, bool) else str(value)
+        name: literals[value] if value is None or isinstance(value, bool) else str(value)
         for name, value in settings.items()
     }

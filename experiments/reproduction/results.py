@@ -1,4 +1,4 @@
-"""What is kept of a cell: one small JSON file, committed, from which the page is made."""
+"""The result of a cell: one small committed JSON file, from which the page is made."""
 
 import json
 import platform
@@ -29,17 +29,17 @@ KEPT = (
     *("domains", "inter", "intra", "seconds_per_round", "compile_seconds", "lanes", "together"),
 )
 OTHERS = ("methods", "leaderboard")  # folders with results of other kinds
-# Options that every result names, whether or not they are the preset's.
+# Options that every result names, whether or not they are those of the preset.
 SHOWN = ("dataset", "model", "rounds", "local_epochs", "batch_size", "lr", "train_samples", "test_samples")
 
 
 def result_path(folder: Path, cell: Cell) -> Path:
-    """Where the result of a cell lies."""
+    """The file of a cell's result."""
     return folder / cell.table / f"{cell.name}.json"
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """One result; UserError where it cannot be read."""
+    """One result; UserError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
@@ -47,7 +47,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def has_result(folder: Path, cell: Cell, *, current: bool = False) -> bool:
-    """Whether a cell has a result; with `current` one of this version."""
+    """Whether a cell has a result, with `current` one of this version."""
     path = result_path(folder, cell)
     return path.is_file() and (not current or is_current(read_result(path)))
 
@@ -64,43 +64,50 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_result(folder: Path, cell: Cell, result: Mapping[str, Any]) -> None:
-    """Write the result of a cell at once or not at all."""
+    """Write the result of a cell, whole or not at all."""
     write_text(result_path(folder, cell), json.dumps(result, indent=1) + "\n", "another `results_dir`")
 
 
 def command(cell: Cell, config: Mapping[str, Any]) -> str:
-    """What repeats the cell alone; DATA is the folder of the data sets."""
-    given = {**cell.given, **({} if config["dataset"] == "digits" and not config["task"] else {"data_dir": "DATA"})}
+    """The command that repeats the cell alone; DATA is the folder of the data sets."""
+    options = {**cell.given, **({} if config["dataset"] == "digits" and not config["task"] else {"data_dir": "DATA"})}
     return shlex.join(
-        ["python", "experiments/run.py", *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
+        ["python", "experiments/run.py", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
     )
 
 
 def superseded(result: Mapping[str, Any], presets: Path) -> dict[str, str]:
-    """What a preset or a default had otherwise when a result was run, as on the command line.
+    """The options that a preset or a default has changed since a result was run, with the old values.
+
+    The values are as on the command line.
 
     Args:
-      result: as it was written; options that are younger than it had their defaults.
-      presets: folder of the presets of today.
+      result: as it was written; options that are newer than the result count with their defaults.
+      presets: folder of the current presets.
     """
-    given = {**scan(shlex.split(result["command"])[2:]), "data_dir": "."}
-    config, method = configure(given, presets)
-    today, usual = decisive(values(config, method)), RUN | options_of(type(method))
-    then = decisive({name: option.default for name, option in usual.items()}) | result["decisive"]
-    plain: dict[str, Any] = {"None": "none", "True": "true", "False": "false"}
-    return {name: plain.get(then[name], then[name]) for name in today if then[name] != today[name]}
+    options = {**scan(shlex.split(result["command"])[2:]), "data_dir": "."}
+    config, method = configure(options, presets)
+    current, known_options = decisive(values(config, method)), RUN | options_of(type(method))
+    old = decisive({name: option.default for name, option in known_options.items()}) | result["decisive"]
+    literals: dict[str, Any] = {"None": "none", "True": "true", "False": "false"}
+    return {name: literals.get(old[name], old[name]) for name in current if old[name] != current[name]}
 
 
 def as_run(result: Mapping[str, Any], presets: Path) -> dict[str, Any]:
-    """A result whose command repeats it today, and which has what its preset no longer has among its settings."""
-    then = superseded(result, presets)
-    added = shlex.join(flag(name) + f"={value}" for name, value in then.items())
+    """The result with a command that repeats it today, and with its superseded options among its settings."""
+    old_options = superseded(result, presets)
+    added = shlex.join(flag(name) + f"={value}" for name, value in old_options.items())
     command = f"{result['command']} {added}".rstrip()
-    return {**result, "command": command, "over_preset": {**result["over_preset"], **then}, "superseded": then}
+    return {
+        **result,
+        "command": command,
+        "over_preset": {**result["over_preset"], **old_options},
+        "superseded": old_options,
+    }
 
 
 def identity(cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a result that is known before the run; `config` are its options by field name."""
+    """The part of a result that is known before the run; `config` holds its options by field name."""
     return {
         "scale": cell.scale, "table": cell.table, "split": cell.split, "method": cell.method,
         "variant": cell.variant, "tag": cell.tag, "seed": cell.seed, "command": command(cell, config),
@@ -117,7 +124,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
-    """The result of a finished run, with what it has in the place of any paper's numbers; tables share runs."""
+    """The result of a finished run, with its value for every metric of any paper's tables, as tables share runs."""
     summary = record.result
     metrics = [*printed_metrics(expected), *([PA_LAST] if needs_epochs(record.config["pa_protocol"]) else [])]
     numbers = {metric: measured(record, metric) for metric in metrics}
@@ -138,38 +145,40 @@ def finished(cell: Cell, record: RunRecord, expected: Path) -> dict[str, Any]:
 
 def failed(cell: Cell, config: Mapping[str, Any], sentence: str) -> dict[str, Any]:
     """The result of a run that could not reach its end."""
-    known = {"status": "failed", "version": __version__, **identity(cell, config), "sentence": sentence}
-    return {**known, "machine": machine(), "decisive": decisive(config)}
+    result = {"status": "failed", "version": __version__, **identity(cell, config), "sentence": sentence}
+    return {**result, "machine": machine(), "decisive": decisive(config)}
 
 
 def printed_metrics(expected: Path) -> list[str]:
     """Every metric of the papers' tables."""
     tables = sorted(path.stem for path in expected.glob("*.csv") if not path.stem.endswith("_counts"))
-    return list(dict.fromkeys(one.metric for table in tables for one in read_expected(expected, table)))
+    return list(dict.fromkeys(expectation.metric for table in tables for expectation in read_expected(expected, table)))
 
 
 def repeated(
     cell: Cell, config: Mapping[str, Any], others: Iterable[Mapping[str, Any]], needed: str | None = None
 ) -> dict[str, Any] | None:
-    """The result of a cell that another table has had already, if there is one with the same options.
+    """The result of a cell taken from another table's run with the same options, None if there is none.
 
     Args:
-      cell: which one.
+      cell: the cell without a result.
       config: its options by field name.
-      others: results so far; options that are younger than they have their defaults.
-      needed: a metric that it must have.
+      others: results so far; options that are newer than a result count with their defaults.
+      needed: a metric that the result must have.
     """
-    wanted, usual = decisive(config), decisive({name: option.default for name, option in RUN.items()})
+    options, defaults = decisive(config), decisive({name: option.default for name, option in RUN.items()})
     for other in others:
-        if usual | other["decisive"] == usual | wanted and (needed is None or needed in other.get("metrics", ())):
-            own = {name: value for name, value in identity(cell, config).items() if name != "hyperparameters"}
+        if defaults | other["decisive"] == defaults | options and (
+            needed is None or needed in other.get("metrics", ())
+        ):
+            cell_fields = {name: value for name, value in identity(cell, config).items() if name != "hyperparameters"}
             origin = (other["table"], other["split"], other["variant"], other["tag"])
-            return {**other, **own, "same_run_as": " ".join(part for part in origin if part)}
+            return {**other, **cell_fields, "same_run_as": " ".join(part for part in origin if part)}
     return None
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on: device and versions."""
+    """What this process runs on: device and versions."""
     device = jax.devices()[0]
     versions = {name: metadata.version(name) for name in PACKAGES}
     return {
@@ -187,5 +196,5 @@ def processor() -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [_rounded(element) for element in value]
     return round(value, 5) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""docs/reproduction.md: what was run of the papers' tables, beside the printed numbers, and which claims held."""
+"""docs/reproduction.md: the runs of the papers' tables beside the printed numbers, and which claims held."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,46 +82,46 @@ def results_page(
     """The text of the page.
 
     Args:
-      results, columns, expected, findings, counts: what it shows.
-      summary: lines that stand at its top.
-      more: lines that stand below the list of claims.
+      results, columns, expected, findings, counts: what the page shows.
+      summary: lines at its top.
+      more: lines below the list of claims.
     """
     if not results:
         return "\n".join([INTRODUCTION, READING, "Nothing has been run yet."]) + "\n"
     lines = [INTRODUCTION, *summary, READING, _extent(results), "", *_networks(results)]
     lines += [*_summary(findings), *_claims(findings), *more, *_counts(counts)]
-    for scale, table in dict.fromkeys((one.scale, one.table) for one in columns):
-        members = [one for one in columns if (one.scale, one.table) == (scale, table)]
+    for scale, table in dict.fromkeys((column.scale, column.table) for column in columns):
+        members = [column for column in columns if (column.scale, column.table) == (scale, table)]
         lines += _table(scale, table, members, expected.get(table, ()), results)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _extent(results: Sequence[Result]) -> str:
-    """How many runs, of which versions, and on what."""
-    parts = []
-    for scale in dict.fromkeys(one["scale"] for one in results):
-        own = [one for one in results if one["scale"] == scale]
-        finished = [one for one in own if one["status"] == "finished" and "same_run_as" not in one]
-        versions = Counter(one.get("version", FIRST) for one in finished)
-        hours = sum(one.get("seconds", 0.0) for one in own if "same_run_as" not in one) / 3600
-        shared, failed = (sum(key in one for one in own) for key in ("same_run_as", "sentence"))
-        devices = ", ".join(dict.fromkeys(processor(one["machine"]) for one in own))
+    """How many runs there are, of which versions, and on which devices."""
+    sentences = []
+    for scale in dict.fromkeys(result["scale"] for result in results):
+        at_scale = [result for result in results if result["scale"] == scale]
+        finished = [result for result in at_scale if result["status"] == "finished" and "same_run_as" not in result]
+        versions = Counter(result.get("version", FIRST) for result in finished)
+        hours = sum(result.get("seconds", 0.0) for result in at_scale if "same_run_as" not in result) / 3600
+        shared, failed = (sum(key in result for result in at_scale) for key in ("same_run_as", "sentence"))
+        devices = ", ".join(dict.fromkeys(processor(result["machine"]) for result in at_scale))
         notes = [f"{shared} more cells share a run with another table"] * bool(shared)
         notes += [f"{failed} failed"] * bool(failed)
-        together = sum("together" in one and "same_run_as" not in one for one in own)
+        together = sum("together" in result and "same_run_as" not in result for result in at_scale)
         notes += [f"{together} of the runs trained together with others"] * bool(together)
         cells = f"; {', '.join(notes)}" if notes else ""
-        of = ", ".join(f"{count} of version {name}" for name, count in sorted(versions.items(), reverse=True))
-        runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({of})' * bool(of)}"
-        parts.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
-    return " ".join(parts)
+        by_version = ", ".join(f"{count} of version {name}" for name, count in sorted(versions.items(), reverse=True))
+        runs = f"{len(finished)} run{'s' * (len(finished) != 1)}{f' ({by_version})' * bool(by_version)}"
+        sentences.append(f"Scale `{scale}`: {runs}, {hours:.1f} hours on {devices}{cells}.")
+    return " ".join(sentences)
 
 
 def _networks(results: Sequence[Result]) -> list[str]:
-    """What the networks are that were trained, and how many parameters they have on the papers' images."""
+    """The networks that were trained, and how many parameters they have on the papers' images."""
     trained: dict[str, dict[str, None]] = {}
-    for one in results:
-        trained.setdefault((one.get("options") or {}).get("model", ""), {})[f"`{one['scale']}`"] = None
+    for result in results:
+        trained.setdefault((result.get("options") or {}).get("model", ""), {})[f"`{result['scale']}`"] = None
     lines = []
     for name in filter(MODELS.__contains__, trained):
         grey, colour = (sizes(build(name, num_classes=10, image_shape=shape), shape).params for shape in IMAGES)
@@ -131,25 +131,25 @@ def _networks(results: Sequence[Result]) -> list[str]:
 
 
 def _summary(findings: Sequence[Finding]) -> list[str]:
-    """Which claims held, which did not, which could not be tried."""
+    """Which claims held, which did not, and which were not tried."""
     lines = ["## Which claims held", ""]
-    for scale in dict.fromkeys(one.scale for one in findings if one.scale):
-        own = [one for one in findings if one.scale == scale]
+    for scale in dict.fromkeys(finding.scale for finding in findings if finding.scale):
+        at_scale = [finding for finding in findings if finding.scale == scale]
         lines += [f"At the scale `{scale}`, by the best round:", ""]
-        for verdict in ordered(one.verdict for one in own):
-            lines.append(f"- **{verdict}**: {_named(one for one in own if one.verdict == verdict)}")
+        for verdict in ordered(finding.verdict for finding in at_scale):
+            lines.append(f"- **{verdict}**: {_named(finding for finding in at_scale if finding.verdict == verdict)}")
         lines.append("")
-    missing = [one for one in findings if one.best is None]
+    missing = [finding for finding in findings if finding.best is None]
     if missing:
         lines += [f"- **not tried**: {_named(missing)}", ""]
     return lines
 
 
 def _named(findings: Iterable[Finding]) -> str:
-    """Claims with their splits."""
+    """The claims with their splits."""
     splits: dict[str, list[str]] = {}
-    for one in findings:
-        splits.setdefault(one.claim.text, []).append(one.where)
+    for finding in findings:
+        splits.setdefault(finding.claim.text, []).append(finding.where)
     return "; ".join(f"{text} ({_listed(names)})" for text, names in splits.items()) + "."
 
 
@@ -159,24 +159,29 @@ def _listed(names: Sequence[str]) -> str:
 
 def _claims(findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for one in findings:
-        if one.best is not None:
-            paper = NOTHING if one.paper is None else signed(one.paper)
-            paper += f" ({one.claim.printed_on})" if one.claim.printed_on else ""
-            ten = (NOTHING, "") if one.last_ten is None else (str(one.last_ten), against(one.last_ten, one.claimed))
-            where = (one.claim.text, one.claim.table, one.where, one.scale)
-            values = (one.alone and one.alone.p, one.in_table, one.best.p)
+    for finding in findings:
+        if finding.best is not None:
+            paper = NOTHING if finding.paper is None else signed(finding.paper)
+            paper += f" ({finding.claim.printed_on})" if finding.claim.printed_on else ""
+            last_ten = (
+                (NOTHING, "")
+                if finding.last_ten is None
+                else (str(finding.last_ten), against(finding.last_ten, finding.claimed))
+            )
+            subject = (finding.claim.text, finding.claim.table, finding.where, finding.scale)
+            values = (finding.alone and finding.alone.p, finding.in_table, finding.best.p)
             p = [NOTHING if value is None else f"{value:.3f}" for value in values]
-            lines.append((*where, paper, str(one.best), *p, one.verdict, *ten))
+            lines.append((*subject, paper, str(finding.best), *p, finding.verdict, *last_ten))
     tests = ("p", "p, table", "p, page")
     headings = ("claim", "table", "split", "scale", "paper", "best round", *tests, "", "mean of last ten", "")
-    bests = [one.best for one in findings if one.best is not None]
+    bests = [finding.best for finding in findings if finding.best is not None]
     table = texts("Claim by claim", headings, lines, left=("table", "split", "scale", ""))
     remarks = (
         "Differences are in percent points, except those of eigenvalues. Brackets hold a mean of splits, where the "
         "paper prints no number for a single one. With a tag that names images, ours are of these and the paper's of "
         "the table's. Where a table prints only domains, the paper's number is their mean. "
-        f"Of the {sum(len(one.seeds) for one in bests)} pairs of this list {sum(one.mixed for one in bests)} are mixed."
+        f"Of the {sum(len(best.seeds) for best in bests)} pairs of this list "
+        f"{sum(best.mixed for best in bests)} are mixed."
     )
     return [markdown(replace(table, remarks=remarks))] if lines else []
 
@@ -184,8 +189,8 @@ def _claims(findings: Sequence[Finding]) -> list[str]:
 def _counts(counts: Sequence[Count]) -> list[str]:
     """All methods against FedAvg, table by table."""
     lines = [
-        (one.table, kind(one.metric), one.scale, *(str(one.verdicts[verdict] or "") for verdict in VERDICTS))
-        for one in counts
+        (count.table, kind(count.metric), count.scale, *(str(count.verdicts[verdict] or "") for verdict in VERDICTS))
+        for count in counts
     ]
     headings = ("table", "metric", "scale", *VERDICTS)
     table = texts("", headings, lines, left=("metric", "scale"))
@@ -199,30 +204,37 @@ def _counts(counts: Sequence[Count]) -> list[str]:
 def _table(
     scale: str, table: str, members: Sequence[Column], expected: Sequence[Expected], results: Sequence[Result]
 ) -> list[str]:
-    own = [one for one in results if (one["scale"], one["table"]) == (scale, table) and one["status"] == "finished"]
-    over = in_words(common(one["over_preset"] for one in own))
+    finished = [
+        result
+        for result in results
+        if (result["scale"], result["table"]) == (scale, table) and result["status"] == "finished"
+    ]
+    shared = in_words(common(result["over_preset"] for result in finished))
     lines = [f"## {table}, scale {scale}", ""]
-    lines += [f"Over the preset in all runs: {over}." if over else "As the preset says.", ""]
+    lines += [f"Over the preset in all runs: {shared}." if shared else "As the preset says.", ""]
     for column in members:
-        known = {metric for row in column.rows for one in row.results for metric in one["metrics"]}
-        own_metrics = [metric for metric in dict.fromkeys(one.metric for one in expected) if metric in known]
-        for metric in own_metrics or sorted(one for one in known if one.endswith(":mean")):
+        measured = {metric for row in column.rows for result in row.results for metric in result["metrics"]}
+        table_metrics = [
+            metric for metric in dict.fromkeys(expectation.metric for expectation in expected) if metric in measured
+        ]
+        for metric in table_metrics or sorted(name for name in measured if name.endswith(":mean")):
             lines += _split(column, metric, printed(expected, column.split, metric) if not column.tag else {})
         lines += _commands(column)
     return lines
 
 
 def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[str]:
-    """One table: methods down."""
+    """One table with a row for each method."""
     rows = [row for row in column.rows if row.values(metric)]
-    over = family([column.over_baseline(row, metric) for row in rows])
+    differences = family([column.over_baseline(row, metric) for row in rows])
     last = metric == PA and any(row.values(PA_LAST) for row in rows)
-    heads = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
-    heads += [("PA last",)] * last
-    columns = [Heading(heading) for several in [*heads, ("over FedAvg", "paper's")] for heading in several]
+    groups = [("best", "mean of last ten") if metric in LAST_TEN else ("ours",), ("seeds", "paper", "difference")]
+    groups += [("PA last",)] * last
+    columns = [Heading(heading) for group in [*groups, ("over FedAvg", "paper's")] for heading in group]
     heading = " · ".join(part for part in (column.split, column.tag, _title(metric)) if part)
     lines = tuple(
-        Line(row.label, _cells(row, metric, numbers, one, last=last)) for row, one in zip(rows, over, strict=True)
+        Line(row.label, _cells(row, metric, numbers, delta, last=last))
+        for row, delta in zip(rows, differences, strict=True)
     )
     order, count, seeds = column.order(metric, numbers)
     text = markdown(Table(heading, (*columns, Heading("", left=True)), lines))
@@ -233,28 +245,33 @@ def _split(column: Column, metric: str, numbers: Mapping[str, float]) -> list[st
 
 
 def _cells(
-    row: Row, metric: str, numbers: Mapping[str, float], over: Difference | None, *, last: bool
+    row: Row, metric: str, numbers: Mapping[str, float], delta: Difference | None, *, last: bool
 ) -> tuple[Cell, ...]:
     values, paper, base = row.values(metric), numbers.get(row.name), numbers.get(BASELINE)
     ours = [over_seeds(row.values(metric).values())]
     if metric in LAST_TEN:
         ours.append(over_seeds(row.last_ten(metric).values()))
     claimed = None if paper is None or base is None or row.name == BASELINE else paper - base
-    apart = None if paper is None or ours[0].mean is None else ours[0].mean - paper
-    words = [
-        str(len(values)), NOTHING if paper is None else f"{paper:.2f}", NOTHING if apart is None else signed(apart),
+    gap = None if paper is None or ours[0].mean is None else ours[0].mean - paper
+    count_and_paper = [
+        str(len(values)), NOTHING if paper is None else f"{paper:.2f}", NOTHING if gap is None else signed(gap),
     ]  # fmt: skip
-    beside = [over_seeds(row.values(PA_LAST).values())] if last else []
-    words_over = [
-        NOTHING if over is None else str(over), NOTHING if claimed is None else signed(claimed),
-        "" if over is None or claimed is None else against(over, claimed),
+    last_epoch = [over_seeds(row.values(PA_LAST).values())] if last else []
+    comparison = [
+        NOTHING if delta is None else str(delta), NOTHING if claimed is None else signed(claimed),
+        "" if delta is None or claimed is None else against(delta, claimed),
     ]  # fmt: skip
-    return (*ours, *(Cell(text=word) for word in words), *beside, *(Cell(text=word) for word in words_over))
+    return (
+        *ours,
+        *(Cell(text=text) for text in count_and_paper),
+        *last_epoch,
+        *(Cell(text=text) for text in comparison),
+    )
 
 
 def _commands(column: Column) -> list[str]:
-    """What repeats each row, and what failed."""
-    lines = [f"- {one['method']} seed {one['seed']} failed: {one['sentence']}" for one in column.failed]
+    """The command that repeats each row, and the runs that failed."""
+    lines = [f"- {result['method']} seed {result['seed']} failed: {result['sentence']}" for result in column.failed]
     lines += [""] if lines else []
     commands = [f"    {row.command}" for row in column.rows if row.command]
     if not commands:

@@ -1,6 +1,6 @@
-"""A session: the unfinished cells of a plan, one after another, until the time is spent.
+"""A session: runs the unfinished cells of a plan, one after another, until the time is spent.
 
-Several processes may work on one plan: each claims the cell that it runs and leaves those of the others.
+Several processes may work on one plan: each claims the cell that it runs and skips those that others have claimed.
 """
 
 import time
@@ -22,20 +22,20 @@ from reproduction.sharing import claim_name, claimed
 
 
 class Budget:
-    """Seconds that may be spent, None for any number."""
+    """Seconds that may be spent, None without a limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic):
         self.seconds, self._clock, self._start = seconds, clock, clock()
 
     @property
     def left(self) -> float | None:
-        """What is left of it."""
+        """Seconds that are left, None without a limit."""
         return None if self.seconds is None else self.seconds - (self._clock() - self._start)
 
     def allows(self, typical: float | None) -> bool:
         """Whether to start a cell that typically takes so many seconds.
 
-        A cell that no budget of this size could hold is started too: it is continued in the next one.
+        A cell that takes longer than the whole budget is started too: the next session continues it.
         """
         if self.left is None or self.seconds is None:
             return True
@@ -51,17 +51,17 @@ class Outcome(NamedTuple):
 
 
 def unfinished(cells: Sequence[Cell], folders: Folders) -> list[Cell]:
-    """Cells without a result, in order; those that were begun come first."""
+    """The cells without a result, in order, but those already begun first."""
     waiting = [cell for cell in cells if not results.has_result(folders.results, cell, current=folders.current)]
     begun = [cell for cell in waiting if (run_folder(cell, folders) / "config.yaml").is_file()]
     return begun + [cell for cell in waiting if cell not in begun]
 
 
 def typical_seconds(cell: Cell, known: Sequence[dict[str, Any]]) -> float | None:
-    """Median time of finished cells like this: of its table and method, else of its table, else None."""
-    same = [r for r in known if r["scale"] == cell.scale and r["table"] == cell.table and "seconds" in r]
-    nearer = [r for r in same if r["method"] == cell.method] or same
-    return median(r["seconds"] for r in nearer) if nearer else None
+    """Median time of the finished cells of the same table and method, else of the same table, else None."""
+    of_table = [r for r in known if r["scale"] == cell.scale and r["table"] == cell.table and "seconds" in r]
+    closest = [r for r in of_table if r["method"] == cell.method] or of_table
+    return median(r["seconds"] for r in closest) if closest else None
 
 
 @compiled_once()
@@ -71,85 +71,89 @@ def work_off(
     """Run the unfinished cells until all are done or the time is spent.
 
     A cell with the options of one that is done (tables share cells) takes over its result; one whose data set cannot be
-    read is left for another time. Where other processes run the last ones, wait for them: one may die.
+    read is skipped. If other processes run the last cells, it waits for them, as one of them may die.
 
     Args:
-      cells, folders, budget: what, where and for how long.
-      say: told of each cell.
-      together: most cells of one program that are trained together.
+      cells, folders, budget: what to run, where, and for how long.
+      say: receives a line for each cell.
+      together: the most cells of one program that are trained together.
     """
     waiting, done, lacking = unfinished(cells, folders), 0, _Lacking(folders, say)
     names = {run_folder(cell, folders): f"[{i}/{len(waiting)}] {cell.table} {cell.name}"
              for i, cell in enumerate(waiting, 1)}  # fmt: skip
-    left = {run_folder(cell, folders): cell for cell in waiting if not lacking(cell)}
-    while left:
-        before = len(left)
-        for part in _parts(list(left.values()), folders, together):
+    remaining = {run_folder(cell, folders): cell for cell in waiting if not lacking(cell)}
+    while remaining:
+        count_before = len(remaining)
+        for portion in _parts(list(remaining.values()), folders, together):
             try:
-                for cell, result in _taken(part, folders, budget):
-                    del left[folder := run_folder(cell, folders)]
+                for cell, result in _taken(portion, folders, budget):
+                    del remaining[folder := run_folder(cell, folders)]
                     if result is not None:
                         done += 1
                         say(f"{names[folder]}: {_in_words(result)}")
             except OutOfTime:
-                say(f"{names[run_folder(part[0], folders)]}: no time left")
+                say(f"{names[run_folder(portion[0], folders)]}: no time left")
                 return Outcome(done, lacking.cells, True)
-        if len(left) == before:
+        if len(remaining) == count_before:
             time.sleep(PAUSE)
     return Outcome(done, lacking.cells, False)
 
 
 def _parts(cells: Sequence[Cell], folders: Folders, together: int) -> list[list[Cell]]:
-    """The cells as they are run, in the order of the first of each part."""
+    """The cells in the portions that run together, in the order of the first cell of each portion."""
     if together == 1:
         return [[cell] for cell in cells]
-    pairs = []
+    experiments = []
     for cell in cells:
         config, method = configured(cell, folders.presets)
         folder = run_folder(cell, folders)
-        begun = folder if (folder / "config.yaml").is_file() else None  # which shares no program with a new one
-        pairs.append((replace(config, resume=begun), method))
-    return [[cells[i] for i in part] for group in groups(pairs) for part in portions(group, together)]
+        begun = (
+            folder if (folder / "config.yaml").is_file() else None
+        )  # a continued run shares no program with a new one
+        experiments.append((replace(config, resume=begun), method))
+    return [[cells[i] for i in portion] for group in groups(experiments) for portion in portions(group, together)]
 
 
-def _taken(part: Sequence[Cell], folders: Folders, budget: Budget) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
-    """The cells of a part that need no more, and the result of each that is from this process.
+def _taken(portion: Sequence[Cell], folders: Folders, budget: Budget) -> Iterator[tuple[Cell, dict[str, Any] | None]]:
+    """The cells of a portion that now have a result, each with its result, None if another process wrote it.
 
     Raises:
-      OutOfTime: there is no time for the others.
+      OutOfTime: there is no time for the other cells.
     """
     if budget.left is not None and budget.left <= 0:
         raise OutOfTime
     with ExitStack() as claims:
-        mine: dict[str, Cell] = {}  # of cells with the same options but one: the others take over its result later
-        for cell in part:
+        claimed_cells: dict[
+            str, Cell
+        ] = {}  # one of each group with the same options: the others take over its result later
+        for cell in portion:
             name = claim_name(cell, folders)
-            if name not in mine and claims.enter_context(claimed(cell, folders)):
-                mine[name] = cell
-        known = results.read_results(folders.results)  # anew: other processes add to them
+            if name not in claimed_cells and claims.enter_context(claimed(cell, folders)):
+                claimed_cells[name] = cell
+        known_results = results.read_results(folders.results)  # read again: other processes add results
         to_run = []
-        for cell in mine.values():
+        for cell in claimed_cells.values():
             if results.has_result(folders.results, cell, current=folders.current):
                 yield cell, None
-            elif (shared := _shared(cell, folders, known)) is not None:
+            elif (shared := _shared(cell, folders, known_results)) is not None:
                 results.write_result(folders.results, cell, shared)
                 yield cell, shared
             else:
                 to_run.append(cell)
-        for cell, result in zip(to_run, _run(to_run, folders, budget, known), strict=False):
+        for cell, result in zip(to_run, _run(to_run, folders, budget, known_results), strict=False):
             results.write_result(folders.results, cell, result)
             yield cell, result
 
 
-def _shared(cell: Cell, folders: Folders, known: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _shared(cell: Cell, folders: Folders, known_results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The result of another cell with the same options."""
-    known = [one for one in known if results.is_current(one) or not folders.current]
+    known_results = [result for result in known_results if results.is_current(result) or not folders.current]
     options = values(*configured(cell, folders.presets))
-    return results.repeated(cell, options, known, needed(cell.table, folders.expected))
+    return results.repeated(cell, options, known_results, needed(cell.table, folders.expected))
 
 
 class _Lacking:
-    """Whether a cell's data is not there; each data set is tried and told of once."""
+    """Whether a cell's data is missing; each data set is tried and reported once."""
 
     def __init__(self, folders: Folders, say: Callable[[str], None]):
         self.cells, self._folders, self._say = 0, folders, say
@@ -167,16 +171,16 @@ class _Lacking:
 
 
 def _run(
-    cells: Sequence[Cell], folders: Folders, budget: Budget, known: Sequence[dict[str, Any]]
+    cells: Sequence[Cell], folders: Folders, budget: Budget, known_results: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The results of cells that are run together, [] where a process without a claim has the folder of one.
+    """The results of cells that are run together, [] if a process without a claim uses the folder of one.
 
     Raises:
-      OutOfTime: they are not begun, or are interrupted, for want of time.
+      OutOfTime: there was no time to begin or to finish them.
     """
     begun = all((run_folder(cell, folders) / "config.yaml").is_file() for cell in cells)
-    typical = [typical_seconds(cell, known) for cell in cells]
-    seconds = None if begun or None in typical else sum(one for one in typical if one is not None)
+    estimates = [typical_seconds(cell, known_results) for cell in cells]
+    seconds = None if begun or None in estimates else sum(estimate for estimate in estimates if estimate is not None)
     if not cells:
         return []
     if not budget.allows(seconds):

@@ -1,6 +1,6 @@
-"""Which process runs which cell: claims on their runs, as the experiments of a sweep are claimed.
+"""Which process runs which cell: each claims its runs, as the experiments of a sweep are claimed.
 
-A claim is on the options that decide a run, not on the cell: tables share runs, and none of them is run twice.
+A claim is on the options that decide a run, not on the cell: tables share runs, and no run is done twice.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from reproduction.plan import Cell, configured
 
 
 def claim_name(cell: Cell, folders: Folders) -> str:
-    """The file that is the claim on a cell's run, below the run folders."""
+    """The name of the file that is the claim on a cell's run, below the run folders."""
     options = results.decisive(values(*configured(cell, folders.presets)))
     return f"{hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]}.lock"
 
 
 def claims(folders: Folders) -> Path:
-    """The folder of the claims, and of what several processes say."""
+    """The folder of the claims, and of the logs of several processes."""
     folder = folders.runs / CLAIMS
     with writing(folder, "another `runs_dir`"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def claims(folders: Folders) -> Path:
 
 @contextmanager
 def claimed(cell: Cell, folders: Folders) -> Iterator[bool]:
-    """Whether the run of a cell is this process's alone in here; False where another one is at it."""
+    """Claim the run of a cell for the block: True if this process has it, False if another one is running it."""
     try:
         lock = Lock.take(claims(folders) / claim_name(cell, folders), wait=0)
     except InUse:
@@ -46,6 +46,6 @@ def claimed(cell: Cell, folders: Folders) -> Iterator[bool]:
 
 
 def running(cells: Sequence[Cell], folders: Folders) -> list[tuple[Cell, str]]:
-    """Those of some cells whose run folder a process writes to, and the process in words."""
+    """The cells whose run folder a process is writing to, and that process in words."""
     owners = [(cell, owner(run_folder(cell, folders) / LOCK)) for cell in cells]
-    return [(cell, by) for cell, by in owners if by]
+    return [(cell, process) for cell, process in owners if process]

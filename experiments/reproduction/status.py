@@ -1,4 +1,4 @@
-"""How far plans are, in one line: what is done and left, the time that it needs, and who runs what."""
+"""The progress of plans in one line: what is done and left, the time still needed, and which process runs what."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -13,39 +13,41 @@ from reproduction.sharing import running
 
 def status_line(plans: Sequence[Plan], folders: Folders) -> str:
     """The state of some plans, one after another, as `cpu: 3 of 4 cells done, 1 left, about 0.1 hours; none runs`."""
-    known = results.read_results(folders.results)
-    parts, at_work = [], []
+    known_results = results.read_results(folders.results)
+    states, running_cells = [], []
     for plan in plans:
-        left = unfinished(plan.cells, folders)
-        parts.append(f"{plan.scale}: {_state(plan, left, known, folders)}")
-        at_work += running(left, folders)
-    runs = ", ".join(f"{cell.table} {cell.name} by {by}" for cell, by in at_work)
-    return "; ".join([*parts, f"running: {runs}" if runs else "none runs"])
+        remaining = unfinished(plan.cells, folders)
+        states.append(f"{plan.scale}: {_state(plan, remaining, known_results, folders)}")
+        running_cells += running(remaining, folders)
+    runs = ", ".join(f"{cell.table} {cell.name} by {process}" for cell, process in running_cells)
+    return "; ".join([*states, f"running: {runs}" if runs else "none runs"])
 
 
-def _state(plan: Plan, left: Sequence[Cell], known: Sequence[dict[str, Any]], folders: Folders) -> str:
+def _state(plan: Plan, remaining: Sequence[Cell], known_results: Sequence[dict[str, Any]], folders: Folders) -> str:
     paths = [results.result_path(folders.results, cell) for cell in plan.cells]
     failed = sum(results.read_result(path)["status"] == "failed" for path in paths if path.is_file())
-    done = f"{len(plan.cells) - len(left)} of {len(plan.cells)} cells done" + (f" ({failed} failed)" if failed else "")
-    if not left:
+    done = f"{len(plan.cells) - len(remaining)} of {len(plan.cells)} cells done" + (
+        f" ({failed} failed)" if failed else ""
+    )
+    if not remaining:
         return done
-    seconds = expected_seconds(left, known)
+    seconds = expected_seconds(remaining, known_results)
     time = "time not known" if seconds is None else f"about {seconds / 3600:.1f} hours of a process"
-    return f"{done}, {len(left)} left, {time}"
+    return f"{done}, {len(remaining)} left, {time}"
 
 
 def expected_seconds(left: Sequence[Cell], known: Sequence[dict[str, Any]]) -> float | None:
-    """Of these cells one after another, each as long as the mean of its table's finished ones; None without any.
+    """Seconds for these cells one after another, each taking the mean of its table's finished cells.
 
-    Where its table has none yet, the mean of the scale's counts.
+    If the table has none yet, the mean of its scale is used; None if the scale has none either.
     """
     of_scale: dict[str, list[float]] = {}
     of_table: dict[tuple[str, str], list[float]] = {}
-    for one in known:
-        if "seconds" in one and "same_run_as" not in one:
-            of_scale.setdefault(one["scale"], []).append(one["seconds"])
-            of_table.setdefault((one["scale"], one["table"]), []).append(one["seconds"])
-    usual = [of_table.get((cell.scale, cell.table)) or of_scale.get(cell.scale) for cell in left]
-    if not all(usual):
+    for result in known:
+        if "seconds" in result and "same_run_as" not in result:
+            of_scale.setdefault(result["scale"], []).append(result["seconds"])
+            of_table.setdefault((result["scale"], result["table"]), []).append(result["seconds"])
+    durations = [of_table.get((cell.scale, cell.table)) or of_scale.get(cell.scale) for cell in left]
+    if not all(durations):
         return None
-    return sum(fmean(seconds) for seconds in usual if seconds)
+    return sum(fmean(seconds) for seconds in durations if seconds)

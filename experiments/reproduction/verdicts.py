@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_pcdd.report.statistics import Difference
 
-LEAST_RANKED = 3  # methods that an order is about
+LEAST_RANKED = 3  # fewest methods that can be ranked
 VERDICTS = (
     *("held", "not distinguishable", "did not hold"),
     *("one seed, same sign", "one seed, opposite sign", "one seed, no sign"),
@@ -15,7 +15,7 @@ VERDICTS = (
 
 
 def against(difference: Difference, claimed: float) -> str:
-    """What it says about a difference with the sign of `claimed`, one of `VERDICTS`.
+    """What a difference says about a claimed one with the sign of `claimed`: one of `VERDICTS`.
 
     >>> against(Difference(1.5, 0.1, (0, 1, 2), p=0.01), 7.0), against(Difference(-1.5, None, (1,)), 7.0)
     ('held', 'one seed, opposite sign')
@@ -28,7 +28,7 @@ def against(difference: Difference, claimed: float) -> str:
 
 
 def rank_correlation(ours: Sequence[float], paper: Sequence[float]) -> float | None:
-    """Spearman's correlation of two columns, ties at their mean rank; None for few or equal values.
+    """Spearman's correlation of two columns, ties at their mean rank; None if a column is too short or constant.
 
     >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
     0.5

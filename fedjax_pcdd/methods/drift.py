@@ -1,4 +1,4 @@
-"""What FedDyn, FedDC and FedSMOO share: each client accumulates its drift, and the server adds the mean drift of all clients.
+"""FedDyn, FedDC and FedSMOO: each client accumulates its drift, and the server adds the mean drift of all clients.
 
 w^{t+1} = (1/S) sum_{cohort} w_k + (1/N) sum_{all N clients} v_k, with the drift v_k the sum of a client's w_k - w^t so
 far. That acts as a server momentum, near 1 if alpha is small; without this server step, alpha -> 0 gives FedAvg.
@@ -49,7 +49,7 @@ def size_factor(context: Context) -> jax.Array:
 
 @struct.dataclass
 class Drifting(Method):
-    """The server's side of both methods, which themselves define the client's objective."""
+    """The server's side of these methods, which themselves define the client's objective."""
 
     keeps_state: ClassVar[bool] = False  # whether the field `state` of server and clients is a tree like the parameters
 
