@@ -228,13 +228,13 @@ def row(layer: Layer, record: dict[str, Any]) -> str:
     def ratios(times, against, names):
         return [f"{times[against]['min_s'] / times[n]['min_s']:.2f}" if n in times else "–" for n in names]
 
-    chosen = " ".join(new for old, new in zip(default, record["chosen"], strict=True) if old != new)
+    changes = " ".join(new for old, new in zip(default, record["chosen"], strict=True) if old != new)
     cells = [str(layer), record["operation"].replace("_", " "), default.single]
     least = alone[default.single]["min_s"]
     cells += [f"{least * 1e3:.2f}", f"{layer.gflop / least:.0f}"]
     cells += ratios(alone, default.single, (*FORMS["weight_gradient"], *TRIALS))
     cells += [default.lanes, f"{together[default.lanes]['min_s'] * 1e3:.2f}"]
-    cells += [*ratios(together, default.lanes, LANES), chosen or "default"]
+    cells += [*ratios(together, default.lanes, LANES), changes or "default"]
     return f"| {' | '.join(cells)} |"
 
 

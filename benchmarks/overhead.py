@@ -223,9 +223,8 @@ def measure(workload: Workload, names: list[str], rounds: int) -> list[Cost]:
     for name in names:
         simulated = simulate(name, workload, federated)
         run = timer(simulated)
-        times = np.array(
-            [(run_fedavg(), run()) for _ in range(rounds)]
-        )  # [rounds, FedAvg or method, wall or processor]
+        # [rounds, FedAvg or method, wall or processor]
+        times = np.array([(run_fedavg(), run()) for _ in range(rounds)])
         (base, base_cpu), (seconds, cpu) = np.median(times, 0)
         extra = np.maximum(np.subtract(parts_of(name, simulated, workload), fedavg_parts), 0) / base
         sizes = traffic(METHODS[name](), build(workload), workload.shape)

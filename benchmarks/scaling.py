@@ -50,10 +50,12 @@ class Point(NamedTuple):
     lanes: int
 
 
-def _time(workload: Workload, parts: Federation, *, cohort: int, lanes: int, rounds: int) -> tuple[Simulation, list]:
+def _time(
+    workload: Workload, federated: Federation, *, cohort: int, lanes: int, rounds: int
+) -> tuple[Simulation, list]:
     method, local = METHODS["fedavg"](), Local(1, workload.batch, "drop", "sgd", LR, MOMENTUM, WEIGHT_DECAY)
     simulated = Simulation(
-        method.build(build(workload)), [Experiment(parts, method, local, 0)], pipeline=Pipeline(), cohort=cohort,
+        method.build(build(workload)), [Experiment(federated, method, local, 0)], pipeline=Pipeline(), cohort=cohort,
         execution=Execution(lanes=lanes),
     )  # fmt: skip
     state, marks = simulated.start(), [time.perf_counter()]
@@ -142,7 +144,7 @@ def markdown(machine: dict, found: list[Point]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds at each point")
-    parser.add_argument("--most-clients", type=int, default=10000)
+    parser.add_argument("--most-clients", type=int, default=10000, help="at least 10")
     parser.add_argument("--out", help="path of the files to write, without their ending")
     args = parser.parse_args(argv)
     measured = []

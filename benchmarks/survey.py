@@ -75,7 +75,7 @@ def all_cases() -> dict[str, dict[str, Case]]:
 
 
 def is_quick(section: str, case: Case) -> bool:
-    """Whether a case is compiled on every change: what breaks most often, in a quarter of an hour."""
+    """Whether a case is checked on every change: what breaks most often, in a quarter of an hour."""
     if section == "models":
         return case.model in RESNETS and case.program == "gradient"
     if section == "forms":

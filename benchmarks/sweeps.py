@@ -107,8 +107,14 @@ def ratios(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
 def markdown(machine: dict, experiments: int, rounds: int, results: dict[str, dict]) -> str:
     """The tables of the seconds and of the ratios."""
     device = jax.devices()[0].device_kind
-    where = f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores, jax {jax.__version__}"
-    lines = [f"{experiments} experiments of {rounds} rounds. {where} ({device}), {machine['date']}.", "", HEAD[0]]
+    machine_text = (
+        f"{machine['cpu']}, {machine['cores_used'] or 'all'} of {machine['cores']} cores, jax {jax.__version__}"
+    )
+    lines = [
+        f"{experiments} experiments of {rounds} rounds. {machine_text} ({device}), {machine['date']}.",
+        "",
+        HEAD[0],
+    ]
     for name, record in results.items():
         for side in ("alone", "together"):
             r = record[side]

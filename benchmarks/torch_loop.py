@@ -49,7 +49,7 @@ def client_batches(workload: Workload, rng: np.random.Generator, *, tuned: bool,
 
 
 def train(model, forward, batches: Batches, epochs: int, half) -> None:
-    """Local epochs with a fresh optimiser; `forward` is the model or its compiled form, `half` its precision's context."""
+    """Local epochs with a fresh optimiser; `forward` is the model or its compiled form, `half` a precision context."""
     model.train()
     optimiser = torch.optim.SGD(model.parameters(), LR, MOMENTUM, weight_decay=WEIGHT_DECAY)
     for images, labels in itertools.chain.from_iterable(batches() for _ in range(epochs)):

@@ -45,14 +45,14 @@ TITLES = {
     "fashion_mnist-P10C2": "Fashion-MNIST, P10C2, simple CNN, three seeds",
     "fashion_mnist-dir0.1": "Fashion-MNIST, Dirichlet(0.1), simple CNN, three seeds",
 }
-NETWORKS = {"digits": "mlp"}  # of the tuned settings; simple_cnn on the others
-# Beside its defaults, another setting of a method: what of the options that the papers and rulings leave open trains.
+NETWORKS = {"digits": "mlp"}  # network of the tuned settings; simple_cnn on the others
+# A second setting of a method beside its defaults: of the options left open by papers and rulings, one that trains.
 SECOND = {
     "feddyn": "--server-step=none", "feddc": "--server-step=none", "fedmr": "--negatives=all",
     "scaffold": "--momentum=0 --lr=0.02", "fedgela": "--ew=1", "fedgf": "--momentum=0",
     "fedcm": "--momentum=0 --lr=0.1", "mofedsam": "--momentum=0 --lr=0.1", "fedloge": "--ssec-norm=1",
 }  # fmt: skip
-ROWS = (*METHODS, *(f"{method} {others}" for method, others in SECOND.items()))
+ROWS = (*METHODS, *(f"{method} {extra}" for method, extra in SECOND.items()))
 MEASURES = ("ga_best", "ga_last", "ga_mean_last10", "pa_best", "pa_last")
 HEADINGS = (
     *("GA best", "GA last", "GA, mean of last 10"),
@@ -61,12 +61,12 @@ HEADINGS = (
 
 
 def path_of(table: str, row: str) -> Path:
-    """Where a row's result lies."""
+    """The file of a row's result."""
     return RESULTS / table / f"{row.replace(' --', '-').replace('=', '')}.json"
 
 
 def options(table: str, row: str) -> list[str]:
-    """Of the sweep of one row: the table's, the method's further ones, and what it cannot do without."""
+    """Options of the sweep of one row: the table's, the row's further ones, and those that the method needs."""
     method, *needed = row.split()
     if METHODS[method]().traits().needs_public and table != "digits":
         needed += ["--public=mnist", "--public-samples=1000"]
@@ -76,17 +76,21 @@ def options(table: str, row: str) -> list[str]:
 
 
 def run(table: str, row: str, runs: Path, more: list[str]) -> dict:
-    """The result of one sweep, which continues where it was."""
+    """The result of one sweep, which continues where it stopped."""
     method = row.split()[0]
     folder, command = runs / table / path_of(table, row).stem, ["experiments/sweep.py", *options(table, row)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, *command, f"--sweep-dir={folder.resolve()}", *more]
-    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"{method} on {table} was not run: {done.stderr.strip()}")
-    summaries = [json.loads((one / SUMMARY).read_text()) for one in sorted(folder.glob("*-s*")) if _ended(one)]
-    failed = [line for line in done.stdout.splitlines() if line.startswith(f"{method}-s")]
-    seeds = [{"seed": one["seed"]} | {name: one.get(name) for name in MEASURES} for one in summaries]
+    process = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if process.returncode not in (0, 1):
+        raise SystemExit(f"{method} on {table} was not run: {process.stderr.strip()}")
+    summaries = [
+        json.loads((run_folder / SUMMARY).read_text())
+        for run_folder in sorted(folder.glob("*-s*"))
+        if _ended(run_folder)
+    ]
+    failed = [line for line in process.stdout.splitlines() if line.startswith(f"{method}-s")]
+    seeds = [{"seed": summary["seed"]} | {name: summary.get(name) for name in MEASURES} for summary in summaries]
     return {
         "command": shlex.join(["python", *command]), "version": _version(), "seeds": seeds, "failed": failed,
     }  # fmt: skip
@@ -97,13 +101,13 @@ def _ended(folder: Path) -> bool:
 
 
 def _version() -> str:
-    """The commit of the code, with "+" where files of it were changed since."""
+    """The commit of the code, with "+" if files were changed since."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
     return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def table(name: str) -> Table:
-    """The results so far, by the mean of the last ten rounds' GA."""
+    """The results so far, sorted by the mean GA of the last ten rounds."""
     rows, tuned = [], _tuned(name)
     for row in ROWS:
         if path_of(name, row).is_file():
@@ -112,14 +116,16 @@ def table(name: str) -> Table:
             tunes = METHODS[row.split()[0]]().traits().fine_tunes
             cells = [*ga, best, last, Cell(), Cell()] if tunes else [*ga, Cell(), Cell(), best, last]
             failed, all_seeds = len(result["failed"]), len(result["failed"]) + len(result["seeds"])
-            why = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in result["failed"]))
-            note = f"{failed} of {all_seeds} seeds failed: {why}" if failed else ""
-            others = tuned.get(row, (Cell(), Cell())) if tuned else ()
-            rows.append(Row(row, (*cells, *others, Cell(text=result["version"]), Cell(text=note))))
+            reasons = "; ".join(dict.fromkeys(line.partition(": ")[2] for line in result["failed"]))
+            note = f"{failed} of {all_seeds} seeds failed: {reasons}" if failed else ""
+            tuned_cells = tuned.get(row, (Cell(), Cell())) if tuned else ()
+            rows.append(Row(row, (*cells, *tuned_cells, Cell(text=result["version"]), Cell(text=note))))
     rows.sort(key=lambda row: (bool(row.cells[-1].text), -(row.cells[2].mean or 0)))
-    own = (Column("tuned: GA, mean of last 10", digits=1, best=1), Column("tuned", left=True)) if tuned else ()
+    tuned_columns = (
+        (Column("tuned: GA, mean of last 10", digits=1, best=1), Column("tuned", left=True)) if tuned else ()
+    )
     accuracies = (Column(text, digits=1, best=1) for text in HEADINGS)
-    columns = (*accuracies, *own, Column("version"), Column("", left=True))
+    columns = (*accuracies, *tuned_columns, Column("version"), Column("", left=True))
     missing = [row for row in ROWS if not path_of(name, row).is_file()]
     remarks = f"`python experiments/sweep.py --method=METHOD {TABLES[name]} --data-dir=DATA`. "
     remarks += f"{len(rows)} of {len(ROWS)} rows" + (f"; not run yet: {', '.join(missing)}." if missing else ".")
@@ -127,15 +133,18 @@ def table(name: str) -> Table:
 
 
 def _tuned(name: str) -> dict[str, tuple[Cell, Cell]]:
-    """Accuracy and setting of each method that the leaderboard has on this split."""
-    place = NETWORKS.get(name, "simple_cnn"), name
-    own = [one for one in read_results(LEADERBOARD) if (one["network"], one["split"]) == place]
-    chosen = {one["method"]: ", ".join(f"{key} {value}" for key, value in (one["chosen"] or {}).items()) for one in own}
+    """Accuracy and tuned setting of each method that the leaderboard has on this split."""
+    network_and_split = NETWORKS.get(name, "simple_cnn"), name
+    entries = [entry for entry in read_results(LEADERBOARD) if (entry["network"], entry["split"]) == network_and_split]
+    settings = {
+        entry["method"]: ", ".join(f"{key} {value}" for key, value in (entry["chosen"] or {}).items())
+        for entry in entries
+    }
     return {
-        one["method"]: (
-            over_seeds((seed.get("ga_mean_last10") for seed in one["seeds"]), factor=100.0),
-            Cell(text=chosen[one["method"]]),
-        ) for one in own
+        entry["method"]: (
+            over_seeds((seed.get("ga_mean_last10") for seed in entry["seeds"]), factor=100.0),
+            Cell(text=settings[entry["method"]]),
+        ) for entry in entries
     }  # fmt: skip
 
 
@@ -152,19 +161,19 @@ def main() -> None:
     parser.add_argument("--method", default=",".join(ROWS), help="rows, in this order")
     parser.add_argument("--runs", type=Path, default=Path("runs/methods"), help="folder of the sweeps")
     parser.add_argument("--page", action="store_true", help="write docs/results.md and end")
-    given, more = parser.parse_known_args()
-    if given.page:
+    args, sweep_options = parser.parse_known_args()
+    if args.page:
         write_page()
         return
-    for option, known in (("table", list(TABLES)), ("method", list(ROWS))):
-        for name in vars(given)[option].split(","):
-            if name not in known:
-                parser.error(f"--{option} has no '{name}': {nearest(name, known)}")
-    for name in given.table.split(","):
-        for method in given.method.split(","):
+    for option, choices in (("table", list(TABLES)), ("method", list(ROWS))):
+        for name in vars(args)[option].split(","):
+            if name not in choices:
+                parser.error(f"--{option} has no '{name}': {nearest(name, choices)}")
+    for name in args.table.split(","):
+        for method in args.method.split(","):
             path = path_of(name, method)
             if not path.is_file():
-                result = run(name, method, given.runs, more)
+                result = run(name, method, args.runs, sweep_options)
                 write_text(path, json.dumps(result, indent=1) + "\n", "another folder")
                 print(f"{name}: {method}", flush=True)
 

@@ -312,7 +312,7 @@ def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     """GA on scikit-learn's digits in a precision, and seconds a round."""
     options = {
         "dataset": "digits",
-        "model": "mcmahan_cnn",
+        "model": model,
         "clients": 5,
         "rounds": rounds,
         "local_epochs": 2,

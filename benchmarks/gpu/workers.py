@@ -80,7 +80,7 @@ class Worker:
         child_end.close()
 
     def compute(self, item: Item, options: Mapping[str, Any], limit: float) -> Outcome | None:
-        """Status and record; None if the limit, in seconds, was too short. A worker that has died takes no more items."""
+        """Status and record; None if the limit, in seconds, was too short. A worker that died takes no more items."""
         try:
             self.connection.send((item.work, options))
             return self.connection.recv() if self.connection.poll(max(0.0, limit)) else None

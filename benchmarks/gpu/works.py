@@ -70,7 +70,7 @@ def ceilings() -> dict[str, Any]:
 
 
 def _seconds(function: Callable[..., Any], *operands: Any, times: int = 20) -> float:
-    """Seconds of one of `times` calls in a row, after one that compiles; the device never waits for the host."""
+    """Seconds of one of `times` queued calls, after one that compiles; the device need not wait for the host."""
     import jax
 
     jax.block_until_ready(function(*operands))
@@ -147,7 +147,7 @@ def resumed(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def lanes(name: str, tiny: bool) -> dict[str, Any]:
-    """Largest relative difference between the parameters with one lane and with ten, after one round and after three."""
+    """Largest relative difference between the parameters with one lane and with ten, after one round and three."""
     import jax
     import numpy as np
 

@@ -39,7 +39,7 @@ def markdown(methods: Sequence[MethodRow]) -> str:
 
 
 def main(readme: Path) -> None:
-    """Count, and write counts and table."""
+    """Count, and write the counts and the table."""
     COUNTS.write_text(json.dumps(count(), indent=1) + "\n")
     table = markdown(method_rows())
     readme.write_text(BLOCK.sub(lambda block: block[1] + table + block[2], readme.read_text()))

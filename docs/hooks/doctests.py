@@ -9,7 +9,7 @@ with contextlib.suppress(ImportError):
 
 
 class Doctests(Extension):
-    """Puts a heading above the doctests of every docstring, by which they are recognised."""
+    """Puts the heading by which doctests are recognised above those of every docstring."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         """Change the docstring of one object."""
@@ -18,7 +18,7 @@ class Doctests(Extension):
 
 
 def with_examples(text: str) -> str:
-    """A docstring whose first doctest has the heading of a section; every other line stays.
+    """A docstring with the heading of a section above its first doctest; the lines before stay as they are.
 
     >>> with_examples("Twice as much.\\n\\n>>> 2 * 2\\n4")
     'Twice as much.\\n\\nExamples:\\n    >>> 2 * 2\\n    4'

@@ -1,7 +1,7 @@
 """Hooks of MkDocs (see mkdocs.yml) for the documentation site; nothing is written to the source tree.
 
-They add a page for each method and the Markdown files outside docs/, leave out of the navigation what a checkout does
-not have, and turn links to other files of the repository into plain names.
+They add a page for each method and the Markdown files outside docs/, leave out of the navigation what is missing in a
+checkout, and turn links to other files of the repository into plain names.
 """
 
 import posixpath
@@ -18,21 +18,21 @@ LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
 def outside() -> dict[str, str]:
-    """Repository path -> site path of the Markdown files outside docs/ that are there."""
+    """Repository path -> site path of the existing Markdown files outside docs/."""
     results = sorted((ROOT / "benchmarks/results").glob("*.md"))
     paths = OUTSIDE | {f"benchmarks/results/{path.name}": f"benchmarks/{path.name}" for path in results}
     return {name: path for name, path in paths.items() if (ROOT / name).is_file()}
 
 
 def pages() -> dict[str, str]:
-    """Text of every page that is no file of docs/, by its path in the site."""
+    """Text of every page that is not a file of docs/, by its path in the site."""
     texts = {path: (ROOT / name).read_text() for name, path in outside().items()}
     texts["methods/index.md"] = overview()
     return texts | {f"methods/{name}.md": method_page(name) for name in METHODS}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages, and leave what is not there out of the navigation."""
+    """Add the generated pages, and leave missing ones out of the navigation."""
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports] -- the extra docs
 
     for path, text in pages().items():
@@ -41,19 +41,19 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def _present(nav: list, known: set[str]) -> list:
-    """The navigation without pages that are not there and sections without pages; methods and benchmarks one by one."""
-    results = [path for path in outside().values() if path.startswith("benchmarks/")]
+def _present(nav: list, available: set[str]) -> list:
+    """The navigation without missing pages and empty sections, with every page of the methods and the benchmarks."""
+    benchmark_pages = [path for path in outside().values() if path.startswith("benchmarks/")]
     within = {
         "methods/index.md": {name: f"methods/{name}.md" for name in METHODS},
-        "benchmarks/index.md": {posixpath.basename(path)[:-3]: path for path in results if "index" not in path},
+        "benchmarks/index.md": {posixpath.basename(path)[:-3]: path for path in benchmark_pages if "index" not in path},
     }
     present = []
     for entry in nav:
         ((title, target),) = entry.items()
         if isinstance(target, list):
-            target = _present(target, known)
-        elif target not in known:
+            target = _present(target, available)
+        elif target not in available:
             continue
         elif target in within:
             target = [target, *({name: path} for name, path in within[target].items())]
@@ -63,36 +63,38 @@ def _present(nav: list, known: set[str]) -> list:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links as the site has them, and Markdown within what is folded, as GitHub has it."""
+    """Adapt the links to the site, and allow Markdown within <details>, as GitHub does."""
     return relinked(markdown, page.file.src_uri).replace("<details>", "<details markdown>")
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Options are not cut at their hyphens."""
+    """Keep options from being broken at their hyphens."""
     return whole_options(html)
 
 
 def whole_options(html: str) -> str:
-    """HTML whose short options stay in one line, but in blocks of code, which scroll.
+    """HTML whose short options stay on one line, except in blocks of code, which scroll.
 
     >>> whole_options("<code>run --lr-decay=0.9</code>, <pre><code>run --lr=1</code></pre>")
     '<code>run <span class="word">--lr-decay=0.9</span></code>, <pre><code>run --lr=1</code></pre>'
     """
-    parts = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
-    return "".join(x if x.startswith("<") else OPTION.sub(r'<span class="word">\g<0></span>', x) for x in parts)
+    pieces = re.split(r"(<pre.*?</pre>|<[^>]*>)", html, flags=re.DOTALL)
+    return "".join(
+        piece if piece.startswith("<") else OPTION.sub(r'<span class="word">\g<0></span>', piece) for piece in pieces
+    )
 
 
 def relinked(markdown: str, path: str) -> str:
-    """A page whose links to files of the repository lead to pages of the site, or are plain names without one.
+    """A page whose links to files of the repository lead to pages of the site, or become plain names if there is none.
 
     Args:
-      markdown: links are relative to the file that the page was made from.
-      path: of the page in the site.
+      markdown: its links are relative to the file that the page was made from.
+      path: path of the page in the site.
 
     >>> relinked("[Changes](../CHANGELOG.md), [one](data.md#a), [code](../setup.py)", "tasks.md")
     '[Changes](changelog.md), [one](data.md#a), code'
     """
-    sources = {to: name for name, to in outside().items()}
+    sources = {site_path: name for name, site_path in outside().items()}
     folder = posixpath.dirname(sources.get(path, f"docs/{path}"))
 
     def changed(link: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""Pages of the documentation that follow from the code: one a method, from docstrings, options and counted traffic."""
+"""Documentation pages generated from the code: one for each method, from docstrings, options and counted traffic."""
 
 import inspect
 import sys
@@ -26,7 +26,7 @@ LETTERS = (
 
 
 def title_and_idea(name: str) -> tuple[str, str]:
-    """What a method is called, and its first sentence.
+    """The title of a method, and the first sentence about it.
 
     >>> title_and_idea("fedavg")
     ('FedAvg', "The weighted mean of the clients' models.")
@@ -56,18 +56,18 @@ def method_page(name: str) -> str:
     title, idea = title_and_idea(name)
     text = (sys.modules[cls.__module__].__doc__ or "").partition("\n\n")[2]
     cited = text.partition("\n")[0]
-    cited, rest = (cited, text.removeprefix(cited)) if cited.endswith(".") else ("", text)
+    cited, remainder = (cited, text.removeprefix(cited)) if cited.endswith(".") else ("", text)
     formula = typeset(" ".join((inspect.getdoc(cls) or "").partition("\n\nHyper-parameters:")[0].split()))
-    parts = [
+    sections = [
         f"# {title}", typeset(idea), f'!!! abstract "In a formula"\n\n    {formula}',
-        "## Paper and choices", *paragraphs(cited), *paragraphs(rest),
+        "## Paper and choices", *paragraphs(cited), *paragraphs(remainder),
         "## Try it", f"```bash\n{command(name)}\n```", *_presets(name),
         "## Hyper-parameters", _hyperparameters(cls),
         "## What travels", LETTERS, _traffic(next(row for row in method_rows() if row.name == name)),
         "## Beside FedAvg", "A round calls the hooks of a method in a fixed order; these are its own.", _hooks(cls),
         "## The whole file", _source(cls),
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def _source(cls: type[Method]) -> str:
@@ -83,11 +83,14 @@ def command(name: str) -> str:
 
 
 def _presets(name: str) -> list[str]:
-    """Where the papers' settings of the method are."""
+    """A paragraph that names the presets with the papers' settings of the method."""
     folder, names = PRESETS, []
     for path in sorted(folder.rglob("*.yaml"), key=lambda path: (path.parent, len(path.name), path.name)):
         preset = yaml.safe_load(path.read_text())
-        if name in {*preset.get("methods", ()), *(one["method"] for one in preset.get("variants", {}).values())}:
+        if name in {
+            *preset.get("methods", ()),
+            *(variant["method"] for variant in preset.get("variants", {}).values()),
+        }:
             names.append(f"`{path.relative_to(folder).with_suffix('')}`")
     return [f"[Presets](../presets.md) that have it: {', '.join(names)}."] if names else []
 
@@ -106,7 +109,7 @@ def _hyperparameters(cls: type[Method]) -> str:
 
 
 def _values(option: Option) -> str:
-    """Choices or bounds."""
+    """The choices or bounds of an option."""
     kinds = [option.kind, *get_args(option.kind)]
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     return ", ".join(f"`{choice}`" for choice in choices) or bounds(option)
@@ -118,17 +121,17 @@ def _traffic(row: MethodRow) -> str:
 
 
 def _hooks(cls: type[Method]) -> str:
-    """Hooks that differ from the contract's, with the first paragraph of what they say."""
+    """The hooks that differ from the contract's, with the first paragraph of their docstrings."""
     lines = []
-    for name, plain in vars(Method).items():
-        own = inspect.getattr_static(cls, name)
-        if own is plain or not callable(own) or name in ("replace", "traits") or name.startswith("_"):
+    for name, default in vars(Method).items():
+        attribute = inspect.getattr_static(cls, name)
+        if attribute is default or not callable(attribute) or name in ("replace", "traits") or name.startswith("_"):
             continue
-        text = (inspect.getdoc(own) or "").split("\n\n")[0]
+        text = (inspect.getdoc(attribute) or "").split("\n\n")[0]
         lines.append((f"`{name}`", typeset(" ".join(text.split()))))
     return table(("hook", "what it does"), lines) if lines else "All are the contract's defaults."
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown."""
+    """A table whose cells are Markdown."""
     return markdown(texts("", header, lines, left=header), escape=str).rstrip()

@@ -31,7 +31,7 @@ API = {
 
 
 def stub() -> str:
-    """The text of the file."""
+    """The text of the stub file."""
     homes = API | {"methods": sorted(cls.__name__ for cls in methods.OWN.values())}
     lines = [
         '"""The Python interface; docs/hooks/stub.py writes this file, and `__init__.py` reads it."""',

@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: formulas get their signs, indices and exponents, and nothing else is taken for markup."""
+"""Docstrings as Markdown: formulas get their signs, indices and exponents; nothing else is treated as markup."""
 
 import html
 import re
@@ -17,7 +17,7 @@ _MARKUP = {ord(sign): f"&#{ord(sign)};" for sign in "*_[]|"}
 
 
 def typeset(text: str) -> str:
-    """One line or paragraph; what stands in backticks stays as it is.
+    """One line or paragraph as Markdown; text in backticks stays as it is.
 
     >>> typeset("mu1 * L_intra + ||w - w^t||^2 <= c, see `a_b`")
     'μ1 · L<sub>intra</sub> + ‖w − w<sup>t</sup>‖<sup>2</sup> ≤ c, see `a_b`'

@@ -186,9 +186,13 @@ def _closest(ambiguities: Sequence[Ambiguity], columns: Sequence[Column], expect
         measured = Measured(table, split, (row,), tuple(reading_tags), base)
         for scale in dict.fromkeys(column.scale for column in columns):
             lines += _gaps(columns, scale, measured, numbers)
-    left = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
-    right = tuple(Heading(text) for text in ("seeds", "ours", "default's", "paper", "apart", "default's"))
-    table = markdown(Table("", left + right, tuple(lines), stub="table")) if lines else "Not measured yet.\n"
+    left_aligned = tuple(Heading(text, left=True) for text in ("split", "method", "scale", "reading"))
+    right_aligned = tuple(Heading(text) for text in ("seeds", "ours", "default's", "paper", "apart", "default's"))
+    table = (
+        markdown(Table("", left_aligned + right_aligned, tuple(lines), stub="table"))
+        if lines
+        else "Not measured yet.\n"
+    )
     return ["## Which reading comes closest to the papers", "", CLOSEST, "", table]
 
 
@@ -207,40 +211,32 @@ def _gaps(columns: Sequence[Column], scale: str, measured: Measured, numbers: Ma
     """A line for each reading; of the reading and the default, the one nearer to the paper is bold."""
     row = measured.rows[0]
     default = _column(columns, scale, measured, measured.base)
-    default_row, default_baseline = (default.row(name) if default else None for name in (row, BASELINE))
-    if default_row is None or default_baseline is None or not {row, BASELINE} <= numbers.keys():
+    default_row, baseline = (default.row(name) if default else None for name in (row, BASELINE))
+    if default_row is None or baseline is None or not {row, BASELINE} <= numbers.keys():
         return []
     paper, lines = numbers[row] - numbers[BASELINE], []
     for tag in measured.tags:
         column = _column(columns, scale, measured, tag)
         reading_row = column.row(row) if column else None
-        reading_difference = (
-            difference(reading_row, (column and column.row(BASELINE)) or default_baseline, METRIC)
-            if reading_row
-            else None
+        reading_delta = (
+            difference(reading_row, (column and column.row(BASELINE)) or baseline, METRIC) if reading_row else None
         )
-        default_difference = reading_difference and difference(
-            default_row, default_baseline, METRIC, seeds=reading_difference.seeds
-        )
-        if (
-            reading_difference is None
-            or default_difference is None
-            or reading_difference.seeds != default_difference.seeds
-        ):
+        default_delta = reading_delta and difference(default_row, baseline, METRIC, seeds=reading_delta.seeds)
+        if reading_delta is None or default_delta is None or reading_delta.seeds != default_delta.seeds:
             continue
-        gaps = [abs(delta.mean - paper) for delta in (reading_difference, default_difference)]
+        gaps = [abs(delta.mean - paper) for delta in (reading_delta, default_delta)]
         texts = (
             measured.split,
             row,
             scale,
             tag,
-            str(len(reading_difference.seeds)),
-            str(reading_difference),
-            str(default_difference),
+            str(len(reading_delta.seeds)),
+            str(reading_delta),
+            str(default_delta),
             signed(paper),
         )
         gap_cells = [
-            Cell(text=f"{gap:.2f}", rank=int(len(reading_difference.seeds) > 1 and gap == min(gaps))) for gap in gaps
+            Cell(text=f"{gap:.2f}", rank=int(len(reading_delta.seeds) > 1 and gap == min(gaps))) for gap in gaps
         ]
         lines.append(Line(measured.table, (*(Cell(text=text) for text in texts), *gap_cells)))
     return lines

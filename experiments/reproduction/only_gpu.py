@@ -121,7 +121,7 @@ def predicted_hours(repository: Path, presets: Path) -> Callable[[Cell], float |
 
 
 def _steps(config: RunConfig, samples: int) -> float:
-    """Training steps of a run; a round has so many samples if all clients take part."""
+    """Training steps of a run; a round trains on so many samples if all clients take part."""
     taking_part = config.cohort / config.clients if config.cohort and config.clients else 1.0
     return config.rounds * samples * taking_part / config.batch_size
 

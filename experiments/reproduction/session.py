@@ -123,9 +123,8 @@ def _taken(portion: Sequence[Cell], folders: Folders, budget: Budget) -> Iterato
     if budget.left is not None and budget.left <= 0:
         raise OutOfTime
     with ExitStack() as claims:
-        claimed_cells: dict[
-            str, Cell
-        ] = {}  # one of each group with the same options: the others take over its result later
+        # One cell of each group with the same options: the others take over its result later.
+        claimed_cells: dict[str, Cell] = {}
         for cell in portion:
             name = claim_name(cell, folders)
             if name not in claimed_cells and claims.enter_context(claimed(cell, folders)):

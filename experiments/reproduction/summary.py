@@ -184,10 +184,10 @@ def _others(facts: Facts) -> str:
 
 
 def _by_scale(findings: Sequence[Finding], most: int = 1) -> str:
-    """For each scale the comparisons with most seeds; of equal ones the nearest to the table, then the largest printed."""
+    """For each scale the comparisons with most seeds; of equals those nearest to the table, then printed largest."""
     if not findings:
         return "not tried"
-    parts = []
+    scale_texts = []
     for scale in dict.fromkeys(finding.scale for finding in findings):
         at_scale = [finding for finding in findings if finding.scale == scale]
         at_scale.sort(
@@ -199,8 +199,8 @@ def _by_scale(findings: Sequence[Finding], most: int = 1) -> str:
         )
         comparisons = [f"{_told(_best(finding))} on {finding.where}, printed {_printed(finding)} ({_in_words(finding)})"
                        for finding in at_scale[:most]]  # fmt: skip
-        parts.append(f"at scale `{scale}` {' and '.join(comparisons)}")
-    return ", ".join(parts)
+        scale_texts.append(f"at scale `{scale}` {' and '.join(comparisons)}")
+    return ", ".join(scale_texts)
 
 
 def _counted(findings: Sequence[Finding]) -> str:
@@ -246,8 +246,8 @@ def _best(finding: Finding) -> Difference:
 
 
 def _printed(finding: Finding) -> str:
-    where = f" for {finding.claim.printed_on}" if finding.claim.printed_on else ""
-    return "nothing" if finding.paper is None else signed(finding.paper) + where
+    printed_on = f" for {finding.claim.printed_on}" if finding.claim.printed_on else ""
+    return "nothing" if finding.paper is None else signed(finding.paper) + printed_on
 
 
 def _finished(result: Result) -> bool:
