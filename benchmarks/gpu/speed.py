@@ -310,14 +310,7 @@ def turns(sums: int, static: bool) -> dict[str, Any]:
 
 def accuracy(precision: str, rounds: int, model: str) -> dict[str, Any]:
     """GA on scikit-learn's digits in a precision, and seconds a round."""
-    options = {
-        "dataset": "digits",
-        "model": model,
-        "clients": 5,
-        "rounds": rounds,
-        "local_epochs": 2,
-        "lanes": 1,
-    }
+    options = {"dataset": "digits", "model": model, "clients": 5, "rounds": rounds, "local_epochs": 2, "lanes": 1}
     options |= {"fine_tune_epochs": 0, "precision": precision, "partition": "iid"}
     with tempfile.TemporaryDirectory() as folder:
         training.train(options, Path(folder) / "run")
