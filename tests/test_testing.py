@@ -23,7 +23,7 @@ class Dividing(Method):
 class Forgetting(Method):
     """Counts rounds outside of its state."""
 
-    rounds: tuple = struct.field(pytree_node=False, default=(0,))
+    counted: tuple = struct.field(pytree_node=False, default=(0,))
 
     def init_client(self, setting, server, facts, key):
         return jnp.zeros(())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # methods load JAX, which options do not need
     from fedjax_pcdd.methods import Method, Traits
 
 GROUPS = {
-    "data": "The data set and how it is spread over the clients.",
+    "data": "The data set and how it is divided among the clients.",
     "model": "What every client trains.",
     "task": "Tasks by domain, participants with models of their own, and public images.",
     "training": "Rounds, local optimisation and aggregation.",
@@ -68,159 +68,161 @@ class RunConfig:
     # fmt: off
     method: str = run_option("fedavg", "", "method, see `list_methods`")
 
-    dataset: str = run_option("digits", "data", "data set, see `list_datasets`; docs/data.md for your own")
+    dataset: str = run_option("digits", "data", "data set, see `list_datasets`; your own: docs/data.md")
     data_dir: Path | None = run_option(None, "data",
         "folder of npz files or of prepared data sets; by default where TensorFlow Datasets keeps them")
     partition: Literal["dirichlet", "pcdd", "extended_dirichlet", "quantity", "iid", "natural"] | str = run_option(
         "dirichlet", "data",
-        "how samples are spread over clients; pcdd is P{clients}C{classes-per-client}, extended_dirichlet the same "
-        "with shares by Dirichlet(beta), quantity unequal sizes by Dirichlet(beta); or lists (lists.npz), or a "
-        "function (split.py:by_hospital)")
+        "how samples are divided among clients; pcdd is P{clients}C{classes-per-client}, extended_dirichlet the same "
+        "with shares by Dirichlet(beta), quantity gives unequal sizes by Dirichlet(beta); or a file of index lists "
+        "(lists.npz), or a function (split.py:by_hospital)")
     beta: float = run_option(0.1, "data", "Dirichlet concentration; smaller is more skewed", above=0)
     clients: int | None = run_option(None, "data",
-        "number of clients K; by default 10, for natural and lists all there are, else those with the most samples; a "
-        "function gets it if it asks for it",
+        "number of clients K; by default 10, or all that natural and lists have (fewer of natural: those with the most "
+        "samples); a function gets it if it has this parameter",
         low=1, high=10**6)
     classes_per_client: int = run_option(2, "data", "classes of each client, for pcdd and extended_dirichlet", low=1)
-    cohort: int | None = run_option(None, "data", "clients drawn for each round; by default all", low=1)
+    cohort: int | None = run_option(None, "data", "clients drawn for each round, S; by default all", low=1)
     availability: str | None = run_option(None, "data",
-        "clients that can be drawn for a round: model (day and night, each its own probability and time zone), or an "
-        "npz file of probabilities; by default all, docs/scale.md")
+        "which clients can be drawn for a round: model (day and night, with a probability and time zone for each), or "
+        "an npz file of probabilities; by default all; docs/scale.md")
     lost_share: float = run_option(0.0, "data",
-        "share of the clients of a cohort that are lost in mid-round, whose work does not count", low=0, below=1)
+        "probability that a client of the cohort is lost in mid-round, so that its work does not count", low=0, below=1)
     min_samples: int = run_option(10, "data",
-        "fewest training samples of a client, for dirichlet with `retry` and for quantity", low=0)
-    retry: bool = run_option(True, "data", "draw a Dirichlet partition again until every client has `min_samples`")
-    doubled: bool = run_option(False, "data", "the double allocation of the published FedMR code, for pcdd")
+        "fewest training samples of a client, in dirichlet with `retry` and in quantity", low=0)
+    retry: bool = run_option(True, "data", "redraw a Dirichlet partition until every client has `min_samples`")
+    doubled: bool = run_option(False, "data", "pcdd as in the published FedMR code, which hands out every sample twice")
     train_samples: int | None = run_option(None, "data",
         "training samples used, drawn class by class from the seed; by default all", low=1)
     test_samples: int | None = run_option(None, "data", "test samples used, drawn likewise; by default all", low=1)
     validation: float | None = run_option(None, "data",
-        "share of each client's training samples, drawn class by class, that is kept out of training to measure on",
+        "share of each client's training samples, drawn class by class, that is held out for validation",
         above=0, below=1)
     select_on: Literal["test", "validation"] = run_option("test", "data",
-        "samples by which the best round is chosen, and the best experiment of a sweep or grid")
+        "samples that choose the best round, and the best experiment of a search or grid")
 
     select_by: Literal["plain", "balanced"] = run_option("plain", "data",
-        "accuracy by which the best round is chosen: share of all samples, or mean recall of the classes")
+        "accuracy that chooses the best round: share of correct answers, or mean recall of the classes")
 
     model: str | None = run_option(None, "model",
         "architecture, see `list_models`; by default lstm for text, mlp for digits and tables, else simple_cnn")
     neck: Literal[0, 1, 2] = run_option(0, "model",
-        "linear layers between backbone and head, for methods that say nothing of it (FedGELA has two)")
+        "linear layers between backbone and head, unless the method sets them (FedGELA has two)")
     bn: Literal["average", "local", "local-layers", "group"] = run_option("average", "model",
-        "batch norm: statistics averaged; statistics kept by each client; kept with the whole layers (FedBN), so that "
-        "GA is the mean over the clients' models, and ga_server_average that with the mean of their layers; or group "
-        "norm in its place")
+        "batch norm: statistics averaged; statistics kept by each client; whole layers kept by each client (FedBN), so "
+        "that GA is the mean over the clients' models, and ga_server_average that of the model with the mean of their "
+        "layers; or group norm instead")
     precision: Literal["float32", "tf32", "bfloat16"] = run_option("float32", "model",
-        "of the model's products: exact; with operands rounded to 10 bits where a GPU or TPU gains by it; or all "
-        "activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
+        "precision of the model's products: exact; operands rounded to 10 bits where that makes a GPU or TPU faster; "
+        "or all activations in bfloat16. Parameters, sums, statistics and losses are float32; docs/performance.md")
     initial_weights: Path | None = run_option(None, "model",
-        "npz file with the parameters and statistics of the backbone to start from, by path; docs/data.md")
+        "npz file of parameters and statistics, by path, from which the backbone starts; docs/data.md")
 
     task: str | None = run_option(None, "task",
-        "domains as participants in place of data set and partition, see `list_tasks`")
+        "a task whose domains are the participants, instead of data set and partition; see `list_tasks`")
     task_split: Literal["held_out", "code"] = run_option("held_out", "task",
-        "tests of office_home: 30 % of each class, or as the published code")
+        "test images of office_home: 30 % of each class, or as in the published code")
     models: str | None = run_option(None, "task",
-        "architectures of the participants, as resnet10,resnet12; fewer than participants are repeated")
+        "architectures of the participants, such as resnet10,resnet12; repeated in turn if there are fewer")
     public: str | None = run_option(None, "task",
         "data set of the unlabelled public images; by default the task's, digits_public for digits")
-    public_samples: int | None = run_option(None, "task", "how many of them; by default the task's, else 5000", low=1)
-    public_batch: int = run_option(512, "task", "public images of a step; of an incomplete batch none",
+    public_samples: int | None = run_option(None, "task",
+        "number of public images; by default the task's, else 5000", low=1)
+    public_batch: int = run_option(512, "task", "public images in a step; an incomplete batch is dropped",
         low=1, high=10**6)
     pretrain_epochs: int | None = run_option(None, "task",
-        "epochs of each participant alone before the first round; by default 50 in a task, else 0", low=0, high=10**4)
-    pretrain_batch_size: int = run_option(256, "task", "batch size of these epochs", low=1, high=10**4)
+        "epochs that each participant trains alone before round 1; by default 50 in a task, else 0", low=0, high=10**4)
+    pretrain_batch_size: int = run_option(256, "task", "batch size in these epochs", low=1, high=10**4)
 
     rounds: int = run_option(50, "training", "communication rounds T", low=1, high=10**7)
     local_epochs: int | None = run_option(10, "training",
-        "epochs E of local training in a round; by default in a task each domain's own", low=1, high=10**4)
+        "epochs E of local training in a round; in a task by default each domain's own", low=1, high=10**4)
     local_steps: int | None = run_option(None, "training",
-        "updates of a client in a round in place of epochs; its order of samples goes on across rounds",
+        "updates of a client in a round, instead of epochs; its order of samples continues across rounds",
         low=1, high=10**6)
     batch_size: int = run_option(100, "training", "mini-batch size B", low=1, high=10**6)
     last_batch: Literal["drop", "keep", "top_up", "strict"] = run_option("drop", "training",
-        "an epoch's incomplete batch: dropped, kept, or filled up with further samples; a client with less than "
-        "one batch trains on what it has, but for strict, which drops that too, as the published code")
+        "what happens to an epoch's incomplete batch: dropped, kept, or filled up with further samples. A client with "
+        "less than one batch trains on what it has, except with strict, which drops that too (the published code)")
     optimizer: Literal["sgd", "adam"] = run_option("sgd", "training", "local optimiser")
     optimizer_state: Literal["fresh", "kept"] = run_option("fresh", "training",
-        "momentum or moments: anew each round, or kept by each client (FedGen's and FML's codes)")
+        "momentum or moments: reset each round, or kept by each client (as in FedGen's and FML's code)")
     lr: float = run_option(0.01, "training", "learning rate eta", above=0)
-    lr_steps: str = run_option("", "training", "rounds after which the learning rate falls, as 40,80; by default never")
+    lr_steps: str = run_option("", "training",
+        "rounds after which the learning rate falls, such as 40,80; by default never")
     lr_decay: float = run_option(0.1, "training", "factor by which it falls", above=0, high=1)
     momentum: float = run_option(0.9, "training", "momentum rho of sgd", low=0, below=1)
     weight_decay: float = run_option(1e-4, "training", "weight decay, added to the gradient", low=0)
-    shuffle: bool = run_option(True, "training", "a new order of the samples each epoch, else the stored one")
+    shuffle: bool = run_option(True, "training", "shuffle the samples in each epoch, else keep their stored order")
     loss: Literal["ce", "focal"] = run_option("ce", "training",
-        "supervised term of methods that have no softmax of their own")
+        "supervised loss, for methods without a softmax of their own: cross-entropy or focal")
     focal_gamma: float = run_option(2.0, "training", "exponent of the focal loss; 0 is cross-entropy", low=0)
     class_weights: Literal["none", "pooled", "local"] = run_option("none", "training",
-        "of that term: n / n_c of all clients' training samples, or of each client's own")
+        "class weights of that loss: n / n_c of all clients' training samples, or of each client's own")
     grad_clip: Literal["method", "none"] | float = run_option("method", "training",
-        "largest global gradient norm; method: what the method's code has (FedGELA 20)", above=0)
+        "largest global norm of the gradient; method: as in the method's code (FedGELA: 20)", above=0)
     weights: Literal["method", "uniform", "batches"] = run_option("method", "training",
-        "aggregation weights p_k: the method's (mostly n_k), equal, or full batches of a client")
-    augment: bool = run_option(True, "training", "augment training images as is customary for the data set")
+        "aggregation weights p_k: the method's (mostly n_k), equal, or a client's number of full batches")
+    augment: bool = run_option(True, "training", "augment training images in the way customary for the data set")
     augmentation: str | None = run_option(None, "training",
-        "in place of that a function of one image and a key, as mine.py:cutout")
+        "a function of one image and a key to use instead, such as mine.py:cutout")
 
     seed: int = run_option(0, "run", "seed of everything random", low=0, high=2**32 - 1)
-    lanes: Literal["auto"] | int = run_option("auto", "run", "clients trained as one step; auto measures",
-        low=1, high=10**5)
+    lanes: Literal["auto"] | int = run_option("auto", "run",
+        "clients that are trained together as one step; auto measures which number is fastest", low=1, high=10**5)
     tune: Literal["auto", "off"] = run_option("auto", "run",
-        "forms of convolutions on a GPU or TPU: timed once for each kind of device, 20 s at most, or a fixed rule")
+        "how convolutions are computed on a GPU or TPU: timed once per kind of device (at most 20 s), or a fixed rule")
     data: Literal["auto", "device", "stream"] = run_option("auto", "run",
-        "where samples live: on the device; or on the host, which sends those of a cohort while the device computes; "
-        "auto: the host, if they exceed a third of the device's free memory")
+        "where samples are stored: on the device, or on the host, which sends a cohort's samples while the device "
+        "computes; auto: on the host if they exceed a third of the device's free memory")
     data_memory: int | None = run_option(None, "run",
-        "memory in MB for samples that are sent to the device, by default a third of what is free", low=1)
+        "device memory in MB for samples that are sent from the host; by default a third of what is free", low=1)
     client_state: Literal["device", "host", "disk"] = run_option("device", "run",
-        "where clients keep their state between rounds: host or disk, if clients times parameters outgrow the device "
-        "or the host's memory. Files on disk are temporary (TMPDIR)")
+        "where clients' states are stored between rounds: use host or disk if clients times parameters exceed the "
+        "device's or the host's memory. Files on disk are temporary (TMPDIR)")
     device: Literal["auto", "cpu", "gpu", "tpu"] = run_option("auto", "run", "where to compute")
     devices: Literal["auto"] | int = run_option("auto", "run",
-        "devices of this process that divide a round's clients, with `lanes` each; auto: all GPUs or TPUs, or "
-        "one CPU", low=1, high=256)
+        "devices of this process among which a round's clients are divided, with `lanes` on each; auto: all GPUs or "
+        "TPUs, or one CPU", low=1, high=256)
     coordinator: str | None = run_option(None, "run",
-        "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU tells")
-    processes: int | None = run_option(None, "run", "how many these are", low=1)
-    process: int | None = run_option(None, "run", "which of them this is, from 0", low=0)
+        "HOST:PORT of process 0, for one run in several processes; auto where SLURM, Open MPI or a TPU provides it")
+    processes: int | None = run_option(None, "run", "number of these processes", low=1)
+    process: int | None = run_option(None, "run", "number of this process, from 0", low=0)
     patience: int = run_option(100, "run",
-        "seconds that these wait for each other's start, and for signs of life", low=5)
+        "seconds that processes wait for each other at the start, and for a sign of life later", low=5)
 
     eval_every: int = run_option(1, "evaluation", "rounds between evaluations", low=1)
     fine_tune_epochs: int = run_option(10, "evaluation",
         "epochs of fine-tuning for PA, for methods without a personal model", low=0, high=10**4)
     pa_protocol: Literal["last", "received", "best_epoch", "best_mean"] | None = run_option(None, "evaluation",
-        "which model of a round PA counts: after the last epoch (default), as received, or after the best one, of each "
-        "client or in the mean over clients, chosen on their tests; docs/concepts.md")
+        "which model of a round gives PA: after the last epoch (default), as received, or after the best epoch, for "
+        "each client or in the mean over clients, chosen on their tests; docs/concepts.md")
     calibrate: Literal["none", "ccvr"] = run_option("none", "evaluation",
-        "after training: the head of the last global model, calibrated by all clients; its accuracy is ga_ccvr")
+        "calibrate the head of the last global model with all clients after training; its accuracy is ga_ccvr")
     eval_batch: int | None = run_option(None, "evaluation",
         "batch size of evaluation; by default 100 on a CPU, else 500", low=1, high=10**6)
     track: str | None = run_option(None, "evaluation",
-        "what to follow beside GA and PA, as classes,angles,features,spectrum,intra,gradients; docs/analyses.md")
-    track_every: int = run_option(1, "evaluation", "rounds between two looks at what is tracked", low=1)
+        "what to record beside GA and PA, such as classes,angles,features,spectrum,intra,gradients; docs/analyses.md")
+    track_every: int = run_option(1, "evaluation", "rounds between two records of what is tracked", low=1)
     track_local: bool = run_option(True, "evaluation",
-        "track the clients' models too, right after local training, which is done twice for it; always where "
-        "there is no global model")
+        "also track the clients' models right after local training, which is repeated for this; always on if there is "
+        "no global model")
 
     run_dir: Path | None = run_option(None, "run",
-        "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, numbered where taken")
-    resume: Path | None = run_option(None, "run", "folder of a run to continue, with the options it was started with")
+        "folder of this run; by default runs/METHOD-DATASET-PARTITION-sSEED, with a number if that exists")
+    resume: Path | None = run_option(None, "run", "folder of a run to continue with the options it was started with")
     checkpoint_every: int = run_option(1, "run", "rounds between checkpoints", low=1)
     checkpoint_clients_every: int = run_option(1, "run",
-        "only every n-th checkpoint holds the client states; a resume goes back to such a one", low=1)
-    keep: int = run_option(3, "run", "checkpoints kept; the one before the last is the fallback", low=2)
+        "only every n-th checkpoint holds the clients' states; resuming goes back to one that does", low=1)
+    keep: int = run_option(3, "run", "number of checkpoints to keep; the one before the last is the fallback", low=2)
     profile: bool = run_option(False, "run",
-        "trace the second and the third round into the run folder's profile/, for xprof or Perfetto")
+        "trace the second and third round into profile/ in the run folder, for xprof or Perfetto")
     quiet: bool = run_option(False, "run", "show nothing but errors")
     tensorboard: bool = run_option(False, "run", "also log to TensorBoard")
     wandb: bool = run_option(False, "run", "also log to Weights & Biases")
     mlflow: bool = run_option(False, "run", "also log to MLflow")
     loggers: str | None = run_option(None, "run",
-        "further loggers, as mine.py:Logger; callbacks made from the run's folder and its options")
+        "further loggers, such as mine.py:Logger: callbacks made from the run's folder and its options")
     # fmt: on
 
     def __post_init__(self):

@@ -73,7 +73,7 @@ def test_fine_tuned_models_are_kept_only_for_their_accuracy_on_all_classes(ga):
     simulated = toy.simulation("fedbabu", ga=ga)
     tuner = simulated.tuner(1)
     (by_protocol,), local = fine_tuned(tuner, tuner.start(simulated.start().servers.variables), 3)
-    pa = by_protocol["last"]
+    pa = by_protocol["last"]["pa"]
     assert np.all((pa >= 0) & (pa <= 1))
     assert (local is None) == (ga == "global")
 

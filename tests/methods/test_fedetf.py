@@ -135,7 +135,7 @@ def test_tuned_clients_have_etfs_of_their_own_and_the_server_keeps_its():
     start = tuner.start(state.servers.variables)
     np.testing.assert_array_equal(start.servers.etf, state.servers.etf)
     (by_protocol,), ga = fine_tuned(tuner, start, 3)
-    pa = by_protocol["last"]
+    pa = by_protocol["last"]["pa"]
     assert ga is None
     assert pa.shape == (5,)
     assert np.all((pa >= 0) & (pa <= 1))
