@@ -77,7 +77,7 @@ def is_there(path: Path, kind: Callable[[Path], bool] = Path.is_file) -> bool:
 def check_file(path: str | os.PathLike) -> None:
     """Raise a UserError if the path exists but is not a file (a pipe, for example, would block); missing paths pass."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f"{path} is no file, but a folder, a pipe or a device: name a file.")
+        raise UserError(f"{path} is not a file but a folder, a pipe or a device: name a file.")
 
 
 def unreadable(error: OSError, path: Any) -> UserError:

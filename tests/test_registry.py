@@ -178,9 +178,9 @@ def test_mistakes_in_an_import_path_are_one_sentence(folder):
     for find in (methods.get, build, sources.load, partition.check_name):
         refused("of a file name the object too, as own.py:NAME", find, "own.py")
     refused("nowhere:Net cannot be imported: ModuleNotFoundError", load_object, "nowhere:Net")
-    refused("parts.py:Net is no method: derive a dataclass from fp.Method", methods.get, "parts.py:Net")
+    refused("parts.py:Net is not a method: derive a dataclass from fp.Method", methods.get, "parts.py:Net")
     (folder / "bare.py").write_text("import fedjax_pcdd as fp\n\n\nclass Keep(fp.FedAvg):\n    pass\n")
-    refused("Keep is no dataclass: write @flax.struct.dataclass above", lambda: methods.get("bare.py:Keep")())
+    refused("Keep is not a dataclass: write @flax.struct.dataclass above", lambda: methods.get("bare.py:Keep")())
     (folder / "broken.py").write_text("1 / 0")
     refused("broken.py:X cannot be imported: ZeroDivisionError: division by zero", load_object, "broken.py:X")
     refused("must be a Flax module, or what returns one", build, "parts.py:norm_of")

@@ -239,7 +239,7 @@ def _read_result(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is damaged: remove it, and its cell is run again.") from error
     if not isinstance(result, dict) or not _is_result(result):
-        raise UserError(f"{path} is no result of the leaderboard: remove it, or choose another `results`.")
+        raise UserError(f"{path} is not a result of the leaderboard: remove it, or choose another `results`.")
     return result
 
 

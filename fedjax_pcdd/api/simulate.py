@@ -151,7 +151,7 @@ def _in_folder(asked: Asked, folder: Path, resume: bool, label: str | None) -> H
     unwritable = [n for n in options_of(type(method)) if not isinstance(getattr(method, n), plain_types)]
     if unwritable:
         raise UserError(
-            f"`{unwritable[0]}` is no number or name, which is all that a run folder holds: drop `run_dir`."
+            f"`{unwritable[0]}` is not a number or a name, which is all that a run folder holds: drop `run_dir`."
         )
     assert given.federation is not None
     if config.method == type(method).__name__:

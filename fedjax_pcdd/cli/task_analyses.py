@@ -140,5 +140,5 @@ def _domains(record: RunRecord) -> list[str]:
 def _recipe(record: RunRecord):
     task = record.config["task"]
     if task not in TASKS:
-        raise UserError(f"{record.path} is no run over the domains of a task: leave it out.")
+        raise UserError(f"{record.path} is not a run over the domains of a task: leave it out.")
     return TASKS[task]

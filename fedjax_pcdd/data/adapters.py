@@ -33,7 +33,7 @@ def from_huggingface(
       name: of the data set; it selects the customary normalisation.
 
     Raises:
-      UserError: a column is missing, images differ in size, or labels are no integers.
+      UserError: a column is missing, images differ in size, or labels are not integers.
     """
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     if "train" not in splits:
@@ -80,7 +80,7 @@ def from_torch(train: Any, test: Any = None, *, name: str = "arrays") -> Dataset
       name: of the data set; it selects the customary normalisation.
 
     Raises:
-      UserError: images differ in size, or labels are no integers.
+      UserError: images differ in size, or labels are not integers.
     """
     for part in (train, test):
         if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
@@ -154,7 +154,7 @@ def _opened(file: Path, side: int | None) -> Image.Image:
             image.load()
             return image if side is None else image.resize((side, side), Image.Resampling.BILINEAR)
     except (UnidentifiedImageError, OSError, ValueError) as error:
-        raise UserError(f"{file} is no image ({in_one_line(error)}): move it out of the folder.") from error
+        raise UserError(f"{file} is not an image ({in_one_line(error)}): move it out of the folder.") from error
 
 
 def _dataset(parts: Sequence[tuple[Any, Any, Any]], names: Sequence[str] | None, name: str) -> Dataset:

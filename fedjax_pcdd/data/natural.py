@@ -184,4 +184,6 @@ def read_federation(folder: Path) -> Dataset:
         raise
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         reason = in_one_line(error)
-        raise UserError(f"{folder} is no whole federation ({reason}): write it anew by fp.write_federation.") from error
+        raise UserError(
+            f"{folder} is not a complete federation ({reason}): write it anew (fp.write_federation)."
+        ) from error

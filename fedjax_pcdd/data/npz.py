@@ -57,7 +57,7 @@ class Archive:
             raise
         except _UNREADABLE as error:
             advice = "write it anew with numpy.savez, without object arrays."
-            raise UserError(f"{self.file} is no readable npz archive ({in_one_line(error)}); {advice}") from error
+            raise UserError(f"{self.file} is not a readable npz archive ({in_one_line(error)}); {advice}") from error
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         """Read an array, or its rows [m], ascending; the other rows are then never all in memory."""

@@ -139,7 +139,7 @@ def get(name: str) -> type[Method]:
     plain, suffixes = plain_name(name), suffixes_of(name)
     cls = METHODS.find(plain)
     if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise UserError(f"{plain} is no method: derive a dataclass from fp.Method.")
+        raise UserError(f"{plain} is not a method: derive a dataclass from fp.Method.")
     added = {suffix: _addition(suffix, load_object(suffix)) for suffix in suffixes if is_import_path(suffix)}
     added |= {name: _addition(name, SERVER_OPTIMISERS[name]) for name in suffixes if name in SERVER_OPTIMISERS}
     return wrapped(cls, plain, suffixes, {**known_suffixes(), **added} if suffixes else {})

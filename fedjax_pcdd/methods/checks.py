@@ -95,7 +95,9 @@ def misspelt(method: Any, contract: type) -> list[str]:
     functions = [name for cls in type(method).__mro__ for name, value in vars(cls).items() if callable(value)]
     added = [name for name in dict.fromkeys(functions) if not (name.startswith("_") or hasattr(contract, name))]
     close = {name: get_close_matches(name, hooks, 1, 0.85) for name in added}
-    return [f"{_name(method)}.{name} is no hook: did you mean `{match[0]}`?" for name, match in close.items() if match]
+    return [
+        f"{_name(method)}.{name} is not a hook: did you mean `{match[0]}`?" for name, match in close.items() if match
+    ]
 
 
 def _name(method: Any) -> str:

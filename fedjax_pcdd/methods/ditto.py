@@ -73,7 +73,7 @@ class Ditto(PersonalCopy):
 
     @property
     def candidates(self) -> list[float]:
-        """The numbers that lambda is chosen from; UserError if the option is no list of numbers."""
+        """The numbers that lambda is chosen from; UserError if the option is not a list of numbers."""
         return numbers_in("lambda_candidates", self.lambda_candidates)
 
     def _own(self, context: Context) -> Any:

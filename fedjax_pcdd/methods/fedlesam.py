@@ -55,7 +55,9 @@ class FedLESAM(Nearby):
     @classmethod
     def unsuitable(cls, other):
         """The reason, if there is no global model to look back to, or a step is not of one model."""
-        return super().unsuitable(other) or ("" if averages_models(other()) else "is no method that averages models.")
+        return super().unsuitable(other) or (
+            "" if averages_models(other()) else "is not a method that averages models."
+        )
 
     def configure(self, setting, hyper):
         """Advice: without a perturbation the old model is kept for nothing."""

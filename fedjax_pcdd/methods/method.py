@@ -404,7 +404,7 @@ class Method:
     def __new__(cls, *_: Any, **__: Any) -> "Method":
         """UserError unless the class itself is a Flax dataclass: its fields would be ignored, or not traced."""
         if "_flax_dataclass" not in vars(cls):
-            kind = "a dataclass, but none of Flax" if "__dataclass_fields__" in vars(cls) else "no dataclass"
+            kind = "a dataclass, but not one of Flax" if "__dataclass_fields__" in vars(cls) else "not a dataclass"
             raise UserError(f"{cls.__name__} is {kind}: write @flax.struct.dataclass above `class {cls.__name__}`.")
         return super().__new__(cls)
 

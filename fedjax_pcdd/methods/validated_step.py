@@ -12,7 +12,7 @@ from fedjax_pcdd.models.classifier import forward
 
 
 def numbers_in(option: str, text: str) -> list[float]:
-    """The numbers in an option; UserError if it is no list of numbers from 0 up.
+    """The numbers in an option; UserError if it is not a list of numbers from 0 up.
 
     >>> numbers_in("lambda_candidates", "0.1,1,2")
     [0.1, 1.0, 2.0]

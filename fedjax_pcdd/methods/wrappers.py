@@ -73,7 +73,7 @@ class Addition(Method):
     @classmethod
     def unsuitable(cls, other: type[Method]) -> str:
         """Why it cannot be put in front of a method, in words that follow the method's name; "" if it can."""
-        return "" if averages_models(other()) else "is no method that averages models."
+        return "" if averages_models(other()) else "is not a method that averages models."
 
     def traits(self):
         """X's traits; if the addition is used alone, with its own paper."""

@@ -295,7 +295,7 @@ def _module(part: Any, name: str, known: Mapping[str, Any]) -> nn.Module:
     try:
         parameters = inspect.signature(functools.partial(part.__init__, None) if is_nnx else part).parameters
     except ValueError as error:  # implemented in C, such as int
-        raise UserError(f"model {part!r} is no Flax module, nor a function that returns one.") from error
+        raise UserError(f"model {part!r} is neither a Flax module nor a function that returns one.") from error
     required = [
         key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]

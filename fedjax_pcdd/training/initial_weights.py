@@ -53,10 +53,10 @@ def with_weights(variables: Tree, weights: dict[str, np.ndarray], source: str) -
                 f"{name} in {source} has the shape {list(array.shape)}, not {list(leaf.shape)}: correct it."
             )
         if not jnp.issubdtype(array.dtype, jnp.number) or not np.isfinite(array.astype(np.float64)).all():
-            raise UserError(f"{name} in {source} holds what is no finite number: correct it.")
+            raise UserError(f"{name} in {source} holds numbers that are not finite: correct it.")
         return jnp.asarray(array, leaf.dtype)
 
     result = jax.tree_util.tree_map_with_path(choose, variables)
     if unused:
-        raise UserError(f"{source} has {min(unused)}, which is no part of the model: leave it out.")
+        raise UserError(f"{source} has {min(unused)}, which is not part of the model: leave it out.")
     return result

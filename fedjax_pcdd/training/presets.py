@@ -174,7 +174,7 @@ def read_run(folder: Path) -> tuple[RunConfig, Method]:
         raise UserError(f"{what}: name the folder of a run.")
     file = folder / "config.yaml"
     if not is_there(file):
-        raise UserError(f"{folder} holds no config.yaml, so it is no run: name the folder of one.")
+        raise UserError(f"{folder} holds no config.yaml, so it is not a run: name the folder of one.")
     from fedjax_pcdd.training.outside import OUTSIDE, check_unchanged
 
     text = read_text(file)

@@ -70,7 +70,7 @@ class Checkpoint(Callback):
                 history = f"{history[:-1]}, {json.dumps(extra)[1:]}"
             except (TypeError, ValueError) as error:
                 names = " or ".join(states)
-                raise UserError(f"the state of {names} is no JSON ({error}): return numbers or texts.") from error
+                raise UserError(f"the state of {names} is not JSON ({error}): return numbers or texts.") from error
         clients, storage = (state.clients, state.statistics), getattr(run.simulation, "storage", None)
         saved_clients: Any = clients
         if isinstance(storage, OnHost) and len(run.runs) == 1 and jax.tree.leaves(clients):

@@ -225,7 +225,10 @@ def test_results_that_are_damaged_or_of_another_class_are_named(tmp_path):
     with pytest.raises(UserError, match=r"is of method=one.py:Mine: rename one of the classes"):
         leaderboard.has_result(leaderboard.read_plan(), cell, tmp_path)
     damaged = [json.dumps(known | {"seeds": seeds}) for seeds in ("x", ["x"], [{"ga_best": "x"}])]
-    for text, words in (("{", "is damaged"), *((one, "is no result of the leaderboard") for one in ("{}", *damaged))):
+    for text, words in (
+        ("{", "is damaged"),
+        *((one, "is not a result of the leaderboard") for one in ("{}", *damaged)),
+    ):
         cell.path(tmp_path).write_text(text)
         with pytest.raises(UserError, match=words):
             leaderboard.read_results(tmp_path)

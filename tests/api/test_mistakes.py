@@ -87,7 +87,7 @@ class Deaf(fp.Callback):
 
 
 MISTAKES = {
-    "a method that is no dataclass of Flax": (Plain, "Plain is a dataclass, but none of Flax: write @flax.struct"),
+    "a method that is no dataclass of Flax": (Plain, "Plain is a dataclass, but not one of Flax: write @flax.struct"),
     "a method that tunes by none": (
         lambda: simulate(method=Tunes(), fine_tune_epochs=1),
         "Tunes.fine_tuner must return a Method, not NoneType",
@@ -192,7 +192,7 @@ MISTAKES = {
     "a bar of a search": (lambda: fp.search({"lr": (0.1, 1)}, progress=None), "progress takes True or False, not None"),
     "a callback of two": (lambda: simulate(callback=lambda run, report: None), "callback takes a function of one argu"),
     "a label by number": (lambda: simulate(label=3), "label takes a text, not 3"),
-    "a class that is no model": (lambda: simulate(model=int), "is no Flax module"),
+    "a class that is no model": (lambda: simulate(model=int), "is neither a Flax module nor"),
     "a list without models": (lambda: simulate(method="fedmd", model=[]), "model takes at least one architecture"),
     "models by objects": (lambda: simulate(models=[int, "mlp"]), "models takes names and numbers, not the class int"),
     "an empty list": (lambda: simulate(lr_steps=[]), "lr_steps takes at least one value: drop the empty list"),

@@ -78,7 +78,7 @@ def test_a_state_that_json_does_not_know_is_a_sentence_with_the_callbacks_name(f
         def state(self):
             return np.zeros(2)
 
-    with pytest.raises(fp.UserError, match=r"the state of .*Counter.* is no JSON"):
+    with pytest.raises(fp.UserError, match=r"the state of .*Counter.* is not JSON"):
         fp.simulate(federation, fp.FedAvg(), rounds=1, run_dir=tmp_path / "run", callbacks=[Counter()], **SMALL)
 
 
@@ -225,7 +225,7 @@ def test_lists_are_options_with_commas(federation):
 def test_a_file_that_is_no_archive_gives_no_weights(federation, tmp_path):
     for name, content in (("a.npy", None), ("empty.npz", b""), ("cut.npz", b"PK\x03\x04 and no more")):
         np.save(tmp_path / name, np.zeros(3)) if content is None else (tmp_path / name).write_bytes(content)
-        with pytest.raises(fp.UserError, match="is no readable npz archive"):
+        with pytest.raises(fp.UserError, match="is not a readable npz archive"):
             fp.simulate(federation, "fedavg", rounds=1, initial_weights=tmp_path / name, **SMALL)
 
 

@@ -377,8 +377,8 @@ def test_bilateral_curves_of_other_learning_rates_stay_apart(tmp_path, capsys):
 def test_runs_of_no_task_beside_those_of_one_are_refused(tmp_path, capsys, analysis):
     task, plain = write_run(tmp_path / "task", task="digits_domains"), write_run(tmp_path / "plain")
     concluded(task, domains=["mnist", "usps"])
-    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, task, plain)
-    assert f"{plain} is no run over the domains of a task" in refused(capsys, analysis, plain)
+    assert f"{plain} is not a run over the domains of a task" in refused(capsys, analysis, task, plain)
+    assert f"{plain} is not a run over the domains of a task" in refused(capsys, analysis, plain)
 
 
 def of_task(folder, **options):

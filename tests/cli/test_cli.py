@@ -236,7 +236,7 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ("--split=P5C2", "--split chooses a split of a preset: add --preset, or drop it."),
         ("--preset=fedmr/tabel1", "there is no preset 'fedmr/tabel1': did you mean 'fedmr/table1'?"),
         ("--resume=nowhere", "there is no folder nowhere: name the folder of a run."),
-        ("--resume=.", ". holds no config.yaml, so it is no run: name the folder of one."),
+        ("--resume=.", ". holds no config.yaml, so it is not a run: name the folder of one."),
         ("--resume=. --split=a", "--resume continues a run as it was started: drop --split."),
         ("--resume=. --variant=a", "--resume continues a run as it was started: drop --variant."),
         ("--resume=. --server-optimizer=adam", "--resume continues a run as it was started: drop --server-optimizer."),
@@ -249,7 +249,7 @@ def test_a_server_optimizer_is_another_way_to_write_a_suffix():
         ),
         ("--server-optimizer", "--server-optimizer needs a value: write --server-optimizer=VALUE."),
         ("--preset=fedmr/table1 --server-optimizer=adam", "--server-optimizer goes with a method: add --method"),
-        ("--method=fedper --server-optimizer=adam", "--method=fedper+adam does not exist: fedper is no method"),
+        ("--method=fedper --server-optimizer=adam", "--method=fedper+adam does not exist: fedper is not a method"),
     ],
 )
 def test_a_mistake_is_one_sentence(runs, capsys, argv, sentence):

@@ -192,5 +192,5 @@ def test_folders_that_do_not_fit_are_named(folder, tmp_path):
         fp.from_folder(folder)
     (folder / "val/dogg").rmdir()
     (folder / "train/cat/notes.txt").write_text("nothing to see")
-    with pytest.raises(fp.UserError, match=r"notes\.txt is no image"):
+    with pytest.raises(fp.UserError, match=r"notes\.txt is not an image"):
         fp.from_folder(folder)

@@ -265,7 +265,7 @@ BROKEN = {
     "too many classes": ({"y": np.full(400, 10)}, r"y must lie in \[0, 10\), not from 10 to 10"),
     "other names": ({"domains": np.array(["amazon", "dslr", "x", "y"])}, "no images of caltech10, webcam"),
     "an empty domain": ({"domain": np.zeros(400, int)}, "no images of caltech10, dslr, webcam"),
-    "objects": ({"y": np.array([None] * 400)}, "no readable npz archive"),
+    "objects": ({"y": np.array([None] * 400)}, "not a readable npz archive"),
 }
 
 
@@ -281,14 +281,14 @@ def test_unsuitable_archives_are_named_with_what_is_wrong(tmp_path, case):
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut", b"\x93NUMPY", b"\x80\x04."])
 def test_what_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "office_home.npz").write_bytes(content)
-    with pytest.raises(UserError, match="no readable npz archive"):
+    with pytest.raises(UserError, match="not a readable npz archive"):
         load_task("office_home", tmp_path, seed=0)
 
 
 def test_a_single_array_is_refused(tmp_path):
     with open(tmp_path / "office_home.npz", "wb") as file:
         np.save(file, np.zeros(3))
-    with pytest.raises(UserError, match="no readable npz archive"):
+    with pytest.raises(UserError, match="not a readable npz archive"):
         load_task("office_home", tmp_path, seed=0)
 
 

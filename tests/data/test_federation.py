@@ -105,7 +105,7 @@ def test_a_missing_partition_file_is_named(tmp_path):
 def test_a_file_without_a_partition_is_rejected(tmp_path, content):
     path = tmp_path / "other.npz"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="no readable npz archive"):
+    with pytest.raises(UserError, match="not a readable npz archive"):
         load_partition(path)
 
 

@@ -94,7 +94,7 @@ def test_the_command_writes_the_writers_of_a_data_set(tmp_path, capsys):
 def test_files_that_are_missing_or_cut_are_one_sentence(folder, name):
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[: len(content) - 3])
-    with pytest.raises(fp.UserError, match=r"own is no whole federation .*: write it anew"):
+    with pytest.raises(fp.UserError, match=r"own is not a complete federation .*: write it anew"):
         fp.load_dataset(str(folder))
     (folder / name).unlink()
     with pytest.raises(fp.UserError, match=r"own"):

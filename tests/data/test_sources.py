@@ -147,7 +147,7 @@ BROKEN = {
     "too few classes": ({"classes": np.array(["a", "b"])}, r"classes has shape \[2\]"),
     "short groups": ({"writer_train": np.zeros(11, int), "writer_test": np.zeros(6, int)}, "writer_train"),
     "half the groups": ({"writer_train": np.zeros(12, int)}, "writer_test"),
-    "object arrays": ({"y_train": np.array([None] * 12)}, "no readable npz archive"),
+    "object arrays": ({"y_train": np.array([None] * 12)}, "not a readable npz archive"),
     "short delta": ({"x_train_delta": np.zeros((12, 5, 4, 3), np.uint8)}, "x_train_delta must be"),
 }
 
@@ -170,7 +170,7 @@ def test_files_without_a_split_say_so(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut", b"\x93NUMPY", b"\x80\x04."])
 def test_what_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
-    with pytest.raises(UserError, match="no readable npz archive"):
+    with pytest.raises(UserError, match="not a readable npz archive"):
         sources.load("mine", tmp_path)
 
 

@@ -40,7 +40,7 @@ def test_a_damaged_archive_is_a_sentence_though_it_is_mapped(tmp_path):
     content = bytearray((tmp_path / "mine.npz").read_bytes())
     content[content.index(b"y_train.npy") - 200] ^= 255  # in the images before it
     (tmp_path / "mine.npz").write_bytes(content)
-    with pytest.raises(UserError, match=r"mine.npz is no readable npz archive .*CRC"):
+    with pytest.raises(UserError, match=r"mine.npz is not a readable npz archive .*CRC"):
         sources.load("mine", tmp_path, mapped=True)
     assert not list(tmp_path.rglob("*.np[yz].unpacked/*.npy"))
 

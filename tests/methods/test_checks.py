@@ -220,7 +220,7 @@ class Misspelt(Method):
 
 
 def test_a_function_that_is_nearly_a_hook_is_told_of():
-    assert misspelt(Misspelt(), Method) == ["Misspelt.penality is no hook: did you mean `penalty`?"]
+    assert misspelt(Misspelt(), Method) == ["Misspelt.penality is not a hook: did you mean `penalty`?"]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -185,8 +185,8 @@ def test_running_statistics_are_those_of_the_mean(cls, lr):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("solo", "solo is no method that averages models"),
-        ("fedmd", "fedmd is no method that averages models"),
+        ("solo", "solo is not a method that averages models"),
+        ("fedmd", "fedmd is not a method that averages models"),
         ("fedadam", "fedadam has a step of the server already"),
         ("fedavg+avgm", "has a step of the server already|names a suffix twice"),
     ],

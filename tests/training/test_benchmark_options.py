@@ -162,9 +162,9 @@ def test_a_file_may_have_the_head_too_so_that_lg_fedavg_starts_from_a_whole_mode
 @pytest.mark.parametrize(("change", "sentence"), [
     (lambda w, name: w.pop(name), "lacks .*, of shape .*: add it"),
     (lambda w, name: w.update({name: np.zeros((1, 1))}), "has the shape"),
-    (lambda w, name: w.update({name: w[name] * np.nan}), r"params/.* in .*a\.npz holds what is no finite number"),
-    (lambda w, name: w.update({name: w[name].astype(str)}), "holds what is no finite number"),
-    (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is no part of the model"),
+    (lambda w, name: w.update({name: w[name] * np.nan}), r"params/.* in .*a\.npz holds numbers that are not finite"),
+    (lambda w, name: w.update({name: w[name].astype(str)}), "holds numbers that are not finite"),
+    (lambda w, name: w.update({"params/other": np.zeros(1)}), "has params/other, which is not part of the model"),
     (lambda w, name: w.update({"head:params/bias": np.zeros(4)}), "lacks head:params/kernel, of shape"),
 ])  # fmt: skip
 def test_a_file_that_does_not_suit_is_refused(tmp_path, change, sentence):
