@@ -282,7 +282,7 @@ def test_what_an_analysis_would_not_look_at_is_refused(run, capsys):
 
 def test_counts_that_cannot_be_read_are_named_and_not_the_picture(tmp_path, capsys, monkeypatch):
     (tmp_path / "counts").mkdir()
-    assert "counts is no file" in refused(capsys, "partition", f"--counts={tmp_path / 'counts'}")
+    assert "counts is not a file" in refused(capsys, "partition", f"--counts={tmp_path / 'counts'}")
     (tmp_path / "closed.csv").touch()
     monkeypatch.setattr("builtins.open", lambda path, *_, **__: os.open(f"{path}/x", os.O_RDONLY))
     assert "closed.csv/x cannot be used" in refused(capsys, "partition", f"--counts={tmp_path / 'closed.csv'}")

@@ -103,7 +103,7 @@ def test_a_file_that_nobody_has_looked_at_is_one_sentence(tmp_path, capsys):
 @pytest.mark.parametrize("read", [read_text, read_counts, read_arrays])
 def test_a_pipe_is_not_waited_for(read, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(fp.UserError, match="pipe is no file"):
+    with pytest.raises(fp.UserError, match="pipe is not a file"):
         read(tmp_path / "pipe")
 
 

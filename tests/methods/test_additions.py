@@ -200,9 +200,9 @@ def test_several_additions_keep_something_with_a_client():
         ("fedsmoo+lesam", "fedsmoo has rho of its own"),
         ("ditto+sam", "ditto trains two models at a time"),
         ("fccl+sam", "or on what others sent"),
-        ("fedrep+lesam", "no method that averages models"),
+        ("fedrep+lesam", "not a method that averages models"),
         ("fedmr+decorr", "fedmr has form of its own"),
-        ("solo+decorr", "no method that averages models"),
+        ("solo+decorr", "not a method that averages models"),
     ],
 )
 def test_where_it_cannot_be_the_reason_is_one_sentence(name, reason):
