@@ -10,21 +10,21 @@
 # # The terms of FedGELA's convergence theorems, measured
 #
 # FedGELA (Fan et al., NeurIPS 2023) comes with two theorems: a global one for strongly convex objectives, of the kind
-# that Li et al. prove for FedAvg ("On the Convergence of FedAvg on Non-IID Data", ICLR 2020), and a local one that
-# says when a client's own loss falls from round to round. Here we build a problem that meets their assumptions, and
-# measure every term.
+# that Li et al. prove for FedAvg ("On the Convergence of FedAvg on Non-IID Data", ICLR 2020), and a local one that says
+# when a client's own loss falls from round to round. Here we build a problem that meets their assumptions and measure
+# every term.
 #
-# **How we read them.** For Theorem 1 we take the bound as Li et al. state it. With $L$-smooth and $\mu$-strongly
-# convex $F_k$, variance of the stochastic gradients at most $\sigma_k^2$, second moment at most $G^2$, $E$ local
-# **steps** between averages, full participation, $\kappa = L/\mu$, $\gamma = \max(8\kappa, E)$ and $\eta_t =
-# \tfrac{2}{\mu(\gamma + t)}$,
+# **How we read them.** For Theorem 1 we take the bound as Li et al. state it. Let the $F_k$ be $L$-smooth and
+# $\mu$-strongly convex, and let the stochastic gradients have a variance of at most $\sigma_k^2$ and a second moment of
+# at most $G^2$. Then, with $E$ local **steps** between averages, full participation, $\kappa = L/\mu$,
+# $\gamma = \max(8\kappa, E)$ and $\eta_t = \tfrac{2}{\mu(\gamma + t)}$,
 #
 # $$\mathbb E[F(w_T)] - F^* \le \frac{\kappa}{\gamma + T - 1}\Bigl(\frac{2B}{\mu}
 # + \frac{\mu\gamma}{2}\,\|w_1 - w^*\|^2\Bigr),\qquad
 # B = \sum_k p_k^2\sigma_k^2 + 6L\Gamma + 8(E-1)^2G^2,\qquad \Gamma = F^* - \sum_k p_k F_k^* .$$
 #
-# For Theorem 2 we take the two inequalities that such a statement is made of; each has a proof of one line. Constants
-# that FedGELA's own text may have beyond these are not quoted here.
+# For Theorem 2 we take the two inequalities that such a statement is built from; each has a one-line proof. Any further
+# constants in FedGELA's own text are not quoted here.
 
 # %%
 import os
@@ -43,12 +43,12 @@ from fedjax_pcdd.losses.classification import cross_entropy
 from fedjax_pcdd.methods.method import Message
 from fedjax_pcdd.models.classifier import Classifier
 
-CLASSES, CLIENTS, EACH = 4, 4, 70  # samples of a class on a client that owns it
+CLASSES, CLIENTS, EACH = 4, 4, 70  # EACH: samples of a class on a client that owns it
 SCALE, MU = 4.0, 0.1  # pixels are divided by SCALE, which keeps L small
 
 
 def keep(figure, name):
-    """Save a picture where the environment variable FIGURES names a folder."""
+    """Save a picture to the folder that the environment variable FIGURES names, if it is set."""
     if folder := os.environ.get("FIGURES"):
         figure.savefig(f"{folder}/{name}.png", dpi=100)
 
@@ -56,10 +56,11 @@ def keep(figure, name):
 # %% [markdown]
 # ## A problem that meets the assumptions
 #
-# Digits 0 to 3, four clients, client $k$ owns classes $k$ and $k + 1$ with 70 images each: partially class-disjoint,
-# and balanced as a whole. Features are a linear map of the pixels, $h = \Theta x$, **not** normalised; the classifier
-# is the fixed ETF $M$, so the logits of client $k$ are $\Phi_k \circ (M^\top\Theta x)$, linear in $\Theta$, and
-# $F_k(\Theta) = \mathrm{CE} + \tfrac\mu2\|\Theta\|^2$ is convex.
+# We take the digits 0 to 3 and four clients. Client $k$ owns classes $k$ and $k + 1$ (modulo 4) with 70 images each, so the data
+# are partially class-disjoint, and balanced as a whole. The features are a linear map of the pixels, $h = \Theta x$,
+# and are **not** normalised. The classifier is the fixed ETF $M$, so the logits of client $k$,
+# $\Phi_k \circ (M^\top\Theta x)$, are linear in $\Theta$, and $F_k(\Theta) = \mathrm{CE} + \tfrac\mu2\|\Theta\|^2$ is
+# convex.
 
 # %%
 digits = fp.load_dataset("digits")
@@ -95,7 +96,7 @@ class Objective:
         return self.errors(w)[1].mean() + MU / 2 * np.sum(w**2)
 
     def gradients(self, w):
-        """Gradient of each sample [n, 65, D]; their mean is that of F_k."""
+        """Gradient for each sample [n, 65, D]; the mean over samples is the gradient of F_k."""
         return np.einsum("ni,nc,dc->nid", self.x, self.errors(w)[0], self.etf, optimize=True) + MU * w
 
     def gradient(self, w):
@@ -117,7 +118,7 @@ class Objective:
 
 
 def minimum(parts):
-    """Minimiser of the mean of some objectives, by Newton's method."""
+    """Minimiser of the mean of the given objectives, by Newton's method."""
     w = np.zeros((65, CLASSES))
     for _ in range(25):
         slope = np.mean([f.gradient(w) for f in parts], 0)
@@ -129,9 +130,9 @@ def minimum(parts):
 
 
 # %% [markdown]
-# The engine draws the ETF from the seed; we take it from there, so that both compute the same thing. The method below
-# is FedGELA without the normalisation of the features, with steps that decrease as the theorem asks, and a server that
-# remembers what the clients sent.
+# The engine draws the ETF from the seed; we use the same one, so that both compute the same thing. The method below is
+# FedGELA without the normalisation of the features, with steps that decrease as the theorem requires, and with a server
+# that remembers what the clients sent.
 
 
 # %%
@@ -144,7 +145,7 @@ class Server(NamedTuple):
 
 
 class Pixels(nn.Module):
-    """A backbone that only flattens."""
+    """A backbone that only flattens the images."""
 
     @nn.compact
     def __call__(self, x, *, train, mask=None):
@@ -154,13 +155,13 @@ class Pixels(nn.Module):
 
 @struct.dataclass
 class LinearGELA(fp.FedGELA):
-    """Step t, of `steps` a round, has the rate lr / (1 + slowing * t)."""
+    """FedGELA whose step t has the rate lr / (1 + slowing * t); a round has `steps` steps."""
 
     slowing: float = fp.hyperparameter(0.0, help="1 / gamma of the theorem; 0 keeps the rate")
     steps: float = fp.hyperparameter(1.0, help="E of the theorem, local steps of a round")
 
     def build(self, model):
-        """The model as it is."""
+        """The model, unchanged."""
         return model
 
     def init_server(self, setting, variables, class_counts, key):
@@ -175,18 +176,18 @@ class LinearGELA(fp.FedGELA):
         return cross_entropy(logits, batch.labels, mask=batch.mask)
 
     def local_update(self, evaluate, step, variables, batch, context):
-        """The decreasing step."""
+        """The local step at the decreasing rate."""
         loss, state, taken = super().local_update(evaluate, step, variables, batch, context)
         t = context.round * self.steps + context.step
         updates = jax.tree.map(lambda u: u / (1 + self.slowing * t), taken.updates)
         return loss, state, taken._replace(updates=updates)
 
     def upload(self, variables, summary, context):
-        """The weights, once for the mean and once as they are."""
+        """The weights, once to be averaged and once as they are."""
         return context.client, Message(mean=variables, each=(context.facts.client, variables))
 
     def aggregate(self, server, message, weights, context):
-        """The mean, and the clients' weights in their order."""
+        """The mean, and the clients' weights in the order of the clients."""
         clients, sent = message.each
         return Server(message.mean, server.etf, jax.tree.map(lambda x: x[jnp.argsort(clients)], sent))
 
@@ -218,7 +219,8 @@ def train(method, **options):
 
 
 # %% [markdown]
-# One round to get the ETF, then the objectives, and the first check: the Hessians lie between $\mu$ and $L$, where
+# We train for one round to get the ETF, then build the objectives and make the first check: the Hessians lie between
+# $\mu$ and $L$, where
 #
 # $$L_k = \mu + \tfrac12\,\|M\,\mathrm{diag}(\Phi_k)\|_2^2\;
 # \lambda_{\max}\bigl(\tfrac1{n_k}\textstyle\sum_i x_i x_i^\top\bigr).$$
@@ -241,14 +243,14 @@ for w in (np.zeros((65, CLASSES)), best, random.normal(size=(65, CLASSES)), 20 *
 print(f"mu = {MU}, L = {L:.2f}, condition {L / MU:.0f}")
 
 # %% [markdown]
-# **What makes it convex is the fixed classifier** together with the linear features. With a trained classifier, or
-# with features of unit length as FedGELA uses them, there are directions of negative curvature, already at this size.
-# For the networks of the papers the theorems are therefore an analogy, not a guarantee.
+# **What makes the problem convex is the fixed classifier** together with the linear features. With a trained
+# classifier, or with features of unit length as in FedGELA, there are directions of negative curvature even at this
+# size. For the papers' networks the theorems are therefore an analogy, not a guarantee.
 
 
 # %%
 def lowest_curvature(loss, *point):
-    """Smallest eigenvalue of the Hessian of a function of some arrays."""
+    """Smallest eigenvalue of the Hessian of `loss`, a function of the arrays in `point`."""
     flat, back = ravel_pytree(point)
     return float(jnp.linalg.eigvalsh(jax.hessian(lambda v: loss(*back(v)))(flat))[0])
 
@@ -259,7 +261,7 @@ M = jnp.asarray(parts[0].etf, jnp.float32)
 
 
 def penalised(logits, *weights):
-    """Cross-entropy and mu / 2 times the squared norm of the weights."""
+    """Cross-entropy plus mu / 2 times the squared norm of the weights."""
     return cross_entropy(logits, y) + MU / 2 * sum(jnp.sum(w**2) for w in weights)
 
 
@@ -276,8 +278,8 @@ assert unit < 0
 # %% [markdown]
 # ## Theorem 1: the global objective
 #
-# One epoch of four batches of 35 a round: $E = 4$ steps between averages. (The engine draws batches without
-# replacement; the theorem draws every batch anew.)
+# Each round is one epoch of four batches of 35, so there are $E = 4$ steps between averages. (The engine draws batches
+# without replacement, whereas the theorem draws every batch anew.)
 
 # %%
 E, BATCH, ROUNDS = 4, 35, 400
@@ -294,7 +296,7 @@ gap = np.array([np.mean([f.value(w) for f in parts]) for w in path]) - star
 
 
 def moments(f, w):
-    """Variance of a batch's gradient, and its second moment."""
+    """Variance and second moment of a batch's gradient."""
     each = f.gradients(w).reshape(len(f.x), -1)
     mean = each.mean(0)
     n = len(each)
@@ -317,8 +319,8 @@ assert (gap[1:] <= bound[1:]).all()
 assert gap[-1] < 1e-2 * gap[0]
 
 # %% [markdown]
-# The bound holds, by a wide margin: the worst case of every step is not met at once. It promises $1/T$; here the gap
-# falls faster.
+# The bound holds by a wide margin, because the worst cases of the individual steps do not all occur at once. It
+# promises $1/T$; here the gap falls faster.
 
 # %%
 late = slice(len(gap) // 4, None)
@@ -329,12 +331,12 @@ assert rate < -0.7
 # %% [markdown]
 # ## What Phi and the split do to the terms
 #
-# $\Gamma$ says how far the clients' optima lie from the common one. It is large where classes are disjoint, thirty
-# times that of the same samples mixed; $\Phi$ hardly changes it. The distance of the local classifiers from the global
-# one is $\sum_k p_k\|M\,\mathrm{diag}(\Phi_k) - M\|_F$: 0 where all clients have all classes.
+# $\Gamma$ says how far the clients' optima lie from the common one. Where classes are disjoint it is large, thirty
+# times as large as for the same samples mixed, and $\Phi$ hardly changes it. The distance of the local classifiers from
+# the global one is $\sum_k p_k\|M\,\mathrm{diag}(\Phi_k) - M\|_F$, which is 0 where all clients have all classes.
 #
-# Note what it is that converges: the mean of the $F_k$ **with** $\Phi_k$. Its minimiser is not that of the loss with
-# the global classifier ($\Phi = 1$), which generic accuracy is read from.
+# Note what converges: the mean of the $F_k$ **with** $\Phi_k$. Its minimiser is not that of the loss with the global
+# classifier ($\Phi = 1$), although generic accuracy is measured with the global classifier.
 
 # %%
 mixed = tuple(np.concatenate([place[k * 35 : (k + 1) * 35] for place in places]) for k in range(CLIENTS))
@@ -372,12 +374,12 @@ assert scaled[2] > 0.1
 #
 # $$F_k(w_{e+1}) \le F_k(w_e) - \eta\bigl(1 - \tfrac{L\eta}2\bigr)\|\nabla F_k(w_e)\|^2 .$$
 #
-# **It rises at the average**, by at most $\langle\nabla F_k(w_k), \bar w - w_k\rangle + \tfrac L2\|\bar w - w_k\|^2$,
-# where $w_k$ is what the client sends and $\bar w$ the mean. That is the term that a bound $V$ on the heterogeneity
-# stands for.
+# **It rises when the weights are averaged**, by at most
+# $\langle\nabla F_k(w_k), \bar w - w_k\rangle + \tfrac L2\|\bar w - w_k\|^2$, where $w_k$ is what the client sends and
+# $\bar w$ is the mean. This is the term that a bound $V$ on the heterogeneity stands for.
 #
-# So the loss of a client falls from round to round as long as the first outweighs the second. We train with full
-# batches, $\eta = 1/L$ and $E = 5$, and repeat every local step in float64 beside the engine.
+# So a client's loss falls from round to round as long as the fall outweighs the rise. We train with full batches,
+# $\eta = 1/L$ and $E = 5$, and repeat every local step of the engine in float64.
 
 # %%
 rate, E2 = 1 / L, 5
@@ -402,9 +404,9 @@ for t in (0, 59):
     print(f"{rises[t].mean():.4f}")
 
 # %% [markdown]
-# Both inequalities hold for every client in every round. In the first rounds local training wins; in the end **both
-# are equal**, and neither is zero: every client improves on its own classes, and the average takes it back. A client's
-# loss converges, but not to its minimum.
+# Both inequalities hold for every client in every round. In the first rounds local training wins; in the end **the fall
+# and the rise are equal**, and neither is zero: every client improves on its own classes, and averaging undoes the
+# improvement. A client's loss converges, but not to its minimum.
 
 # %%
 assert falls[0].mean() > 1.2 * rises[0].mean()
@@ -415,8 +417,8 @@ last = np.array([f.value(path2[-1]) for f in parts])
 assert (last > own_best + 0.01).all()
 
 # %% [markdown]
-# And with a constant rate and several local steps the common point is not $w^*$ either. This is what the term with
-# $(E-1)^2$ is about: with $E = 1$ the same rate leads to $F^*$.
+# With a constant rate and several local steps, the global weights do not converge to $w^*$ either. This is what the
+# term with $(E-1)^2$ accounts for: with $E = 1$ the same rate leads to $F^*$.
 
 # %%
 w = path2[0]

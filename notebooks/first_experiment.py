@@ -9,8 +9,8 @@
 # %% [markdown]
 # # A first experiment
 #
-# Load data, share them out to clients so that everybody lacks some classes, train three methods, compare. Nothing is
-# downloaded, nothing is written to disk.
+# Load data, divide them among clients so that every client lacks some classes, train three methods and compare them.
+# Nothing is downloaded, and nothing is written to disk.
 
 # %%
 import os
@@ -22,7 +22,7 @@ import fedjax_pcdd as fp
 
 
 def keep(figure, name):
-    """Save a picture where the environment variable FIGURES names a folder."""
+    """Save a picture to the folder that the environment variable FIGURES names, if it is set."""
     if folder := os.environ.get("FIGURES"):
         figure.savefig(f"{folder}/{name}.png", dpi=100)
 
@@ -44,8 +44,8 @@ for c, ax in enumerate(panels):
 # %% [markdown]
 # ## Partition
 #
-# Ten clients. Every class is spread over them by proportions drawn from a Dirichlet distribution with concentration
-# $\beta = 0.1$: most clients end up with a few classes, in very different amounts.
+# There are ten clients. Each class is divided among them in proportions drawn from a Dirichlet distribution with
+# concentration $\beta = 0.1$, so most clients end up with a few classes, in very different amounts.
 
 # %%
 federation = fp.partition(digits, "dirichlet", clients=10, beta=0.1, seed=0)
@@ -54,15 +54,15 @@ federation.plot()
 counts = federation.class_counts  # [K, C]
 print("classes of each client:", (counts > 0).sum(1))
 assert counts.sum() == len(digits.y_train)
-assert ((counts > 0).sum(1) < 10).all()  # nobody has all classes: partially class-disjoint data
+assert ((counts > 0).sum(1) < 10).all()  # no client has all classes: partially class-disjoint data
 assert federation.sizes.min() >= 10
 
 # %% [markdown]
 # ## Train
 #
 # A method is an object whose fields are its hyper-parameters. `fp.simulate` trains all clients as one compiled program
-# and returns a history. GA is the accuracy of the global model on the whole test set; PA the mean over clients of the
-# model that a client has just trained, on a test set of its own distribution.
+# and returns a history. GA is the accuracy of the global model on the whole test set. PA is the mean over clients of
+# the accuracy of the model that the client has just trained, on a test set that follows the client's own distribution.
 
 # %%
 settings = {"rounds": 25, "local_epochs": 5, "batch_size": 32, "lr": 0.05, "seed": 0, "lanes": 1, "fine_tune_epochs": 0}
@@ -80,13 +80,13 @@ for row in fp.table(histories):
 for history in histories:
     assert history.ga.shape == (25,)
     assert history.ga[-5:].mean() > 0.6
-    assert history.pa[-5:].mean() > history.ga[-5:].mean()  # own classes are easier than all classes
+    assert history.pa[-5:].mean() > history.ga[-5:].mean()  # a client's own classes are easier than all classes
 
 # %% [markdown]
-# One seed says little: at this size GA moves by several points from round to round, and by 5 to 10 between seeds. The
-# same comparison over seeds, with intervals, is what `experiments/sweep.py` and `experiments/compare.py` are for.
+# One seed says little: at this size GA changes by several points from round to round, and by 5 to 10 between seeds. To
+# make the same comparison over several seeds, with intervals, use `experiments/sweep.py` and `experiments/compare.py`.
 #
-# Which classes suffer? Accuracy of each class in the last round, beside the number of clients that have it:
+# Which classes suffer? Here is the accuracy on each class in the last round, beside the number of clients that have it:
 
 # %%
 owners = (counts > 0).sum(0)
@@ -103,8 +103,9 @@ np.testing.assert_allclose(histories[0].ga_per_class[-1] @ total / total.sum(), 
 # %% [markdown]
 # ## Go on from here
 #
-# `history.to_table()` has one row a round, ready for pandas. `history.variables` are the weights of the global model,
-# `history.outputs(images)` its features and logits, `history.outputs(images, client=3)` those of a client.
+# `history.to_table()` has one row a round, ready for pandas. `history.variables` are the weights of the global model.
+# `history.outputs(images)` returns its features and logits, and `history.outputs(images, client=3)` those of a client's
+# model.
 
 # %%
 features, logits = histories[0].outputs(digits.x_test)

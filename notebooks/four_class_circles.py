@@ -9,16 +9,16 @@
 # %% [markdown]
 # # Collapse, invasion and reshaping, seen on a sphere
 #
-# The example of FedMR's appendix B (Fan et al., TMLR 2023), trained live. Four classes lie in discs of radius
-# $\tfrac12$ around $(\pm1, \pm1)$. A small network has features of three numbers, so we can look at them: 2 inputs,
-# 128 hidden units with ReLU, 3 features, 4 logits. It is trained
+# This is the example of FedMR's appendix B (Fan et al., TMLR 2023), trained live. Four classes lie in discs of radius
+# $\tfrac12$ around $(\pm1, \pm1)$. A small network (2 inputs, 128 hidden units with ReLU, 3 features, 4 logits) has
+# features of only three numbers, so we can look at them. It is trained
 #
 # 1. on all four classes,
-# 2. on two of them, as a client under partially class-disjoint data would,
-# 3. on the same two by FedMR: $L = \mathrm{CE} + \mu_1 L_{intra} + \mu_2 L_{inter}$.
+# 2. on two of them, as on a client with partially class-disjoint data,
+# 3. on the same two with FedMR: $L = \mathrm{CE} + \mu_1 L_{intra} + \mu_2 L_{inter}$.
 #
-# The paper claims that the second **collapses** (the features of a class use fewer dimensions) and **invades** (the
-# two classes take the space of the missing ones), and that FedMR **reshapes** it. We measure each.
+# The paper claims that the second model **collapses** (the features of a class use fewer dimensions) and **invades**
+# (the two classes take the space of the missing ones), and that FedMR **reshapes** it. We measure each of these.
 
 # %%
 import os
@@ -39,7 +39,7 @@ REACH = 1.6  # points lie in [-REACH, REACH]^2
 
 
 def keep(figure, name):
-    """Save a picture where the environment variable FIGURES names a folder."""
+    """Save a picture to the folder that the environment variable FIGURES names, if it is set."""
     if folder := os.environ.get("FIGURES"):
         figure.savefig(f"{folder}/{name}.png", dpi=100)
 
@@ -47,8 +47,8 @@ def keep(figure, name):
 # %% [markdown]
 # ## Data and model
 #
-# The points are stored as images of two pixels in $[0, 1]$, and a `Pipeline` of our own
-# takes them back to $[-1.6, 1.6]^2$.
+# The points are stored as images of two pixels in $[0, 1]$, and a `Pipeline` of our own maps them back to
+# $[-1.6, 1.6]^2$.
 
 
 # %%
@@ -70,7 +70,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def alone(classes, method, label):
-    """One client that has some of the classes trains for 50 epochs; the test set has all."""
+    """Train one client that has some of the classes for 50 epochs; the test set has all classes."""
     owned = np.flatnonzero(np.isin(data.y_train, classes))
     federation = fp.Federation(data, fp.Partition((owned,), (np.arange(len(data.y_test)),)))
     return fp.simulate(federation, method, rounds=1, local_epochs=50, label=label, **OPTIONS)
@@ -78,19 +78,19 @@ def alone(classes, method, label):
 
 # %% [markdown]
 # FedMR's inter-class term needs prototypes, the mean features of the classes. As in the paper's picture, those of the
-# missing classes come from the four-class model; a method of our own starts with them. Its weights are not stated
-# there; $\mu_1 = 0.01$ suits features of few dimensions.
+# missing classes come from the four-class model, and a method of our own starts with them. FedMR's weights $\mu_1$ and
+# $\mu_2$ are not stated there; $\mu_1 = 0.01$ suits features of few dimensions.
 
 
 # %%
 @struct.dataclass
 class Prepared(fp.FedMR):
-    """FedMR whose prototypes [C, D] are there from the first round."""
+    """FedMR that has its prototypes [C, D] from the first round on."""
 
     prototypes: Any = fp.hyperparameter(None, help="[C, D] mean features of a model that knows all classes")
 
     def init_server(self, setting, variables, class_counts, key):
-        """All prototypes are valid."""
+        """FedMR's server with the given prototypes, all of them valid."""
         server = super().init_server(setting, variables, class_counts, key)
         return server._replace(prototypes=self.prototypes, valid=jnp.ones(setting.num_classes, bool))
 
@@ -110,19 +110,22 @@ assert (reshaped.ga_per_class[-1][:2] > 0.99).all()
 # %% [markdown]
 # ## What we measure
 #
-# For each class, on test points (of the missing classes too, which the second and third model have never seen):
+# For each class we measure the following on test points, including those of the missing classes, which the second and
+# third models have never seen:
 #
-# - **share**: how much of the variance of its features lies in the first of three directions. Near 1: a line.
-# - **weakest**: the smallest eigenvalue of their correlation matrix. 1: no correlation at all; 0: a plane or less.
-# - **spread**: mean angle between a feature and the mean direction of its class.
-# - **distance**: angle between the mean direction of a missing class and the nearest one of a class that was trained
-#   on.
-# - **sphere**: the part of all directions that the head gives to the class.
+# - **share**: the share of the variance of its features that lies in the first of three directions. Near 1 means a
+#   line.
+# - **weakest**: the smallest eigenvalue of the features' correlation matrix. 1 means no correlation at all, 0 a plane
+#   or less.
+# - **spread**: the mean angle between a feature and the mean direction of its class.
+# - **distance**: the angle between the mean direction of a missing class and the nearest mean direction of a class that
+#   was trained on.
+# - **sphere**: the share of all directions that the head assigns to the class.
 
 
 # %%
 def measure(history):
-    """The quantities above, each [4] but `angles` [4, 4]."""
+    """The quantities above, each [4] except `angles` [4, 4]."""
     features = np.asarray(history.outputs(data.x_test).features, float)
     groups = [features[data.y_test == c] for c in range(4)]
     units = [g / np.linalg.norm(g, axis=1, keepdims=True) for g in groups]
@@ -154,9 +157,9 @@ for history, values in zip(models, found, strict=True):
 # %% [markdown]
 # ## Collapse
 #
-# The features of the two classes stretch along one direction: its share of the variance rises. And they lie in a
-# plane, as the weakest eigenvalue says. But so do those of the four-class model: the inputs have two dimensions, and
-# plain training finds no use for a third one. **The plane is not the missing classes' doing; the stretching is.**
+# The features of the two classes are stretched along one direction, whose share of the variance rises. They also lie in
+# a plane, as the weakest eigenvalue shows. But so do those of the four-class model: the inputs have two dimensions, and
+# plain training finds no use for a third one. **The missing classes cause the stretching, not the plane.**
 
 # %%
 of_four, of_two, of_reshaped = found
@@ -170,8 +173,8 @@ assert of_four["weakest"].max() < 0.15
 #
 # The four-class head gives every class about a quarter of the sphere. In the two-class model the existing classes have
 # three quarters of it instead of half, and points of the missing classes land **on top of them**, a few degrees from
-# their mean direction: whatever the server averages into this model, these features do not tell class 2 from class 0,
-# nor 3 from 1.
+# their mean direction. Whatever the server averages into this model, these features do not tell class 2 from class 0,
+# or class 3 from class 1.
 
 # %%
 assert of_four["sphere"].min() > 0.1
@@ -183,9 +186,9 @@ assert invaded.max() < 20
 # %% [markdown]
 # ## Reshaping
 #
-# With FedMR the features of the trained classes use all three dimensions nearly without correlation, and those of
-# classes that were never seen stand clear of the trained ones. The head still gives the sphere to the trained ones,
-# since no sample asked for anything else: what is reshaped is the space of features, not the classifier.
+# With FedMR the features of the trained classes use all three dimensions with almost no correlation, and those of
+# classes that were never seen stay clear of the trained ones. The head still gives most of the sphere to the trained classes,
+# since no sample required anything else: what is reshaped is the feature space, not the classifier.
 
 # %%
 assert of_reshaped["weakest"][:2].min() > 0.7
@@ -195,8 +198,8 @@ assert freed.min() > 25
 assert of_reshaped["sphere"][:2].sum() > 0.65
 
 # %% [markdown]
-# **Which term does it?** In this example the intra-class term alone. The hinge of the inter-class term is inactive
-# almost from the beginning: every point is nearer to its own prototype than to any other.
+# **Which term does it?** In this example it is the intra-class term alone. The hinge of the inter-class term is
+# inactive almost from the beginning, because every point is nearer to its own prototype than to any other.
 
 # %%
 intra = alone([0, 1], Prepared(mu1=0.01, terms="intra", prototypes=prototypes), "intra only")
@@ -211,7 +214,7 @@ assert of_inter["weakest"][:2].max() < 0.1
 
 # %%
 def draw(ax, units, trained, title):
-    """Unit features [n, 3] of the classes on the sphere; crosses are of classes that were not trained on."""
+    """Draw unit features [n, 3] of each class on the sphere; crosses mark classes that were not trained on."""
     u, v = np.mgrid[0 : 2 * np.pi : 25j, 0 : np.pi : 13j]
     ax.plot_wireframe(np.cos(u) * np.sin(v), np.sin(u) * np.sin(v), np.cos(v), color="0.85", lw=0.4)
     for c, group in enumerate(units):
@@ -237,9 +240,9 @@ keep(figure, "four_class_circles")
 # %% [markdown]
 # ## In a federation
 #
-# Two clients with two classes each, averaged after every epoch. Does it help? **Not here**: the task is so easy that
-# FedAvg also reaches all points within a few rounds, and a penalty only slows it down. The example shows a mechanism,
-# not a gain.
+# Two clients with two classes each are averaged after every epoch. Does FedMR help? **Not here**: the task is so easy
+# that FedAvg also gets all points right within a few rounds, and a penalty only slows it down. The example shows a
+# mechanism, not a gain.
 
 # %%
 federation = fp.partition(data, "pcdd", clients=2, classes_per_client=2)

@@ -9,21 +9,21 @@
 # %% [markdown]
 # # Lemma 1 of FedMR: when it holds, and when not
 #
-# FedMR (Fan et al., TMLR 2023, section 3.3.1) fights dimensional collapse with the Frobenius norm of a class's
-# correlation matrix, and justifies it by a lemma: with eigenvalues $\lambda_1, \dots, \lambda_d$ of the $d \times d$
-# matrix $M$,
+# FedMR (Fan et al., TMLR 2023, section 3.3.1) counters dimensional collapse with the Frobenius norm of a class's
+# correlation matrix, and justifies this by a lemma. With the eigenvalues $\lambda_1, \dots, \lambda_d$ of the
+# $d \times d$ matrix $M$,
 #
 # $$\sum_i (\lambda_i - \bar\lambda)^2 \;=\; \|M\|_F^2 - d .$$
 #
-# To make $\|M\|_F$ small is then to make all eigenvalues equal, that is, to use all dimensions alike.
+# Making $\|M\|_F$ small then means making all eigenvalues equal, that is, using all dimensions alike.
 #
 # ## What is true for any symmetric matrix
 #
-# $\sum_i \lambda_i^2 = \|M\|_F^2$ and $\sum_i \lambda_i = \mathrm{tr}\,M$, hence always
+# $\sum_i \lambda_i^2 = \|M\|_F^2$ and $\sum_i \lambda_i = \mathrm{tr}\,M$, so it always holds that
 #
 # $$\sum_i (\lambda_i - \bar\lambda)^2 = \|M\|_F^2 - \frac{(\mathrm{tr}\,M)^2}{d} .$$
 #
-# The lemma is the case $\mathrm{tr}\,M = d$, which a correlation matrix has: its diagonal is 1.
+# The lemma is the case $\mathrm{tr}\,M = d$, which holds for a correlation matrix, because its diagonal is 1.
 
 # %%
 import jax
@@ -44,7 +44,7 @@ def spread(matrix):
 
 
 def as_the_lemma_says(matrix):
-    """||M||_F^2 - d."""
+    """The right side of the lemma, ||M||_F^2 - d."""
     return np.sum(matrix**2) - len(matrix)
 
 
@@ -55,7 +55,7 @@ features = random.normal(size=(n, d)) @ random.normal(size=(d, d)) + 3
 # %% [markdown]
 # ## It holds: one divisor for everything
 #
-# Standardise each dimension with the divisor $n-1$ and divide $\hat Z^\top\hat Z$ by $n-1$ (or $n$ both times).
+# Standardise each dimension with the divisor $n-1$ and divide $\hat Z^\top\hat Z$ by $n-1$ (or use $n$ both times).
 
 # %%
 M = correlation(features, unbiased=True)
@@ -67,8 +67,8 @@ print(f"spread of the eigenvalues {spread(M):.4f}, lemma {as_the_lemma_says(M):.
 # ## It does not hold as printed: two divisors
 #
 # The paper defines the standard deviation with $\tfrac1n$ and the matrix with $\tfrac1{n-1}$. Then the diagonal is
-# $\tfrac{n}{n-1}$, and the right side must be $\|M\|_F^2 - d\,\bigl(\tfrac{n}{n-1}\bigr)^2$. For a whole mini-batch
-# the difference is small; for the few samples that a class has in one, it is not.
+# $\tfrac{n}{n-1}$, and the right side must be $\|M\|_F^2 - d\,\bigl(\tfrac{n}{n-1}\bigr)^2$. For a whole mini-batch the
+# difference is small; for the few samples of a single class in it, it is not.
 
 # %%
 print("   n   spread    lemma   corrected   error of the lemma")
@@ -82,9 +82,9 @@ for size in (2, 3, 5, 10, 24):
     print(f"{size:4d} {spread(M):8.3f} {as_the_lemma_says(M):8.3f} {corrected:11.3f} {error:12.3f}")
 
 # %% [markdown]
-# The smallest example by hand, three samples $(0,0), (1,2), (2,1)$: $M =
-# \begin{pmatrix}1.5&0.75\\0.75&1.5\end{pmatrix}$, $\|M\|_F^2 = 5.625$, and the spread is $1.125 = 5.625 -
-# 2\cdot1.5^2$, not $5.625 - 2$.
+# The smallest example, worked by hand, has the three samples $(0,0), (1,2), (2,1)$. Here
+# $M = \begin{pmatrix}1.5&0.75\\0.75&1.5\end{pmatrix}$, $\|M\|_F^2 = 5.625$, and the spread is
+# $1.125 = 5.625 - 2\cdot1.5^2$, not $5.625 - 2$.
 
 # %%
 three = np.array([[0.0, 0.0], [1.0, 2.0], [2.0, 1.0]])
@@ -95,8 +95,8 @@ np.testing.assert_allclose([np.sum(M**2), spread(M)], [5.625, 1.125])
 # %% [markdown]
 # ## It does not hold with dead dimensions
 #
-# After a ReLU some dimensions are 0 for all samples of a class. Their row and column of $M$ is 0, so is their diagonal
-# entry, and the trace is the number of living dimensions $d' < d$: the spread is $\|M\|_F^2 - d'^2/d$.
+# After a ReLU some dimensions are 0 for all samples of a class. Their rows and columns of $M$ are 0, including the
+# diagonal entries, so the trace is the number of living dimensions $d' < d$, and the spread is $\|M\|_F^2 - d'^2/d$.
 
 # %%
 dead = features.copy()
@@ -112,9 +112,10 @@ print(f"spread {spread(M):.4f}, lemma {as_the_lemma_says(M):.4f}, with the trace
 # ## What it is used for does hold
 #
 # All these right sides differ from $\|M\|_F^2$ by a constant, as long as the number of samples and the living
-# dimensions stay. So a step against the gradient of the loss narrows the spectrum, with the published code's form
-# (off-diagonal entries, `offdiag`) as with the printed one (`frobenius`). Both are blind to shifting and stretching a
-# dimension. We move the features of one class by gradient descent alone, and watch the eigenvalues.
+# dimensions stay the same. So a step against the gradient of the loss narrows the spectrum, both with the published
+# code's form (off-diagonal entries, `offdiag`) and with the printed one (`frobenius`). Neither form changes when a
+# dimension is shifted or stretched. We move the features of one class by gradient descent alone and watch the
+# eigenvalues.
 
 
 # %%
@@ -142,10 +143,10 @@ for form in paths:
     np.testing.assert_allclose(*values, rtol=1e-6)
 
 # %% [markdown]
-# The two forms differ in size, by about $d(d-1)/n$. This is why weights that suit one do not suit the other, and why
-# the weights of the paper's tables (0.001 to 0.1) fit the code's form: with $d = 512$ the printed form is thousands of
-# times larger. (The exact relation below, of one class: with unbiased deviations, `offdiag` is
-# $\tfrac{(n-1)^2}{n\,d(d-1)}\bigl(\|M\|_F^2 - d\bigr)$, the lemma's right side up to a factor.)
+# The two forms differ in size, by a factor of about $d(d-1)/n$. This is why weights that suit one do not suit the
+# other, and why the weights in the paper's tables (0.001 to 0.1) fit the code's form: with $d = 512$ the printed form
+# is thousands of times larger. (The next cell checks the exact relation for one class: with unbiased deviations,
+# `offdiag` is $\tfrac{(n-1)^2}{n\,d(d-1)}\bigl(\|M\|_F^2 - d\bigr)$, the lemma's right side up to a factor.)
 
 # %%
 M = correlation(features, unbiased=True)

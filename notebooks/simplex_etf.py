@@ -9,8 +9,8 @@
 # %% [markdown]
 # # The simplex ETF, and why the mean of the local classifiers is the global one
 #
-# FedGELA (Fan et al., NeurIPS 2023) fixes the classifier for everybody as a simplex equiangular tight frame and lets
-# every client rescale it by its own class distribution. Letters: $C$ classes, $D$ features, $K$ clients, $n_{kc}$
+# FedGELA (Fan et al., NeurIPS 2023) fixes the classifier of all clients as a simplex equiangular tight frame (ETF) and
+# lets every client rescale it by its own class distribution. Notation: $C$ classes, $D$ features, $K$ clients, $n_{kc}$
 # training samples of class $c$ on client $k$, $n_k = \sum_c n_{kc}$, $p_k = n_k / n$.
 #
 # ## Equal angles
@@ -36,9 +36,9 @@ np.testing.assert_allclose(angles, np.degrees(np.arccos(-1 / (C - 1))), atol=1e-
 print(f"all {len(angles)} angles are {angles.mean():.2f} degrees")
 
 # %% [markdown]
-# **No $C$ vectors can stand further apart.** For unit vectors, $0 \le \|\sum_c v_c\|^2 = C + \sum_{c \ne c'} \langle
-# v_c, v_{c'}\rangle$, so the largest of the $C(C-1)$ inner products is at least $-\tfrac{1}{C-1}$. The ETF attains
-# this for all pairs at once; whatever else we try does not.
+# **No $C$ vectors can be further apart.** For unit vectors,
+# $0 \le \|\sum_c v_c\|^2 = C + \sum_{c \ne c'} \langle v_c, v_{c'}\rangle$, so the largest of the $C(C-1)$ inner
+# products is at least $-\tfrac{1}{C-1}$. The ETF attains this for all pairs at once; nothing else that we try does.
 
 # %%
 random = np.random.default_rng(0)
@@ -51,7 +51,8 @@ print(f"largest inner product: ETF {-1 / (C - 1):.3f}, best of 2000 random frame
 assert min(closest) > -1 / (C - 1)
 
 # %% [markdown]
-# For two classes the ETF is a line, for three a triangle, and the more classes, the closer to a right angle:
+# For two classes the ETF is a line, for three a triangle, and the more classes there are, the closer the angles are to
+# a right angle:
 
 # %%
 for classes, expected in ((2, 180.0), (3, 120.0), (10, 96.38), (100, 90.58)):
@@ -62,10 +63,10 @@ for classes, expected in ((2, 180.0), (3, 120.0), (10, 96.38), (100, 90.58)):
 # %% [markdown]
 # ## Phi: what a client makes of it
 #
-# Client $k$ trains with logits $\kappa\,\Phi_{kc}\,\langle m_c, \hat h\rangle$ and $\Phi_{kc} = C\,n_{kc}/n_k$:
-# classes that it has much of get long vectors, missing ones get none, so that the existing classes may use the space
-# of the missing ones. The mean over classes of a client's $\Phi_k$ is 1; a client with all classes in equal parts has
-# $\Phi_k = 1$ and trains on the global classifier as it is.
+# Client $k$ trains with the logits $\kappa\,\Phi_{kc}\,\langle m_c, \hat h\rangle$, where $\Phi_{kc} = C\,n_{kc}/n_k$:
+# classes of which it has many samples get long vectors and missing classes get none, so that the existing classes may
+# use the space of the missing ones. The mean over classes of a client's $\Phi_k$ is 1. A client with all classes in
+# equal parts has $\Phi_k = 1$ and trains on the global classifier as it is.
 
 # %%
 digits = fp.load_dataset("digits")
@@ -80,7 +81,7 @@ assert (phi[counts == 0] == 0).all()
 np.testing.assert_allclose(np.asarray(class_scales(np.full(C, 7.0), counts)), 1, rtol=1e-6)
 
 # %% [markdown]
-# The engine keeps exactly this vector with every client:
+# The engine keeps exactly this vector for every client:
 
 # %%
 history = fp.simulate(federation, fp.FedGELA(), rounds=1, local_epochs=1, batch_size=32, lanes=1, seed=0)
@@ -93,24 +94,24 @@ np.testing.assert_allclose(history.state.clients, phi, rtol=1e-6)
 #
 # $$\sum_k p_k\,\Phi_{kc} = \sum_k \frac{n_k}{n}\cdot\frac{C\,n_{kc}}{n_k} = C\,\frac{n_c}{n},$$
 #
-# which is 1 for all classes **if and only if the participants' data together are balanced**. Then $\sum_k
-# p_k\,M\,\mathrm{diag}(\Phi_k) = M$: nobody has to send a classifier, because the mean of all of them is already
-# there. Otherwise the mean has the directions of $M$, hence its angles, but its columns differ in length.
+# which is 1 for all classes **if and only if the participants' data together are balanced**. Then
+# $\sum_k p_k\,M\,\mathrm{diag}(\Phi_k) = M$: no client has to send a classifier, because the mean of all of them is
+# already known. Otherwise the mean has the directions of $M$, and hence its angles, but its columns differ in length.
 
 # %%
 mean = p @ phi
 print("sum_k p_k Phi_kc:", mean.round(3))
 np.testing.assert_allclose(mean, C * counts.sum(0) / counts.sum(), rtol=1e-6)
-assert np.abs(mean - 1).max() < 0.03  # the digits are nearly balanced, and no more than that
+assert np.abs(mean - 1).max() < 0.03  # the digits are nearly balanced, but not exactly
 
 etf = np.asarray(history.state.servers.etf[0])
 averaged = np.einsum("k,dc,kc->dc", p, etf, phi)
 np.testing.assert_allclose(averaged, etf * mean, atol=1e-6)
 
 # %% [markdown]
-# **Where it fails.** Take away nine tenths of one class, or let only some of the clients take part: the mean of the
-# participants' classifiers is no longer the global one. FedGELA uses $M$ all the same, and the ablation with
-# $\sqrt{\cdot}$ or $\exp$ in $\Phi$ needs the server to divide by $\sum_j p_j Q_{jc}$ for the rule to hold.
+# **Where it fails.** If nine tenths of one class are removed, or only some of the clients take part, the mean of the
+# participants' classifiers is no longer the global one. FedGELA uses $M$ all the same, and in the ablation with
+# $\sqrt{\cdot}$ or $\exp$ in $\Phi$ the server must divide by $\sum_j p_j Q_{jc}$ for the rule to hold.
 
 # %%
 without = counts * np.where(np.arange(C) == 0, 0.1, 1)
@@ -135,10 +136,10 @@ for function in ("sqrt", "exp"):
 # %% [markdown]
 # ## What the global prediction depends on
 #
-# Generic accuracy is read from $\arg\max_c \langle m_c, \hat h\rangle$: neither $\kappa$ nor $\Phi$ enters. A client's
-# own prediction is $\arg\max_c \Phi_{kc}\langle m_c, \hat h\rangle$. A missing class has logit 0 there, which **beats
-# negative logits** of the classes that the client has: with all classes in the local softmax (the published code) a
-# client can name a class that it has never seen.
+# Generic accuracy is computed from $\arg\max_c \langle m_c, \hat h\rangle$, which depends on neither $\kappa$ nor
+# $\Phi$. A client's own prediction is $\arg\max_c \Phi_{kc}\langle m_c, \hat h\rangle$. There a missing class has
+# logit 0, which **beats negative logits** of the classes that the client has. With all classes in the local softmax (as
+# in the published code) a client can therefore predict a class that it has never seen.
 
 # %%
 features = random.normal(size=(2000, C)) @ fp.models.simplex_etf(C, C, seed=1)
@@ -153,15 +154,16 @@ assert unseen > 0
 # %% [markdown]
 # ## How the space is shared (the paper's Figure 3c, which is drawn by hand)
 #
-# Colour every direction of the plane by the class that $\arg\max_c \Phi_{kc}\langle m_c, h\rangle$ names, for three
-# classes. Without $\Phi$ each has a third. A client that lacks the third class and has equally much of the others has
-# $\Phi = (1.5, 1.5, 0)$: the logit 0 of the missing class wins where both others are negative, in 60 degrees, so that
-# the shares are 5/12, 5/12 and 1/6. With the client's own classes alone in the softmax they are 1/2 and 1/2.
+# For three classes, we colour every direction of the plane by the class that
+# $\arg\max_c \Phi_{kc}\langle m_c, h\rangle$ predicts. Without $\Phi$ each class has a third. A client that lacks the
+# third class and has as much of the first as of the second has $\Phi = (1.5, 1.5, 0)$: the logit 0 of the missing class
+# wins where both others are negative, in a sector of 60 degrees, so that the shares are 5/12, 5/12 and 1/6. With only
+# the client's own classes in the softmax they are 1/2 and 1/2.
 
 
 # %%
 def shares_of(vectors, scales, directions, present=None):
-    """Share of the directions [n, D] that each class is named for; classes that are not present cannot be named."""
+    """Share of the directions [n, D] predicted as each class, and the predictions; `present` limits the classes."""
     scores = directions @ vectors * scales
     if present is not None:
         scores = np.where(present, scores, -np.inf)
@@ -187,8 +189,9 @@ for panel, (title, (scales, present, expected)) in zip(panels, cases.items(), st
     panel.set_title(f"{title}: {', '.join(f'{100 * share:.0f} %' for share in shares)}", fontsize=9)
 
 # %% [markdown]
-# Ten classes, random directions in the span of the ETF: of a client with two equal classes each is named for 38.4 %,
-# and the eight missing ones together for 23.2 %; with counts 6 : 3 : 1 the three have 41.4, 30.8 and 18.0 %.
+# Now ten classes, and random directions in the span of the ETF. A client with two classes in equal parts predicts each
+# of them for 38.4 % of the directions, and the eight missing ones together for 23.2 %. With three classes and counts
+# 6 : 3 : 1 the shares of the three are 41.4, 30.8 and 18.0 %.
 
 # %%
 frame = fp.models.simplex_etf(C, C, seed=0)

@@ -9,17 +9,18 @@
 # %% [markdown]
 # # FedMR's Theorem 1: how far a missing class stays from its target
 #
-# Fan et al., TMLR 2023. The proof models one dimension of a feature of a class: $r_t$ is its value in round $t$,
-# $a$ where the clients that have the class want it, $s_t$ what the others make of it. With the shares $\hat p$ of the
-# first, $p'$ of the second and $p$ of those that leave it alone, $\hat p + p + p' = 1$,
+# The theorem is from Fan et al., TMLR 2023. Its proof models one dimension of a feature of a class: $r_t$ is its value
+# in round $t$, $a$ is the value that the clients with the class want it to have, and $s_t$ is what the others make of
+# it. Let $\hat p$ be the share of the clients with the class, $p'$ that of the other clients that change the dimension
+# and $p$ that of those that leave it alone, with $\hat p + p + p' = 1$. Then
 #
 # $$r_{t+1} = \hat p\,a + p\,r_t + p'\,s_t + \xi_t, \qquad |a|, |s_t|, |r_0| \le G, \quad |\xi_t| \le \delta.$$
 #
-# The claim, with $\Gamma_t = (1 - p^t) / (1 - p)$:
+# The claim is, with $\Gamma_t = (1 - p^t) / (1 - p)$:
 #
 # $$|r_t - a| \;\le\; 2\,(1 - \hat p\,\Gamma_t)\,G + \delta\,\Gamma_t.$$
 #
-# What the model assumes, that dimensions are independent and that seen ones are at their optimum, is not tested.
+# The model's assumptions, that dimensions are independent and that seen ones are at their optimum, are not tested.
 
 # %%
 import matplotlib.pyplot as plt
@@ -39,7 +40,7 @@ def bound(p, p_hat, t, G, delta):
 # %% [markdown]
 # ## It holds
 #
-# 20 000 random draws: shares from Dirichlet(1, 1, 1), up to 30 rounds, everything else anywhere in its range.
+# We make 20 000 random draws: shares from Dirichlet(1, 1, 1), up to 30 rounds, everything else anywhere in its range.
 
 # %%
 random = np.random.default_rng(0)
@@ -58,7 +59,7 @@ print(f"smallest slack of {draws} draws over {rounds} rounds: {slack:.2e}")
 # %% [markdown]
 # ## It is attained
 #
-# If the others pull as far away as they may in every round, the error *is* the bound.
+# If the others pull as far away as they are allowed to in every round, the error *is* the bound.
 
 # %%
 shares = {"p": 0.1, "p_hat": 0.6}
@@ -74,11 +75,11 @@ print("errors of rounds 1 to 4, all equal to the bound:", np.round(errors, 5))
 # %% [markdown]
 # ## What is off in print
 #
-# * With $r_{t+1}$ on the left the exponent is $t + 1$: a slip of the index.
+# * With $r_{t+1}$ on the left the exponent must be $t + 1$: the index is a slip.
 # * $\Gamma_t$ *grows* with $t$, from 1 to $1 / (1 - p)$; the remark that it gets smaller is wrong. The bound falls
-#   because $\hat p\,\Gamma_t$ grows, and its part with $\delta$ grows as well.
-# * The limit is $2\,\frac{1 - p - \hat p}{1 - p}\,G + \frac{\delta}{1 - p}$. The error is zero only if
-#   $\hat p = 1 - p$, nobody else moves the dimension, *and* $\delta = 0$.
+#   because $\hat p\,\Gamma_t$ grows, but its part with $\delta$ grows as well.
+# * The limit is $2\,\frac{1 - p - \hat p}{1 - p}\,G + \frac{\delta}{1 - p}$. The error is zero only if $\hat p = 1 - p$
+#   (no other client moves the dimension) *and* $\delta = 0$.
 
 # %%
 values = gamma(0.4, np.arange(1, 60))

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Averaging classifiers that each miss a class
 #
-# The example of FedMR's section 3.2 (Fan et al., "Federated Learning under Partially Class-Disjoint Data via Manifold
-# Reshaping", TMLR 2023). Three classes lie in discs of radius $\tfrac12$ in the plane; three clients hold two classes
-# each. Every client's classifier is the best one for its own two classes, and yet their mean points elsewhere than the
-# classifier of all three.
+# This is the example of FedMR's section 3.2 (Fan et al., "Federated Learning under Partially Class-Disjoint Data via
+# Manifold Reshaping", TMLR 2023). Three classes lie in discs of radius $\tfrac12$ in the plane, and three clients hold
+# two classes each. Every client's classifier is the best one for its own two classes, and yet the mean of these
+# classifiers points in other directions than the best classifier for all three classes.
 #
-# A classifier has a vector $w_c$ for each class and no bias: it says $\arg\max_c \langle w_c, x\rangle$.
+# A classifier has a vector $w_c$ for each class and no bias: it predicts $\arg\max_c \langle w_c, x\rangle$.
 
 # %%
 import os
@@ -31,7 +31,7 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73"]
 
 
 def keep(figure, name):
-    """Save a picture where the environment variable FIGURES names a folder."""
+    """Save a picture to the folder that the environment variable FIGURES names, if it is set."""
     if folder := os.environ.get("FIGURES"):
         figure.savefig(f"{folder}/{name}.png", dpi=100)
 
@@ -57,8 +57,8 @@ np.testing.assert_allclose(printed.aggregated, [[1 / 3, 0], [-1 / 6, third], [-1
 print(printed.aggregated.round(6))
 
 # %% [markdown]
-# Row 2 of $w^*$ stands at 150°, row 2 of $\hat w$ at $180° - \arctan(\sqrt3 + 2) = 105°$. The shift is 45°
-# **exactly**, for class 3 by symmetry too, and class 1 does not turn.
+# Row 2 of $w^*$ is at 150°, row 2 of $\hat w$ at $180° - \arctan(\sqrt3 + 2) = 105°$. The shift is **exactly** 45°, by
+# symmetry also for class 3, and class 1 does not turn.
 
 # %%
 np.testing.assert_allclose(printed.angle_shift_degrees, [0, 45, 45], atol=1e-12)
@@ -72,8 +72,8 @@ np.testing.assert_allclose(np.tan(np.radians(75)), np.sqrt(3) + 2)
 # $$\min_{v,\,b} \tfrac12\|v\|^2 \quad\text{subject to}\quad \langle v, m_i\rangle + b \ge 1 + \tfrac12\|v\|,\qquad
 # -\langle v, m_j\rangle - b \ge 1 + \tfrac12\|v\|,$$
 #
-# because the worst point of a disc with centre $m$ lies $\tfrac12$ from it in the direction of $v$. The rows are then
-# $\pm v/\|v\|$. We solve this **with** the bias $b$ and **without** it.
+# because the worst point of a disc with centre $m$ lies at a distance of $\tfrac12$ from $m$, along $v$. The rows are
+# then $\pm v/\|v\|$. We solve this **with** the bias $b$ and **without** it.
 
 
 # %%
@@ -109,17 +109,17 @@ print("with a bias the solver finds the printed matrices; without one, client 1 
 print(without_bias[0].round(4))
 
 # %% [markdown]
-# So the printed clients are those of the best margin **with a bias, which is then left out**. Without bias the margin
-# is widest where both discs are equally far from a line through the origin, and client 1's rows stand at -30° and 150°
-# instead of -60° and 120°. Its row for class 2 is the one that $w^*$ has.
+# So the printed clients are those with the largest margin **with a bias, which is then left out**. Without a bias the
+# margin is largest where both discs are equally far from a line through the origin, and client 1's rows are at -30° and
+# 150° instead of -60° and 120°. Its row for class 2 is then the one that $w^*$ has.
 
 # %%
 np.testing.assert_allclose(without_bias[0, 1], printed.optimal[1], atol=1e-5)
 np.testing.assert_allclose(without_bias[1, 2], printed.optimal[2], atol=1e-5)
 
 # %% [markdown]
-# The best classifier of all three classes maximises the smallest margin over all pairs, $\min \sum_c\|w_c\|^2$ subject
-# to $\langle w_y - w_c, m_y\rangle - \tfrac12\|w_y - w_c\| \ge 1$ for all $c \ne y$.
+# The best classifier for all three classes maximises the smallest margin over all pairs, that is, it solves
+# $\min \sum_c\|w_c\|^2$ subject to $\langle w_y - w_c, m_y\rangle - \tfrac12\|w_y - w_c\| \ge 1$ for all $c \ne y$.
 
 
 # %%
@@ -154,21 +154,21 @@ np.testing.assert_allclose(angles_between(solved, simplex), 0, atol=1e-3)
 np.testing.assert_allclose(angles_between(solved, without_bias.mean(0)), 0, atol=1e-3)
 
 # %% [markdown]
-# Three things come out of the table:
+# The table shows three things:
 #
-# - the classifier that is best for all three discs points exactly as the **regular simplex** (rows at 0° and ±120°),
-#   not as the printed $w^*$;
+# - the classifier that is best for all three discs has exactly the directions of the **regular simplex** (rows at 0°
+#   and ±120°), not those of the printed $w^*$;
 # - measured against that optimum, the mean of the printed clients is off by 15°, not by 45°;
 # - and if the clients, like the global classifier, are solved **without** a bias, their mean is not off at all.
 #
-# So the 45° hold for the matrices as they are printed. What the example shows, that averaging classifiers which miss
-# classes may turn them, is true; how far they turn is a matter of the reading.
+# So the 45° hold for the matrices as they are printed. The example's point, that averaging classifiers which miss
+# classes may turn them, is true; how far they turn depends on how the example is read.
 #
 # ## It is a shift of direction, not of accuracy
 #
-# On the discs the printed $w^*$ is not free of errors, while the mean is. The line between classes 1 and 2 passes
-# class 2's centre at a distance $h < \tfrac12$, so it cuts off a share $\bigl(\arccos t - t\sqrt{1 - t^2}\bigr)/\pi$
-# of the disc, with $t = 2h$.
+# On the discs the printed $w^*$ makes errors, while the mean makes none. The line between classes 1 and 2 passes
+# class 2's centre at a distance $h < \tfrac12$, so it cuts off a share $\bigl(\arccos t - t\sqrt{1 - t^2}\bigr)/\pi$ of
+# the disc, with $t = 2h$.
 
 # %%
 gap = printed.optimal[1] - printed.optimal[0]
@@ -191,7 +191,7 @@ assert rates["solved for all"].max() == 0
 
 # %%
 def draw(ax, rows, title):
-    """Discs, class vectors and the regions in which each class wins."""
+    """Draw the discs, the class vectors and the regions in which each class wins."""
     x, y = np.meshgrid(np.linspace(-1.9, 2.1, 401), np.linspace(-2.5, 2.5, 501))
     winner = np.argmax(np.stack([x, y], -1) @ rows.T, -1)
     ax.contourf(x, y, winner, levels=[-0.5, 0.5, 1.5, 2.5], colors=COLOURS, alpha=0.13)
