@@ -56,9 +56,9 @@ def keep(figure, name):
 # %% [markdown]
 # ## A problem that meets the assumptions
 #
-# We take the digits 0 to 3 and four clients. Client $k$ owns classes $k$ and $k + 1$ (modulo 4) with 70 images each, so the data
-# are partially class-disjoint, and balanced as a whole. The features are a linear map of the pixels, $h = \Theta x$,
-# and are **not** normalised. The classifier is the fixed ETF $M$, so the logits of client $k$,
+# We take the digits 0 to 3 and four clients. Client $k$ owns classes $k$ and $k + 1$ (modulo 4) with 70 images each, so
+# the data are partially class-disjoint, and balanced as a whole. The features are a linear map of the pixels,
+# $h = \Theta x$, and are **not** normalised. The classifier is the fixed ETF $M$, so the logits of client $k$,
 # $\Phi_k \circ (M^\top\Theta x)$, are linear in $\Theta$, and $F_k(\Theta) = \mathrm{CE} + \tfrac\mu2\|\Theta\|^2$ is
 # convex.
 

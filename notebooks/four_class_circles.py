@@ -187,8 +187,8 @@ assert invaded.max() < 20
 # ## Reshaping
 #
 # With FedMR the features of the trained classes use all three dimensions with almost no correlation, and those of
-# classes that were never seen stay clear of the trained ones. The head still gives most of the sphere to the trained classes,
-# since no sample required anything else: what is reshaped is the feature space, not the classifier.
+# classes that were never seen stay clear of the trained ones. The head still gives most of the sphere to the trained
+# classes, since no sample required anything else: what is reshaped is the feature space, not the classifier.
 
 # %%
 assert of_reshaped["weakest"][:2].min() > 0.7
