@@ -15,8 +15,8 @@ Line = Mapping[str, Any]
 
 HEAD = """# Measured on a GPU
 
-This page is written by `python -m benchmarks.gpu --page`. Three commands measure what stands on it, each in the minutes
-that it is given; the same command again goes on where it stopped:
+This page is written by `python -m benchmarks.gpu --page`. Three commands make the measurements, each within the minutes
+that it is given; repeated, a command continues where it stopped:
 
 ```bash
 python -m benchmarks.gpu --part=1 --minutes=9 --out=runs/gpu    # does it work
@@ -25,8 +25,8 @@ python -m benchmarks.gpu --part=3 --minutes=9 --out=runs/gpu --data-dir=DATA    
 ```
 """
 NOTHING = "\nNot measured yet.\n"
-SHARED = """Methods and models share the device and the processor's cores, and XLA times no kernels for them:
-their seconds say little.
+SHARED = """The methods and models below ran at the same time, on one device and the same processor cores, and without
+XLA's timing of kernels, so their seconds say little.
 """
 
 
@@ -110,7 +110,7 @@ def _works(items: Sequence[Line], succeeded: Sequence[Line]) -> str:
         _titled("The device's ceilings", table(["", "measured"], ceilings)),
         SHARED if _named(items, "method ") else "",
         *(_titled(f"Every {kind}, two rounds", _two_rounds(_named(items, f"{kind} "))) for kind in ("method", "model")),
-        _titled("A run ended by SIGKILL and continued, beside one in peace",
+        _titled("A run ended by SIGKILL and continued, beside an undisturbed one",
                 table(["killed after round", "rounds", "largest relative difference of a loss"], resumed)),
         _titled("One lane and ten, full float32: largest difference over the largest parameter",
                 table(["", "after one round", "after three"], lanes)),
