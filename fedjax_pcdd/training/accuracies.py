@@ -83,11 +83,11 @@ class Accuracies(Callback):
         received = "received" in self._measured(run)
         counts, seconds = run.evaluate(personal=received)
         if received:
-            all_clients = np.arange(len(counts.personal))
-            self._take(run, all_clients, counts.personal, ("received",))
-            if run.traits.personal_model == "server":
+            by_server = run.traits.personal_model == "server"  # then PA between rounds is also that of the last epoch
+            protocols: list[Protocol] = ["received", "last"] if by_server else ["received"]
+            self._take(run, np.arange(len(counts.personal)), counts.personal, protocols)
+            if by_server:
                 self.trained(run, report, counts.personal[report.jobs.row])
-                self._take(run, all_clients, counts.personal, ("last",))
         self._choose(run)
         row |= {"pa": mean(run.history.pa_clients), **spread(run.history.pa_clients)}
         row |= {name: mean(values) for name, values in run.history.also.items()}
