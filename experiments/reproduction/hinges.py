@@ -170,10 +170,10 @@ def _of_kind(kind: str, members: Sequence[Departure]) -> list[str]:
     return [f"    - {kind}: turns under {len(turned)} of {len(members)}{details}"]
 
 
-def where(one: Departure) -> str:
+def where(departure: Departure) -> str:
     """Split, and tag or scale, of a departure, in words."""
     return (
-        f"{one.split} `{one.tag}`" + (f", scale `{one.scale}`" if one.scale != CPU else "")
-        if one.tag
-        else (f"{one.split}, scale `{one.scale}`")
+        f"{departure.split} `{departure.tag}`" + (f", scale `{departure.scale}`" if departure.scale != CPU else "")
+        if departure.tag
+        else (f"{departure.split}, scale `{departure.scale}`")
     )

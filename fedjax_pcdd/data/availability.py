@@ -18,7 +18,7 @@ from fedjax_pcdd.data.npz import read_arrays
 from fedjax_pcdd.errors import UserError
 
 DAY = 24  # rounds in a day of the model
-THERE, LOST, MODEL = 1, 2, 3  # streams of random numbers
+AVAILABLE, LOST, MODEL = 1, 2, 3  # streams of random numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class Availability:
     probability: np.ndarray
     lost: np.ndarray
 
-    def there(self, seed: int, round: int) -> np.ndarray:
+    def available(self, seed: int, round: int) -> np.ndarray:
         """Which clients are available, [K] bool."""
         chances = self.probability[round % len(self.probability)]
-        return _random(seed, round, THERE).random(len(chances)) < chances
+        return _random(seed, round, AVAILABLE).random(len(chances)) < chances
 
     def stay(self, seed: int, round: int) -> np.ndarray:
         """Which clients, if available, stay until the round ends, [K] bool."""

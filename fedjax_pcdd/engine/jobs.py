@@ -24,7 +24,7 @@ from fedjax_pcdd.engine.program import (
     with_own,
 )
 from fedjax_pcdd.engine.schedule import Jobs
-from fedjax_pcdd.methods.checks import alike, like, of_kind, of_model, scalar
+from fedjax_pcdd.methods.checks import like, of_kind, of_model, same_shapes, scalar
 from fedjax_pcdd.methods.method import Batch, Context, Evaluated, Keys, Local, Step
 from fedjax_pcdd.trees import at, select
 
@@ -164,18 +164,18 @@ def train_step(program: Program, inputs: Inputs, lane: Lane, index, step) -> Lan
         return Evaluated(value, state, gradients)
 
     def step_on(gradients, unclipped=None):
-        alike(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
+        same_shapes(method, "local_update", "gradients of a step", gradients, params, "the parameters are")
         update, extra = _optimiser(program, inputs, lane.job).update, {"moving": moving}
         if unclipped is not None:
-            alike(method, "local_update", "unclipped part of a step", unclipped, params, "the parameters are")
+            same_shapes(method, "local_update", "unclipped part of a step", unclipped, params, "the parameters are")
             extra["unclipped"] = only(moving, unclipped)
         return Step(*update(only(moving, gradients), lane.optimiser, only(moving, params), **extra))
 
     result = method.local_update(evaluate, step_on, variables, batch, context)
     value, state, (updates, optimiser) = of_kind(method, "local_update", result, object, object, Step)
-    alike(method, "local_update", "updates", updates, params, "the parameters are")
+    same_shapes(method, "local_update", "updates", updates, params, "the parameters are")
     after = {**variables, **state, "params": optax.apply_updates(params, only(moving, updates))}
-    alike(method, "local_update", "variables", after, variables, "download gave them")
+    same_shapes(method, "local_update", "variables", after, variables, "download gave them")
     return lane._replace(variables=after, optimiser=optimiser, loss=lane.loss + scalar(method, "local_update", value))
 
 

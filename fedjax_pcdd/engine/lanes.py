@@ -40,7 +40,7 @@ from fedjax_pcdd.engine.program import (
 )  # fmt: skip
 from fedjax_pcdd.engine.schedule import Jobs, Plan, jobs_of
 from fedjax_pcdd.engine.streaming import SHARDS, own_shard
-from fedjax_pcdd.methods.checks import alike, of_kind
+from fedjax_pcdd.methods.checks import of_kind, same_shapes
 from fedjax_pcdd.methods.method import Batch, Context, Keys, Message, ServerContext
 from fedjax_pcdd.trees import at, select, where, zeros_like
 
@@ -97,7 +97,7 @@ def finish(program: Program, inputs: Inputs, lane: Lane) -> Outcome:
     """The `Outcome` of one job, without leading axes; its model is tested on the client's own data."""
     method, _ = method_and_server(program, inputs, lane.job)
     client, message = upload(program, inputs, lane)
-    alike(method, "upload", "client's next state", client, lane.client, "init_client made it")
+    same_shapes(method, "upload", "client's next state", client, lane.client, "init_client made it")
     correct = tested(program, inputs, lane, client)
     end_state = {**lane.variables, OPTIMISER: lane.optimiser, LAYERS: layers_of(program, lane.variables["params"])}
     statistics = {k: end_state[k] for k in lane.statistics} if lane.statistics else ()
@@ -405,7 +405,7 @@ def aggregated(
         public, count = unlabelled(program, data), (steps > 0).sum()
         context = ServerContext(program.model, setting, hyper, round, clients, count, key, public)
         after = method.aggregate(server, message, weights, context)
-        alike(method, "aggregate", "server's next state", after, server, "init_server made it")
+        same_shapes(method, "aggregate", "server's next state", after, server, "init_server made it")
         return where(weights.sum() > 0, after, server)
 
     def by_experiment(tree):

@@ -146,7 +146,7 @@ class Planner:
         cohorts = []
         for e, able in zip(self.experiments, self.able, strict=True):
             availability = e.availability
-            available = availability and availability.there(e.seed, round)
+            available = availability and availability.available(e.seed, round)
             drawn = schedule.cohort(e.seed, round, able, self.cohort_size, available)
             cohorts.append(drawn if availability is None else drawn[availability.stay(e.seed, round)[drawn]])
         return cohorts

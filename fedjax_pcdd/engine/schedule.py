@@ -99,16 +99,16 @@ def stream(seed: int, round: int, client: int, epoch: int) -> np.random.Generato
     return streams(seed, round)(client, epoch)
 
 
-def cohort(seed: int, round: int, able: np.ndarray, size: int, there: np.ndarray | None = None) -> np.ndarray:
+def cohort(seed: int, round: int, able: np.ndarray, size: int, available: np.ndarray | None = None) -> np.ndarray:
     """Clients of a round, in increasing order: S of those with samples, drawn uniformly, or all if there are no more.
 
     It depends on (seed, round) alone, never on the method (methods are compared on the same selections).
 
     Args:
       able: numbers of the clients with training samples, in increasing order.
-      there: [K] which clients can be drawn; None for all, which saves work for each of K clients.
+      available: [K] which clients can be drawn; None for all, which saves work for each of K clients.
     """
-    able = able if there is None else able[there[able]]
+    able = able if available is None else able[available[able]]
     if size >= len(able):
         return able
     return able[np.sort(stream(seed, round, NOBODY, 0).choice(len(able), size, replace=False))]

@@ -38,18 +38,18 @@ def numbers(method: Any, hook: str, tree: Any) -> Any:
     return tree
 
 
-def alike(method: Any, hook: str, what: str, tree: Any, wanted: Any, source: str) -> Any:
+def same_shapes(method: Any, hook: str, name: str, tree: Any, expected: Any, source: str) -> Any:
     """The tree that a hook returned; UserError if its structure or a shape differs from those of another tree.
 
     Args:
-      what: a name for the tree, such as "client state".
-      wanted: the tree whose structure and shapes it must have.
+      name: of the tree, such as "client state".
+      expected: the tree whose structure and shapes it must have.
       source: where that one comes from, such as "init_client made it".
     """
     try:
-        chex.assert_trees_all_equal_shapes(tree, wanted)
+        chex.assert_trees_all_equal_shapes(tree, expected)
     except (AssertionError, ValueError, TypeError):
-        sentence = f"{_name(method)}.{hook} must return the {what} as {source}; {_difference(tree, wanted)}."
+        sentence = f"{_name(method)}.{hook} must return the {name} as {source}; {_difference(tree, expected)}."
         raise UserError(sentence) from None
     return tree
 

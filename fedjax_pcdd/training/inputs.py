@@ -98,7 +98,7 @@ def _draws(availability: Availability | None, seed: int) -> str | None:
     """A digest of the clients available and staying in the first rounds; None if all always are available and stay."""
     if availability is None:
         return None
-    return digest(draw(seed, round) for round in range(3) for draw in (availability.there, availability.stay))
+    return digest(draw(seed, round) for round in range(3) for draw in (availability.available, availability.stay))
 
 
 def digest_of(dataset: Dataset) -> str:

@@ -64,8 +64,8 @@ def test_all_are_tuned_whoever_is_there():
 def test_the_model_has_days_and_draws_that_belong_to_the_client():
     small, large = (availability("model", 0.2, clients, 7) for clients in (50, 2000))
     assert [len(one.probability) for one in (small, large)] == [24, 24]
-    there = np.stack([large.there(7, r) for r in range(48)])
-    np.testing.assert_array_equal(there[3], large.there(7, 3))
+    there = np.stack([large.available(7, r) for r in range(48)])
+    np.testing.assert_array_equal(there[3], large.available(7, 3))
     assert (there[3] != there[27]).any()
     np.testing.assert_allclose(large.probability.mean(0), there.mean(0), atol=0.4)
     assert (np.ptp(large.probability, 0) > 0.2).all()
@@ -94,7 +94,7 @@ def test_a_file_of_something_else_is_a_sentence(tmp_path, arrays, sentence):
 def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
     np.savez(tmp_path / "there.npz", probability=[[0, 1], [1, 0]], lost=[0.0, 1.0])
     known = availability(str(tmp_path / "there.npz"), 0.0, 2, 0)
-    assert [known.there(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
+    assert [known.available(0, r).tolist() for r in (0, 1, 2)] == [[False, True], [True, False], [False, True]]
     assert known.stay(0, 0).tolist() == [True, False]
     with pytest.raises(fp.UserError, match="says who is lost: drop lost_share"):
         availability(str(tmp_path / "there.npz"), 0.5, 2, 0)
@@ -104,7 +104,7 @@ def test_a_file_is_repeated_and_may_say_who_is_lost(tmp_path):
 def test_who_is_there_who_is_lost_and_who_is_drawn_are_independent():
     clients, rounds, size = 20, 6000, 3
     known = Availability(np.full((1, clients), 0.3), np.full(clients, 0.1))
-    there = np.stack([known.there(5, r) for r in range(rounds)])
+    there = np.stack([known.available(5, r) for r in range(rounds)])
     stay = np.stack([known.stay(5, r) for r in range(rounds)])
     drawn = np.zeros_like(there)
     for r in range(rounds):
@@ -133,7 +133,7 @@ def test_a_run_whose_clients_were_drawn_otherwise_is_not_continued():
 
 def test_the_first_round_of_the_model_follows_its_probabilities():
     known = availability("model", 0.0, 20_000, 3)
-    there, chances = known.there(3, 0), known.probability[0]
+    there, chances = known.available(3, 0), known.probability[0]
     for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 0.9)):
         some = (chances >= low) & (chances < high)
         assert there[some].mean() == pytest.approx(chances[some].mean(), abs=0.03)
